@@ -1,0 +1,209 @@
+"""The engine: a Lightning `Trainer` whose flags choose among Polyphase's parts. No training logic lives here."""
+
+import copy
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from . import verify as verification
+from .environment import resolve_sizes
+from .flags import Layout, check_count
+from .loop import NonFiniteWatch, attach, defaults_from_environment
+from .preflight import check_module
+from .strategies import FailFast, select
+
+__all__ = ["Engine", "fit"]
+
+
+class Engine(Trainer):
+    """A `lightning.pytorch.Trainer` that runs any module under any strategy, with the same result.
+
+    Every argument of `Trainer` keeps its name, default and meaning; those below are new or can do more.
+
+    Args:
+        strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, ``"hsdp:replicate=2,shard=4"``, ...: see `polyphase strategies`.
+            A suffix ``_spawn``, ``_fork`` or ``_notebook`` chooses how processes start. Lightning's own names and
+            strategy objects are taken as well. ``"auto"``: ``single`` on one device, else ``ddp``.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
+            on every device and under every strategy.
+        compression: how gradients are sent: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd:rank"``.
+        nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
+            ``"ignore"``.
+        **trainer_flags: all other arguments of `Trainer`.
+
+    Raises:
+        ValueError: a flag that is unknown or can't be honoured, before any process starts.
+    """
+
+    @defaults_from_environment
+    def __init__(
+        self,
+        *,
+        accelerator: str | Any = "auto",
+        strategy: str | Strategy = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: str | int | None = None,
+        compression: str = "none",
+        nonfinite: Literal["warn", "error", "ignore"] = "warn",
+        callbacks: list[Callback] | Callback | None = None,
+        enable_progress_bar: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None,
+        plugins: Any | list[Any] | None = None,
+        sync_batchnorm: bool = False,
+        barebones: bool = False,
+        **trainer_flags: Any,
+    ) -> None:
+        named = {name: value for name, value in locals().items() if name not in ("self", "trainer_flags", "__class__")}
+        self._flags = {**named, **trainer_flags}
+        check_count("accumulate_grad_batches", accumulate_grad_batches)
+        if gradient_clip_val is not None and gradient_clip_val < 0:
+            raise ValueError(f"gradient_clip_val must be at least 0, or None for no clipping: got {gradient_clip_val}.")
+        devices, num_nodes = resolve_sizes(devices, num_nodes)
+        watch = NonFiniteWatch(nonfinite)
+        parts = select(
+            strategy=strategy,
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            compression=compression,
+            sync_batchnorm=sync_batchnorm,
+            plugins=_as_list(plugins),
+        )
+        given = _as_list(callbacks)
+        if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
+            given.append(_progress_bar())
+        self._parts = parts
+        super().__init__(
+            accelerator=accelerator,
+            strategy=parts.strategy,
+            devices=parts.devices,
+            num_nodes=num_nodes,
+            precision=parts.precision,
+            callbacks=[FailFast(), watch, *given],
+            enable_progress_bar=enable_progress_bar,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            plugins=parts.plugins,
+            sync_batchnorm=sync_batchnorm,
+            barebones=barebones,
+            **trainer_flags,
+        )
+        attach(self, watch)
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the device mesh by axis; all processes are replicas under Lightning's own strategies."""
+        return getattr(self.strategy, "layout", None) or Layout(replicate=self.world_size)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all gradients at the last step, before clipping (0-d, on the device); None without norm clipping."""
+        return getattr(self.precision_plugin, "grad_norm", None)
+
+    @property
+    def bytes_compressed(self) -> int | None:
+        """Bytes that this rank's comm hook has handed to collectives; None without one."""
+        hook = self._parts.comm_hook
+        return None if hook is None else hook.num_bytes
+
+    def fit(  # type: ignore[override]
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Trains `model`; see `lightning.pytorch.Trainer.fit` for the arguments.
+
+        Raises:
+            MisconfigurationException: the module can't be trained as it is, before any process starts.
+        """
+        if isinstance(model, LightningModule):  # else Lightning says what it expects
+            check_module(model, precision=str(self.precision))
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+
+    def verify(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        steps: int = 5,
+        tolerance: float = 1e-5,
+    ) -> verification.Certificate:
+        """Trains copies of `model` for a few steps in one process and under this engine's flags, and compares them.
+
+        Args:
+            model: left as it is.
+            train_dataloaders: one DataLoader; or give `datamodule`.
+            datamodule: whose `train_dataloader()` is used.
+            steps: number of optimizer steps.
+            tolerance: largest absolute difference of a weight that counts as equal.
+
+        Returns:
+            The certificate, on every rank; it is printed as well.
+        """
+        check_count("steps", steps)
+        quiet = {
+            "max_steps": steps,
+            "max_epochs": -1,
+            "limit_val_batches": 0,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        shared = {key: self._flags[key] for key in ("accelerator", "accumulate_grad_batches", "gradient_clip_val")}
+        shared["gradient_clip_algorithm"] = self.gradient_clip_algorithm
+        with tempfile.TemporaryDirectory() as folder:
+            recorder = verification.Recorder(Path(folder) / "states.pt")
+            engine = type(self)(**{**self._flags, **quiet, "callbacks": [recorder]})
+            engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
+            certificate = None
+            if engine.is_global_zero:
+                ours = torch.load(recorder.path, weights_only=True)
+                loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
+                reference = verification.reference_steps(
+                    copy.deepcopy(model), loader, engine.world_size, {**quiet, **shared}
+                )
+                certificate = verification.certify(ours, reference, tolerance)
+        self.certificate = engine.strategy.broadcast(certificate)
+        rank_zero_info(str(self.certificate))
+        return self.certificate
+
+
+def fit(module: LightningModule, data: LightningDataModule | DataLoader, **flags: Any) -> Engine:
+    """Builds an `Engine` from `flags`, trains `module` on `data`, and returns the engine.
+
+    Args:
+        module: changed in place.
+        data: a data module, or the DataLoader to train on.
+        **flags: arguments of `Engine`.
+    """
+    engine = Engine(**flags)
+    engine.fit(module, datamodule=data) if isinstance(data, LightningDataModule) else engine.fit(module, data)
+    return engine
+
+
+def _as_list(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+
+
+def _progress_bar() -> Callback:
+    # Callbacks import the engine, never the other way round; this is the one exception, and it is by name.
+    from polyphase.callbacks import default_progress_bar
+
+    return default_progress_bar()

@@ -1,0 +1,70 @@
+"""What the environment says about the processes; the only module that reads environment variables.
+
+torchrun and SLURM start the processes themselves and say how many. Lightning wants the same numbers once more as
+`devices` and `num_nodes`; here they are taken from the launcher where the user left them out, and compared where not.
+"""
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+from .flags import check_count
+
+__all__ = ["global_seed", "launched_sizes", "resolve_sizes", "started_by"]
+
+
+def started_by() -> str | None:
+    """``"torchrun"`` or ``"SLURM"`` where one of them started this process, else None."""
+    if TorchElasticEnvironment.detect():
+        return "torchrun"
+    # SLURM_NTASKS_PER_NODE and friends also exist in an interactive allocation, which starts one process only.
+    return "SLURM" if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1 else None
+
+
+def launched_sizes() -> tuple[int, int] | None:
+    """(processes per node, number of nodes) as the launcher has them; None where nobody launched us."""
+    launcher = started_by()
+    if launcher == "torchrun":
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        return per_node, int(os.environ["WORLD_SIZE"]) // per_node
+    if launcher == "SLURM":
+        num_nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+        return int(os.environ["SLURM_NTASKS"]) // num_nodes, num_nodes
+    return None
+
+
+def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:
+    """`devices` and `num_nodes` to hand to Lightning, completed from the launcher.
+
+    Raises:
+        ValueError: the flags contradict the launcher; the message has the flags that fit it.
+    """
+    check_count("num_nodes", num_nodes)
+    launched = launched_sizes()
+    if launched is None:
+        return devices, num_nodes
+    per_node, nodes = launched
+    given = _count(devices)
+    if given not in (None, per_node) or num_nodes not in (1, nodes):
+        raise ValueError(
+            f"{started_by()} started {nodes} node(s) x {per_node} process(es), but the flags say num_nodes={num_nodes}"
+            f" and devices={devices!r}: leave both out, or give num_nodes={nodes}, devices={per_node}."
+        )
+    return (per_node if given is None else devices), nodes
+
+
+def global_seed() -> int:
+    """The seed of `seed_everything` where it was called, else of `torch.manual_seed`, else this process's own."""
+    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+
+
+def _count(devices: Any) -> int | None:
+    """Number of devices asked for; None for "auto" and for -1 (all)."""
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    text = str(devices).strip()
+    return None if text in ("auto", "-1") or not text.isdigit() else int(text)

@@ -1,0 +1,188 @@
+"""The grammar of the flags and their error messages: pure functions of strings, no `torch.distributed`.
+
+A flag is ``name[_launcher][:argument,...]``: ``"fsdp"``, ``"ddp_spawn:static_graph=true"``,
+``"hsdp:replicate=2,shard=4"``, ``"powersgd:2,start=100"``. Every error says what was given, what is allowed and, where
+one is near, the closest match.
+"""
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeVar
+
+__all__ = [
+    "LAUNCHERS",
+    "Flag",
+    "Layout",
+    "check_count",
+    "choose",
+    "parse_flag",
+    "parse_options",
+    "split_launcher",
+]
+
+LAUNCHERS: Mapping[str, Literal["popen", "spawn", "fork"]] = {
+    "": "popen",
+    "spawn": "spawn",
+    "fork": "fork",
+    "notebook": "fork",
+}
+"""Start method by suffix of the strategy's name; without a suffix the script is started again once per device."""
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+_OptionsT = TypeVar("_OptionsT")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the device mesh by axis, outermost first; every synchronous strategy is one of these."""
+
+    pp: int = 1
+    """Number of pipeline stages."""
+    replicate: int = 1
+    """Number of full copies of the (sharded) model."""
+    shard: int = 1
+    """Number of shards that parameters, gradients and optimizer state are cut into."""
+    tp: int = 1
+    """Number of devices that share one tensor-parallel layer."""
+
+    def __post_init__(self) -> None:
+        for axis, size in self.axes.items():
+            check_count(f"the size of axis {axis!r}", size)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size by axis name, outermost axis first."""
+        return dataclasses.asdict(self)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes: the product of all axes."""
+        return math.prod(self.axes.values())
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "one device"
+
+    @classmethod
+    def derive(cls, world_size: int, *, rest: str, **sizes: int | None) -> "Layout":
+        """The layout of `world_size` processes with the given axis sizes; axis `rest` takes what is left over.
+
+        Raises:
+            ValueError: the sizes do not multiply to `world_size`.
+        """
+        given = {axis: size for axis, size in sizes.items() if size is not None}
+        for axis, size in given.items():
+            check_count(f"the size of axis {axis!r}", size)
+        product = math.prod(given.values())
+        if rest not in given and world_size % product == 0:
+            given[rest] = world_size // product
+        layout = cls(**{axis: size for axis, size in given.items()})
+        if layout.world_size != world_size:
+            factors = " x ".join(f"{axis}={size}" for axis, size in given.items())
+            remedy = "change the sizes, or `devices` and `num_nodes`, so that the product is the number of processes"
+            raise ValueError(
+                f"the layout {factors} = {product} does not fit {world_size} process(es): {remedy}"
+                + (f", or leave out {rest!r} to have it derived." if rest in sizes else ".")
+            )
+        return layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag taken apart: ``name:value,key=text,...``."""
+
+    name: str
+    """What stands before the colon."""
+    value: str | None = None
+    """The one bare argument, such as the rank in ``powersgd:2``."""
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The ``key=text`` arguments, not yet converted."""
+
+
+def choose(kind: str, given: str, allowed: Collection[str]) -> str:
+    """`given` itself if it is allowed.
+
+    Raises:
+        ValueError: it is not; the message lists `allowed` and names the closest one.
+    """
+    if given in allowed:
+        return given
+    near = difflib.get_close_matches(given.lower(), list(allowed), n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed))}.")
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> int:
+    """`value` itself if it is a whole number of at least `least`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but got {value!r}.")
+    return value
+
+
+def parse_flag(text: str) -> Flag:
+    """Takes ``name:value,key=text`` apart.
+
+    Raises:
+        ValueError: an empty name, an argument without a value, a second bare value, or a key given twice.
+    """
+    name, _, arguments = text.strip().partition(":")
+    if not name:
+        raise ValueError(f"the flag {text!r} has no name; write name or name:key=value,...")
+    value: str | None = None
+    options: dict[str, str] = {}
+    for argument in filter(None, (part.strip() for part in arguments.split(","))):
+        key, equals, word = (part.strip() for part in argument.partition("="))
+        if not equals and value is None and not options:
+            value = key
+        elif not equals or not key or not word:
+            raise ValueError(f"can't read {argument!r} in the flag {text!r}; write name:key=value,key=value")
+        elif key in options:
+            raise ValueError(f"{key!r} stands twice in the flag {text!r}; give it once.")
+        else:
+            options[key] = word
+    return Flag(name=name, value=value, options=options)
+
+
+def split_launcher(name: str) -> tuple[str, str]:
+    """``"fsdp_spawn"`` -> ``("fsdp", "spawn")``; the launcher is ``""`` where the name has no suffix for one."""
+    for suffix in LAUNCHERS:
+        if suffix and name.endswith(f"_{suffix}"):
+            return name[: -len(suffix) - 1], suffix
+    return name, ""
+
+
+def parse_options(kind: str, cls: type[_OptionsT], options: Mapping[str, str]) -> _OptionsT:
+    """Converts texts to the fields of the options dataclass `cls` by each field's type.
+
+    Raises:
+        ValueError: an unknown key, or a text that is not of the field's type.
+    """
+    types = typing.get_type_hints(cls)
+    values = {
+        choose(f"option of {kind}", key, types): _convert(f"{kind}:{key}", text, types[key])
+        for key, text in options.items()
+    }
+    return cls(**values)
+
+
+def _convert(name: str, text: str, type_: Any) -> Any:
+    choices = [option for option in typing.get_args(type_) if option is not type(None)] or [type_]
+    if typing.get_origin(type_) is Literal:
+        return choose(f"value of {name}", text, choices)
+    wanted = choices[0]
+    if wanted is bool:
+        if text.lower() in _TRUE + _FALSE:
+            return text.lower() in _TRUE
+        raise ValueError(f"{name} must be true or false, but got {text!r}.")
+    try:
+        return wanted(text)
+    except ValueError:
+        kind = {int: "a whole number", float: "a number"}.get(wanted, wanted.__name__)
+        raise ValueError(f"{name} must be {kind}, but got {text!r}.") from None

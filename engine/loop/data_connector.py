@@ -1,0 +1,42 @@
+"""Keeps the user's order of samples under every strategy, where Lightning shuffles in all distributed training."""
+
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.states import RunningStage
+
+# Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
+from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+from ..data import GlobalOrder
+from ..environment import global_seed
+
+__all__ = ["DataConnector"]
+
+
+class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
+    """Lightning's, with `GlobalOrder` in place of its `DistributedSampler`."""
+
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        # Lightning: _DataConnector._prepare_dataloader. Prediction keeps Lightning's, which records the indices.
+        if not isinstance(dataloader, DataLoader) or mode == RunningStage.PREDICTING or not self._dealt(dataloader):
+            return super()._prepare_dataloader(dataloader, shuffle, mode)
+        ranks: Any = self.trainer.distributed_sampler_kwargs or {}
+        batches = dataloader.batch_sampler
+        sampler = GlobalOrder(
+            dataloader.sampler,
+            seed=self.trainer.strategy.broadcast(global_seed()),
+            drop_last=mode == RunningStage.TRAINING and isinstance(batches, BatchSampler) and batches.drop_last,
+            **ranks,
+        )
+        return _update_dataloader(dataloader, sampler, mode=mode)
+
+    def _dealt(self, dataloader: DataLoader) -> bool:
+        """Whether the order of `dataloader` is ours to deal: several ranks need it, and `shuffle=True` a seed."""
+        connector = self.trainer._accelerator_connector  # Lightning: holds the use_distributed_sampler flag
+        if not connector.use_distributed_sampler or has_iterable_dataset(dataloader):
+            return False
+        if isinstance(dataloader.sampler, DistributedSampler):
+            return False
+        return connector.is_distributed or isinstance(dataloader.sampler, RandomSampler)

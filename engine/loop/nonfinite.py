@@ -1,0 +1,77 @@
+"""Says at which step and on which rank a loss, or the norm of the gradients, was first not finite.
+
+A step only keeps a reference to its scalar; the values are looked at together, at logging intervals and at the end of an
+epoch, so that no step waits for the device.
+"""
+
+import logging
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from ..flags import choose
+
+__all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
+
+NONFINITE_POLICIES = ("warn", "error", "ignore")
+
+log = logging.getLogger("polyphase.engine")
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient norm was infinite or not a number, and the flag `nonfinite` says to stop then."""
+
+
+class NonFiniteWatch(Callback):
+    """Watches scalars for infinities and NaN.
+
+    Args:
+        policy: ``"warn"`` once for each scalar and epoch, raise an ``"error"``, or ``"ignore"``.
+
+    Raises:
+        ValueError: another policy.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
+        self._unread: list[tuple[str, int, Tensor]] = []
+        self._since = 0  # the optimizer step at which the values were last read
+
+    def observe(self, trainer: Trainer, name: str, value: Tensor | None) -> None:
+        """Keeps a 0-d tensor of the current step, and reads what was kept once a logging interval has passed."""
+        if self.policy == "ignore" or value is None:
+            return
+        step = trainer.global_step
+        if step - self._since >= max(1, trainer.log_every_n_steps):
+            self._read(trainer)
+            self._since = step
+        self._unread.append((name, step, value))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets an earlier run."""
+        self._unread, self._since = [], trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads what the last interval left."""
+        self._read(trainer)
+
+    def _read(self, trainer: Trainer) -> None:
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        values = torch.stack([value.detach().float().sum() for _, _, value in unread])
+        bad = [(name, step) for (name, step, _), ok in zip(unread, values.isfinite().tolist(), strict=True) if not ok]
+        for name in dict.fromkeys(name for name, _ in bad):
+            steps = [step for other, step in bad if other == name]
+            self._report(trainer, name, steps)
+
+    def _report(self, trainer: Trainer, name: str, steps: list[int]) -> None:
+        message = (
+            f"the {name} was not finite at step {steps[0]} (epoch {trainer.current_epoch}) on rank"
+            f" {trainer.global_rank}, and {len(steps) - 1} time(s) more since. Often a learning rate that is too high,"
+            " a logarithm or division of zero, or float16 that overflowed."
+        )
+        if self.policy == "error":
+            raise NonFiniteError(message)
+        log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)

@@ -1,0 +1,46 @@
+"""What can be said about a module before any process starts."""
+
+import types
+from collections.abc import Iterator
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+__all__ = ["check_module"]
+
+
+def check_module(module: LightningModule, *, precision: str) -> None:
+    """Checks that `module` can be trained.
+
+    Raises:
+        MisconfigurationException: it has no optimizer, or its own optimization loop would bypass the loss scale.
+    """
+    kind = type(module).__name__
+    if not _overrides(module, "configure_optimizers"):
+        raise MisconfigurationException(
+            f"No `configure_optimizers()` method defined in {kind}: there is nothing to train with. Add one that"
+            " returns an optimizer, e.g. `return torch.optim.AdamW(self.parameters())`."
+        )
+    if precision == "16-mixed" and not module.automatic_optimization and not _mentions(module, "manual_backward"):
+        raise MisconfigurationException(
+            f"{kind} optimizes by hand and never calls `self.manual_backward(loss)`, so precision='16-mixed' could not"
+            " scale its loss: call it in place of `loss.backward()`, or choose precision='bf16-mixed'."
+        )
+
+
+def _overrides(module: LightningModule, name: str) -> bool:
+    return getattr(type(module), name) is not getattr(LightningModule, name) or name in vars(module)
+
+
+def _mentions(module: LightningModule, name: str) -> bool:
+    """Whether any method of the module's own classes, or a function nested in one, uses the attribute `name`."""
+    own = (cls for cls in type(module).__mro__ if not cls.__module__.startswith(("lightning.", "torch.")))
+    functions = (value for cls in own for value in vars(cls).values() if isinstance(value, types.FunctionType))
+    return any(name in code.co_names for function in functions for code in _nested(function.__code__))
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)

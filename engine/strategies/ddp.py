@@ -1,0 +1,108 @@
+"""`ddp`: a full copy of the module in each process, gradients averaged while backward runs.
+
+Follows https://docs.pytorch.org/docs/stable/notes/ddp.html. Per optimizer step: one all-reduce per bucket, 4 bytes a
+parameter in fp32; none on the inner micro-batches of an accumulation window. Differs from Lightning's strategy: comm
+hooks run on every device (Lightning ignores them outside CUDA), gradients live in the buckets, and an unused parameter
+is named at the first step.
+"""
+
+import dataclasses
+import re
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compression import CommHook
+from ..flags import Layout
+from .launch import LayoutStrategy
+
+__all__ = ["DDP", "DDPOptions"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DDPOptions:
+    """What follows the colon of the `ddp` flag."""
+
+    find_unused_parameters: bool = False
+    """Search the graph at each step for parameters without a gradient; needed if some are unused, slower if not."""
+    static_graph: bool = False
+    """The same parameters are used at every step; allows some reuse, such as re-entrant checkpointing."""
+    bucket_cap_mb: float = 25.0
+    """Size of the gradient buckets, in MiB."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views into the buckets: saves a copy of all gradients in memory and in time."""
+    broadcast_buffers: bool = True
+    """Send rank 0's buffers (BatchNorm's statistics) to all ranks before each forward."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_positive("ddp:bucket_cap_mb", self.bucket_cap_mb)
+        check_positive("ddp:timeout_s", self.timeout_s)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises `ValueError` unless `value` is above zero."""
+    if not value > 0:
+        raise ValueError(f"{name} must be greater than 0, but got {value!r}.")
+
+
+class DDP(LayoutStrategy, DDPStrategy):
+    """`DistributedDataParallel` with its options set well, and any comm hook on any device."""
+
+    def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
+        settings = dataclasses.asdict(options)
+        super().__init__(timeout=timedelta(seconds=settings.pop("timeout_s")), **settings)
+        self.options = options
+        self.launcher_suffix = launcher
+        self.comm_hook = comm_hook
+        self._checks_unused = not (options.find_unused_parameters or options.static_graph)
+
+    def derive_layout(self, world_size: int) -> Layout:
+        """One replica per process."""
+        return Layout.derive(world_size, rest="replicate")
+
+    def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
+        if self.comm_hook is not None:
+            assert isinstance(self.model, DistributedDataParallel)
+            self.comm_hook.attach(self.model)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Names unused parameters after the first synchronised backward, rather than failing at the second step."""
+        super().post_backward(closure_loss)
+        model = self.model
+        if not self._checks_unused or not isinstance(model, DistributedDataParallel):
+            return
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._checks_unused = False  # each optimizer there may use its own part of the module
+        elif model.require_backward_grad_sync:
+            self._checks_unused = False
+            unused = [n for n, p in self._trained_parameters() if p.grad is None]
+            if unused:
+                raise RuntimeError(_unused_message(unused))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Adds the parameters' names where torch reports unused ones by index only."""
+        text = str(exception)
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+        if "finished reduction in the prior iteration" in text and indices:
+            names = [name for name, _ in self._trained_parameters()]
+            exception.args = (_unused_message([names[int(i)] for i in indices[1].split()]) + "\n" + text,)
+
+    def _trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters in the order by which `DistributedDataParallel` counts them."""
+        assert self.lightning_module is not None
+        return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
+
+
+def _unused_message(names: list[str]) -> str:
+    return (
+        f"under `ddp`, these parameters had no part in the loss: {', '.join(names)}. Their gradients can't be averaged."
+        " If that is meant, set strategy='ddp:find_unused_parameters=true'; if they are never trained, set"
+        " `requires_grad = False` on them."
+    )

@@ -1,0 +1,211 @@
+"""`fsdp` and `hsdp`: parameters, gradients and optimizer state cut into shards, one per process.
+
+FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), applied for the user: the repeated
+blocks of the module are the units that are gathered together. Under `hsdp` the shards of each replica group are
+averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links.
+
+Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes; 2. backward:
+the same again, unless `reshard_after_forward=false`; 3. reduce-scatter of the gradients, and for hsdp an all-reduce of
+the 4 P/S bytes of a shard. Phase 3 happens once per accumulation window.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from ..flags import Layout
+from .launch import LayoutStrategy
+from .materialize import materialize
+from .units import shard_units
+
+__all__ = ["FSDP", "FSDPOptions", "HSDPOptions"]
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FSDPOptions:
+    """What follows the colon of the `fsdp` flag."""
+
+    reshard_after_forward: bool = True
+    """Free each unit's whole parameters after its forward and gather them again for backward: least memory. False
+    keeps them: one all-gather less per micro-batch."""
+    no_sync: bool = True
+    """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
+    micro-batch to shards at once: less memory, more bytes."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
+    activation_checkpointing: bool = False
+    """Keep only each unit's input for backward and compute its forward again."""
+    meta_init: bool = False
+    """Run `configure_model()` without allocating, and create each unit's weights when it is sharded."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be greater than 0, but got {self.timeout_s!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HSDPOptions(FSDPOptions):
+    """What follows the colon of the `hsdp` flag: the sizes of the mesh, and all of `fsdp`'s options."""
+
+    replicate: int | None = None
+    """Number of replica groups; left out, what `shard` leaves over, or the number of nodes."""
+    shard: int | None = None
+    """Number of shards in each group; left out, what `replicate` leaves over."""
+
+
+class FSDP(LayoutStrategy, ModelParallelStrategy):
+    """`fully_shard` on a mesh with the axes `replicate` (hsdp only) and `shard`, for any `LightningModule`.
+
+    Args:
+        options: `FSDPOptions` shard over all processes, `HSDPOptions` over groups of them.
+        launcher: suffix of the flag, see `flags.LAUNCHERS`.
+        reduce_dtype: dtype in which gradients are averaged; None for that of the parameters.
+    """
+
+    def __init__(self, options: FSDPOptions, launcher: str = "", reduce_dtype: torch.dtype | None = None) -> None:
+        # Whole checkpoints, gathered on rank 0: they open under every strategy.
+        super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
+        self.options = options
+        self.launcher_suffix = launcher
+        self.reduce_dtype = reduce_dtype
+
+    def derive_layout(self, world_size: int) -> Layout:
+        """All processes on the axis `shard`, or as the options of hsdp have it."""
+        if not isinstance(self.options, HSDPOptions):
+            return Layout.derive(world_size, rest="shard")
+        replicate, shard = self.options.replicate, self.options.shard
+        if replicate is None and shard is None:
+            replicate = self.num_nodes
+        if replicate is None:
+            return Layout.derive(world_size, rest="replicate", shard=shard)
+        return Layout.derive(world_size, rest="shard", replicate=replicate, shard=shard)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every process trains on its own samples."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Starts the process group and lays the mesh over it."""
+        # Lightning: the setup_environment of ModelParallelStrategy's base, without its own mesh.
+        self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
+        self._setup_distributed()
+        sizes = {"replicate": self.layout.replicate, "shard": self.layout.shard}
+        if not isinstance(self.options, HSDPOptions):
+            del sizes["replicate"]
+        mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._device_mesh = mesh
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = mesh  # Lightning: LightningModule.device_mesh reads it
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around `configure_model()`: nothing is allocated there with `meta_init`."""
+        with super().tensor_init_context(self.options.meta_init):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the module, unless an earlier `fit` has, and creates the optimizers on the shards."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not isinstance(self.model, FSDPModule):
+            if fitting and self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
+            self._shard(self.model)
+        self.barrier()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, model: nn.Module) -> None:
+        """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
+        units = set(shard_units(model))
+        policy = CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy()
+
+        def shard(part: nn.Module) -> None:
+            if part not in units and part is not model:
+                return
+            self._equalise(part)
+            if part in units and self.options.activation_checkpointing:
+                part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
+            fully_shard(
+                part,
+                mesh=self.device_mesh,
+                # The last unit is needed first in backward, so freeing it after forward would gain nothing.
+                reshard_after_forward=self.options.reshard_after_forward and part is not model,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype),
+                offload_policy=policy,
+            )
+
+        materialize(model, on_complete=shard)
+        for step in _STEPS:  # Lightning calls these rather than `forward`, whose hooks gather the parameters
+            register_fsdp_forward_method(model, step)
+
+    def _equalise(self, part: nn.Module) -> None:
+        """Moves what of `part` is not sharded yet to the device, and gives every rank rank 0's values, as DDP does."""
+        whole = [p for p in part.parameters() if not isinstance(p, DTensor)]
+        for tensor in (*whole, *part.buffers()):
+            tensor.data = tensor.data.to(self.root_device)
+        pending = [dist.broadcast(tensor.data, src=0, async_op=True) for tensor in (*whole, *part.buffers())]
+        for work in pending:
+            work.wait()
+
+    def _share_buffers(self) -> None:
+        """Evaluation uses rank 0's buffers (BatchNorm's statistics) everywhere, as under DDP."""
+        assert self.model is not None
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def on_validation_start(self) -> None:
+        """Called before each validation, the sanity check included."""
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        """Called before each test."""
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        """Called before each prediction."""
+        self._share_buffers()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around an inner micro-batch: gradients stay where they are."""
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.
+        switch = model.set_requires_gradient_sync if self.options.no_sync else model.set_requires_all_reduce
+        switch(False)
+        try:
+            yield
+        finally:
+            switch(True)

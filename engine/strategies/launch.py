@@ -1,0 +1,71 @@
+"""What all multi-process strategies share: which launcher starts them, and what comes back from spawned workers."""
+
+from typing import Any
+
+# Imported before any process group exists: it binds the default group into function defaults, which would otherwise
+# outlive `destroy_process_group` and abort the process at exit under gloo.
+import torch.distributed.nn.functional  # noqa: F401
+from lightning.pytorch import Trainer
+
+# Lightning: the two private launchers are the ones its own DDPStrategy uses.
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from ..flags import LAUNCHERS, Layout
+from .failure import announce
+
+__all__ = ["LayoutStrategy"]
+
+
+class LayoutStrategy:
+    """Mixin of a Lightning `ParallelStrategy` that has a `Layout` and is started by the launcher of its flag's suffix.
+
+    The layout is derived when Lightning has told the strategy its devices, that is in the engine's constructor: sizes
+    that don't fit are an error before any process starts.
+    """
+
+    layout: Layout
+    launcher_suffix: str = ""
+
+    def derive_layout(self, world_size: int) -> Layout:
+        """The layout of `world_size` processes.
+
+        Raises:
+            ValueError: the flag's sizes don't multiply to `world_size`.
+        """
+        raise NotImplementedError
+
+    def _configure_launcher(self) -> None:  # Lightning: Strategy._configure_launcher, called by its constructor
+        num_processes, num_nodes = self.num_processes, self.num_nodes  # type: ignore[attr-defined]
+        self.layout = self.derive_layout(num_processes * num_nodes)
+        environment = self.cluster_environment  # type: ignore[attr-defined]
+        start_method = LAUNCHERS[self.launcher_suffix]
+        # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
+        if start_method == "popen" or environment.creates_processes_externally:
+            self._launcher: Any = _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+        else:
+            self._launcher = _WorkerLauncher(self, start_method=start_method)  # type: ignore[arg-type]
+
+
+class _WorkerLauncher(_MultiProcessingLauncher):
+    """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
+
+    # Lightning: _MultiProcessingLauncher._wrapping_function runs in each worker, outside of the trainer's own handling
+    # of exceptions, so callbacks don't see them there.
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as exception:
+            announce(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
+            raise
+
+    # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would
+    # be rank 0's shards; the strategy gathers them.
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        state_dict = self._strategy.lightning_module_state_dict()
+        module = trainer.lightning_module
+        module.state_dict = lambda *args, **kwargs: state_dict  # type: ignore[method-assign]
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del module.state_dict

@@ -1,0 +1,75 @@
+"""Precision by flag, the same under every strategy and on every device.
+
+Lightning's plugins, with two differences: clipping is that of `clipping.py`, which knows sharded gradients and keeps
+the norm, and `16-mixed` is what it says on the CPU too (Lightning quietly takes bf16 there) and under FSDP2 (refused
+there). GradScaler's check for infinities agrees over all ranks: averaged gradients carry an infinity to everyone, and
+for sharded ones torch reduces the finding over the mesh.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..flags import choose
+from .clipping import clip_by_norm, clip_by_value
+
+__all__ = ["PRECISIONS", "canonical_precision", "make_precision"]
+
+_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+PRECISIONS = {
+    "32-true": "float32 throughout",
+    "bf16-mixed": "matrix products in bfloat16, weights in float32",
+    "16-mixed": "matrix products in float16 with a loss scale, weights in float32",
+    "bf16-true": "weights and arithmetic in bfloat16",
+    "16-true": "weights and arithmetic in float16",
+    "64-true": "float64 throughout",
+}
+"""Precisions by the name of their flag, and what each means."""
+
+
+class _Clipping(Precision):
+    """Clips whole and sharded gradients alike; `grad_norm` is the last norm before clipping, a 0-d tensor."""
+
+    grad_norm: Tensor | None = None
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_value(self.main_params(optimizer), clip_val)
+
+
+class _Full(_Clipping): ...
+
+
+class _Mixed(_Clipping, MixedPrecision): ...
+
+
+class _Half(_Clipping, HalfPrecision): ...
+
+
+class _Double(_Clipping, DoublePrecision): ...
+
+
+def canonical_precision(flag: Any) -> str:
+    """The full name of a precision flag: 16 -> ``"16-mixed"``, None -> ``"32-true"``.
+
+    Raises:
+        ValueError: no such precision.
+    """
+    text = "32-true" if flag is None else str(flag)
+    return choose("precision", _ALIASES.get(text, text), PRECISIONS)
+
+
+def make_precision(name: str, device_type: str) -> Precision:
+    """The plugin of a precision's full name, for ``"cpu"``, ``"cuda"``, ..."""
+    if name in ("16-mixed", "bf16-mixed"):
+        scaler = torch.amp.GradScaler(device_type) if name == "16-mixed" else None
+        return _Mixed(name, device_type, scaler)  # type: ignore[arg-type]
+    if name in ("16-true", "bf16-true"):
+        return _Half(name)  # type: ignore[arg-type]
+    return _Double() if name == "64-true" else _Full()

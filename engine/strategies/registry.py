@@ -1,0 +1,72 @@
+"""The table of strategies: one row each. `polyphase strategies` prints it, the flags are checked against it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+
+from ..compression import COMM_HOOKS, CommHook
+from .ddp import DDP, DDPOptions
+from .fsdp import FSDP, FSDPOptions, HSDPOptions
+
+__all__ = ["STRATEGIES", "NoOptions", "Row"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """For a strategy that has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way of running, and what it can do."""
+
+    description: str
+    options: type
+    """Frozen dataclass of what may follow the colon."""
+    make: Callable[[Any, str, CommHook | None], Strategy] | None
+    """From the options, the launcher's suffix and the comm hook; None where Lightning's own strategy serves."""
+    compressions: tuple[str, ...] = ()
+    """Names of the compressions it can do, `none` aside."""
+    why_not: str = ""
+    """Why it can't do the others."""
+
+
+_CASTS = tuple(name for name, hook in COMM_HOOKS.items() if hook.reduce_dtype is not None)
+_SHARDED = "gradients are reduced shard by shard there, which allows a reduced dtype but no DDP comm hook"
+
+
+def _sharded(options: Any, launcher: str, comm_hook: CommHook | None) -> Strategy:
+    return FSDP(options, launcher, reduce_dtype=comm_hook.reduce_dtype if comm_hook else None)
+
+
+STRATEGIES: dict[str, Row] = {
+    "single": Row(
+        description="one process, one device",
+        options=NoOptions,
+        make=None,
+        why_not="one process sends no gradients",
+    ),
+    "ddp": Row(
+        description="a full copy of the module per device, gradients averaged",
+        options=DDPOptions,
+        make=DDP,
+        compressions=tuple(COMM_HOOKS),
+    ),
+    "fsdp": Row(
+        description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
+        options=FSDPOptions,
+        make=_sharded,
+        compressions=_CASTS,
+        why_not=_SHARDED,
+    ),
+    "hsdp": Row(
+        description="shards within groups of devices, gradients averaged over the groups (2-D mesh)",
+        options=HSDPOptions,
+        make=_sharded,
+        compressions=_CASTS,
+        why_not=_SHARDED,
+    ),
+}
+"""Strategies by the name of their flag."""

@@ -1,0 +1,149 @@
+"""From the flags to the parts of Lightning that honour them; every contradiction is an error here."""
+
+import dataclasses
+import re
+import sys
+from typing import Any
+
+# Lightning: what accelerator="auto" and "gpu" mean there.
+from lightning.fabric.utilities.device_parser import _select_auto_accelerator
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from ..compression import CommHook, make_comm_hook
+from ..flags import LAUNCHERS, Flag, choose, parse_flag, parse_options, split_launcher
+from .precision import canonical_precision, make_precision
+from .registry import STRATEGIES
+from .sync_batchnorm import CPUSyncBatchNorm
+
+__all__ = ["Parts", "select"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What to hand to `lightning.pytorch.Trainer`."""
+
+    strategy: Strategy | str
+    devices: Any
+    precision: Any
+    plugins: list[Any]
+    comm_hook: CommHook | None = None
+
+
+def select(
+    *,
+    strategy: Strategy | str,
+    accelerator: Any,
+    devices: Any,
+    num_nodes: int,
+    precision: Any,
+    compression: str,
+    sync_batchnorm: bool,
+    plugins: list[Any],
+) -> Parts:
+    """The parts for a set of flags.
+
+    Raises:
+        ValueError: a flag that is unknown, or that the chosen strategy can't honour.
+    """
+    comm_hook = make_comm_hook(compression)
+    if isinstance(strategy, Strategy):
+        return _lightnings_own(strategy, devices, precision, comm_hook, plugins)
+    device_type, num_devices = _devices(accelerator, devices)
+    flag = _strategy_flag(strategy, device_type, num_devices * num_nodes)
+    name, launcher = split_launcher(flag.name)
+    if name not in STRATEGIES or (name == "single" and launcher):
+        return _lightnings_own(_known(flag), devices, precision, comm_hook, plugins)
+    row = STRATEGIES[name]
+    if flag.value is not None:
+        raise ValueError(f"strategy {strategy!r}: write {name}:key=value; {flag.value!r} has no key.")
+    options = parse_options(f"strategy {name!r}", row.options, flag.options)
+    if comm_hook is not None and comm_hook.name not in row.compressions:
+        can = f"It can do: {', '.join(['none', *row.compressions])}."
+        raise ValueError(f"strategy {name!r} can't do compression {compression!r}: {row.why_not}. {can}")
+    if row.make is None:
+        devices = _one_device(devices, num_devices, num_nodes)
+    return Parts(
+        # Lightning's "auto" is its SingleDeviceStrategy where there is one device.
+        strategy=row.make(options, launcher, comm_hook) if row.make else "auto",
+        devices=devices,
+        comm_hook=comm_hook,
+        **_plugins(plugins, precision, device_type, sync_batchnorm),
+    )
+
+
+def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnorm: bool) -> dict[str, Any]:
+    """The plugins with ours added, and what is left of `precision` for Lightning to do."""
+    if sync_batchnorm and device_type == "cpu":
+        plugins = [*plugins, CPUSyncBatchNorm()]
+    if any(isinstance(plugin, Precision) for plugin in plugins):
+        return {"plugins": plugins, "precision": precision}  # Lightning refuses a second one
+    return {"plugins": [*plugins, make_precision(canonical_precision(precision), device_type)], "precision": None}
+
+
+def _lightnings_own(
+    strategy: Strategy | str, devices: Any, precision: Any, comm_hook: CommHook | None, plugins: list[Any]
+) -> Parts:
+    if comm_hook is not None:
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise ValueError(
+            f"compression {comm_hook.name!r} works with the strategies {', '.join(_compressing())}, not with"
+            f" Lightning's own {name}: choose one of them by name, or give the strategy its own comm hook."
+        )
+    return Parts(strategy=strategy, devices=devices, precision=precision, plugins=plugins)
+
+
+def _compressing() -> list[str]:
+    return [name for name, row in STRATEGIES.items() if row.compressions]
+
+
+def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
+    """The flag taken apart; `auto` becomes a name, Lightning's long names of DDP become options of ours."""
+    flag = parse_flag(text)
+    if flag.name == "auto" and device_type in ("cpu", "cuda", "mps"):
+        if flag.options or flag.value:
+            raise ValueError(f"strategy {text!r}: auto has no options; name the strategy to give it some.")
+        several = "ddp_notebook" if hasattr(sys, "ps1") else "ddp"  # an interactive session can't be started again
+        return Flag(name="single" if num_processes == 1 else several)
+    long_name = re.fullmatch(r"(ddp(?:_[a-z]+)?)_find_unused_parameters_(true|false)", flag.name)
+    if long_name:
+        return Flag(name=long_name[1], options={"find_unused_parameters": long_name[2], **flag.options})
+    return flag
+
+
+def _known(flag: Flag) -> str:
+    """The name if Lightning's registry has it."""
+    ours = [name + suffix for name in STRATEGIES if name != "single" for suffix in ("", *(f"_{s}" for s in LAUNCHERS if s))]
+    theirs = StrategyRegistry.available_strategies()
+    choose("strategy", flag.name, ["auto", "single", *ours, *theirs] if flag.name in theirs else ["auto", "single", *ours])
+    if flag.value or flag.options:
+        raise ValueError(f"strategy {flag.name!r} is Lightning's own and takes no options by flag: pass its object.")
+    return flag.name
+
+
+def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
+    """The type of the devices, ``"cpu"``, ``"cuda"``, ..., and how many of them `devices` asks for on this node."""
+    if isinstance(accelerator, str):
+        name = _select_auto_accelerator() if accelerator in ("auto", "gpu") else accelerator
+        choose("accelerator", name, AcceleratorRegistry.available_accelerators())
+        kind: Any = AcceleratorRegistry[name]["accelerator"]
+    else:
+        kind, name = type(accelerator), "cpu" if isinstance(accelerator, CPUAccelerator) else accelerator.name()
+    if devices == "auto":
+        return name, kind.auto_device_count()
+    if devices in (0, "0", []) or (isinstance(devices, int) and devices < -1):
+        raise ValueError(f"devices must be a whole number of at least 1, -1 for all, a list or 'auto': got {devices!r}.")
+    parsed = kind.parse_devices(devices)
+    return name, len(parsed) if isinstance(parsed, (list, tuple)) else int(parsed)
+
+
+def _one_device(devices: Any, num_devices: int, num_nodes: int) -> Any:
+    if devices == "auto":
+        return 1
+    if num_devices * num_nodes != 1:
+        raise ValueError(
+            f"strategy 'single' runs on one device, but the flags ask for {num_nodes} node(s) x {num_devices}"
+            " device(s): set devices=1, or choose 'ddp', 'fsdp' or 'hsdp'."
+        )
+    return devices

@@ -1,0 +1,48 @@
+"""Which parts of a module are sharded, checkpointed or moved as one: its repeated blocks."""
+
+from collections import Counter
+
+from torch import nn
+
+__all__ = ["shard_units"]
+
+
+def shard_units(module: nn.Module) -> list[nn.Module]:
+    """The modules that are sharded one by one; everything else of `module` forms one last unit.
+
+    A module may say so itself by a method ``shard_units()`` that returns some of its sub-modules. Otherwise they are
+    the children of its longest `ModuleList` or `Sequential` whose children are all of one class. A block that shares a
+    parameter with a module outside of it is left to the last unit, so that the two stay tied.
+
+    Raises:
+        ValueError: ``shard_units()`` returned something that is no sub-module of `module`.
+    """
+    if callable(getattr(module, "shard_units", None)):
+        units = list(module.shard_units())  # type: ignore[operator]
+        inside = set(module.modules()) - {module}
+        for unit in units:
+            if unit not in inside:
+                raise ValueError(
+                    f"{type(module).__name__}.shard_units() returned {type(unit).__name__}, which is none of its own"
+                    " sub-modules: return modules that are found by `self.modules()`."
+                )
+    else:
+        units = _repeated_blocks(module)
+    owners = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    return [unit for unit in units if _owns_its_parameters(unit, owners)]
+
+
+def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    candidates = (
+        list(container)
+        for container in module.modules()
+        if isinstance(container, (nn.ModuleList, nn.Sequential)) and len({type(child) for child in container}) == 1
+    )
+    blocks = max(candidates, key=len, default=[])
+    return blocks if len(blocks) > 1 and all(any(True for _ in block.parameters()) for block in blocks) else []
+
+
+def _owns_its_parameters(unit: nn.Module, owners: Counter[int]) -> bool:
+    """Whether no module outside of `unit` holds one of its parameters; `owners` counts the holders of each."""
+    inside = Counter(id(p) for m in unit.modules() for p in m.parameters(recurse=False))
+    return all(owners[key] == count for key, count in inside.items())

@@ -1,0 +1,114 @@
+"""An equivalence certificate: the same steps once in one process and once under the flags, compared tensor by tensor.
+
+The reference is stock Lightning on one device in float32, on the global batches: none of this package's strategies,
+loops, precisions or hooks takes part in it.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .data import GlobalOrder
+from .environment import global_seed
+
+__all__ = ["Certificate", "Recorder", "certify", "reference_steps"]
+
+_States = list[dict[str, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What `Engine.verify` found."""
+
+    differences: tuple[float, ...]
+    """Largest absolute difference of any tensor after each optimizer step."""
+    tolerance: float
+    """What counts as equal."""
+    step: int | None = None
+    """The first step after which a tensor differs by more; None if none does."""
+    tensor: str | None = None
+    """The first such tensor, in the module's order."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all tensors stayed within the tolerance."""
+        return self.step is None
+
+    def __str__(self) -> str:
+        table = "\n".join(f"  after step {k + 1:3d}: {d:.2e}" for k, d in enumerate(self.differences))
+        verdict = (
+            f"equal to one process within {self.tolerance:g}"
+            if self.equal
+            else f"differs from one process: first {self.tensor!r}, after step {self.step}, by"
+            f" {self.differences[self.step - 1]:.2e}, more than {self.tolerance:g}"  # type: ignore[operator]
+            " (dropout and other random layers differ by design; so does a precision below float32)"
+        )
+        return f"{verdict}\nlargest difference of any parameter or buffer\n{table}"
+
+
+class Recorder(Callback):
+    """Keeps the whole weights after each optimizer step, and writes them to `path` on rank 0 at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._states: _States = []
+        self._step = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Gathers the weights; a collective where they are sharded."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            state = trainer.strategy.lightning_module_state_dict()
+            self._states.append({name: tensor.detach().cpu().clone() for name, tensor in state.items()})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands the states to whoever started the run, which may be another process."""
+        if trainer.is_global_zero:
+            torch.save(self._states, self.path)
+
+
+def reference_steps(module: LightningModule, loader: DataLoader, world_size: int, flags: Mapping[str, Any]) -> _States:
+    """The weights after each step of stock Lightning in one process, on batches of all ranks together."""
+    if loader.batch_size is None:
+        raise ValueError("verify needs a DataLoader with a batch_size, to join the batches of all ranks.")
+    joined = DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size * world_size,
+        sampler=GlobalOrder(loader.sampler, seed=global_seed()),
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder) / "reference.pt")
+        Trainer(**flags, devices=1, callbacks=[recorder], use_distributed_sampler=False).fit(module, joined)
+        return torch.load(recorder.path, weights_only=True)
+
+
+def certify(ours: _States, reference: _States, tolerance: float) -> Certificate:
+    """Compares two lists of states, one entry a step."""
+    differences = []
+    first: tuple[int, str] | None = None
+    for step, (state, expected) in enumerate(zip(ours, reference, strict=True), start=1):
+        by_name = {name: _difference(state[name], tensor) for name, tensor in expected.items()}
+        differences.append(max(by_name.values(), default=0.0))
+        beyond = [name for name, difference in by_name.items() if not difference <= tolerance]
+        first = first or ((step, beyond[0]) if beyond else None)
+    return Certificate(
+        differences=tuple(differences),
+        tolerance=tolerance,
+        step=first[0] if first else None,
+        tensor=first[1] if first else None,
+    )
+
+
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
