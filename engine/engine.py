@@ -118,7 +118,7 @@ class Engine(Trainer):
         hook = self._parts.comm_hook
         return None if hook is None else hook.num_bytes
 
-    def fit(  # type: ignore[override]
+    def fit(
         self,
         model: LightningModule,
         train_dataloaders: Any = None,
@@ -172,7 +172,7 @@ class Engine(Trainer):
             recorder = verification.Recorder(Path(folder) / "states.pt")
             engine = type(self)(**{**self._flags, **quiet, "callbacks": [recorder]})
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
-            certificate = None
+            certificate: Any = None  # on the other ranks, which wait for it below
             if engine.is_global_zero:
                 ours = torch.load(recorder.path, weights_only=True)
                 loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
@@ -180,7 +180,7 @@ class Engine(Trainer):
                     copy.deepcopy(model), loader, engine.world_size, {**quiet, **shared}
                 )
                 certificate = verification.certify(ours, reference, tolerance)
-        self.certificate = engine.strategy.broadcast(certificate)
+        self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
         rank_zero_info(str(self.certificate))
         return self.certificate
 

@@ -79,7 +79,7 @@ class Layout:
         product = math.prod(given.values())
         if rest not in given and world_size % product == 0:
             given[rest] = world_size // product
-        layout = cls(**{axis: size for axis, size in given.items()})
+        layout = cls(**given)
         if layout.world_size != world_size:
             factors = " x ".join(f"{axis}={size}" for axis, size in given.items())
             remedy = "change the sizes, or `devices` and `num_nodes`, so that the product is the number of processes"

@@ -108,7 +108,5 @@ def certify(ours: _States, reference: _States, tolerance: float) -> Certificate:
     )
 
 
-
-
 def _difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0

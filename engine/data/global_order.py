@@ -1,11 +1,11 @@
 """One order of samples for all ranks, dealt round-robin.
 
-Position i of the epoch's order belongs to rank i mod W. So W ranks with batches of b samples train, step by step, on the
-same samples as one process with batches of W*b.
+Position i of the epoch's order belongs to rank i mod W. So W ranks with batches of b samples train, step by step, on
+the same samples as one process with batches of W*b.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils.data import RandomSampler, Sampler
@@ -27,7 +27,7 @@ class GlobalOrder(Sampler[int]):
     """
 
     def __init__(
-        self, sampler: Sampler[int], *, num_replicas: int = 1, rank: int = 0, seed: int = 0, drop_last: bool = False
+        self, sampler: Iterable[int], *, num_replicas: int = 1, rank: int = 0, seed: int = 0, drop_last: bool = False
     ) -> None:
         self.sampler = sampler
         self.num_replicas = num_replicas

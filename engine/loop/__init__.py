@@ -1,6 +1,11 @@
 """The hot path, and what else of Lightning's loops is done differently; coupled to Lightning 2.6's private names."""
 
+import warnings
+
 from .attach import attach, defaults_from_environment
 from .nonfinite import NonFiniteError, NonFiniteWatch
 
 __all__ = ["NonFiniteError", "NonFiniteWatch", "attach", "defaults_from_environment"]
+
+# Lightning 2.6 asks `isinstance(spec, LeafSpec)`, which torch 2.13 deprecates; nothing a user could change.
+warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", module=r"lightning\.pytorch\..*")

@@ -1,7 +1,7 @@
 """Says at which step and on which rank a loss, or the norm of the gradients, was first not finite.
 
-A step only keeps a reference to its scalar; the values are looked at together, at logging intervals and at the end of an
-epoch, so that no step waits for the device.
+A step only keeps a reference to its scalar; the values are looked at together, at logging intervals and at the end of
+an epoch, so that no step waits for the device.
 """
 
 import logging
@@ -43,7 +43,7 @@ class NonFiniteWatch(Callback):
         if self.policy == "ignore" or value is None:
             return
         step = trainer.global_step
-        if step - self._since >= max(1, trainer.log_every_n_steps):
+        if step - self._since >= max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             self._read(trainer)
             self._since = step
         self._unread.append((name, step, value))

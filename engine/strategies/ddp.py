@@ -7,6 +7,7 @@ is named at the first step.
 """
 
 import dataclasses
+import inspect
 import re
 from datetime import timedelta
 from typing import Any
@@ -55,8 +56,7 @@ class DDP(LayoutStrategy, DDPStrategy):
     """`DistributedDataParallel` with its options set well, and any comm hook on any device."""
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
-        settings = dataclasses.asdict(options)
-        super().__init__(timeout=timedelta(seconds=settings.pop("timeout_s")), **settings)
+        super().__init__(timeout=timedelta(seconds=options.timeout_s), **_ddp_arguments(options))
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
@@ -98,6 +98,18 @@ class DDP(LayoutStrategy, DDPStrategy):
         """The parameters in the order by which `DistributedDataParallel` counts them."""
         assert self.lightning_module is not None
         return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
+
+
+def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:
+    """The arguments of `DistributedDataParallel`."""
+    arguments = dataclasses.asdict(options)
+    del arguments["timeout_s"]
+    broadcast = arguments.pop("broadcast_buffers")
+    if not broadcast:
+        # Torch 2.13 renamed it and warns about the old name, even where it has its default value.
+        new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+        arguments["forward_sync_buffers" if new_name else "broadcast_buffers"] = False
+    return arguments
 
 
 def _unused_message(names: list[str]) -> str:

@@ -14,6 +14,7 @@ when one of its processes fails.
 """
 
 import contextlib
+import signal
 import sys
 import time
 import traceback
@@ -37,15 +38,16 @@ class FailFast(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Called by Lightning in the process that raised."""
-        announce(exception)
+        announce(exception, told_to_end=trainer.received_sigterm)
 
 
-def announce(exception: BaseException, *, print_traceback: bool = True) -> None:
+def announce(exception: BaseException, *, print_traceback: bool = True, told_to_end: bool = False) -> None:
     """Says which rank failed first and ends this process's group; does nothing where no group runs.
 
     Args:
         exception: what this rank raised.
         print_traceback: False where the launcher carries the traceback to the user itself.
+        told_to_end: whether a SIGTERM came already.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -54,7 +56,8 @@ def announce(exception: BaseException, *, print_traceback: bool = True) -> None:
     culprit, _, message = first.partition("|")
     if int(culprit) != rank:
         print(f"[rank {rank}] stops because rank {culprit} failed first: {message}", file=sys.stderr, flush=True)
-        time.sleep(_GRACE_S)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
+        time.sleep(0 if told_to_end else _GRACE_S)
     elif print_traceback:
         text = "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
         print(f"[rank {rank}] failed and ends the run:\n{text}", file=sys.stderr, flush=True)

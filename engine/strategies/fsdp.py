@@ -4,9 +4,9 @@ FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), 
 blocks of the module are the units that are gathered together. Under `hsdp` the shards of each replica group are
 averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links.
 
-Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes; 2. backward:
-the same again, unless `reshard_after_forward=false`; 3. reduce-scatter of the gradients, and for hsdp an all-reduce of
-the 4 P/S bytes of a shard. Phase 3 happens once per accumulation window.
+Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes;
+2. backward: the same again, unless `reshard_after_forward=false`; 3. reduce-scatter of the gradients, and for hsdp an
+all-reduce of the 4 P/S bytes of a shard. Phase 3 happens once per accumulation window.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -156,7 +155,7 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
                 return
             self._equalise(part)
             if part in units and self.options.activation_checkpointing:
-                part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
+                part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
             fully_shard(
                 part,
                 mesh=self.device_mesh,

@@ -56,7 +56,9 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as exception:
-            announce(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
+            trainer = args[1]
+            told_to_end = trainer is not None and trainer.received_sigterm
+            announce(exception, print_traceback=False, told_to_end=told_to_end)  # the parent raises the worker's error
             raise
 
     # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would
@@ -64,7 +66,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state_dict = self._strategy.lightning_module_state_dict()
         module = trainer.lightning_module
-        module.state_dict = lambda *args, **kwargs: state_dict  # type: ignore[method-assign]
+        module.state_dict = lambda *args, **kwargs: state_dict  # type: ignore[method-assign, assignment]
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:

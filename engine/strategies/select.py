@@ -58,7 +58,7 @@ def select(
     row = STRATEGIES[name]
     if flag.value is not None:
         raise ValueError(f"strategy {strategy!r}: write {name}:key=value; {flag.value!r} has no key.")
-    options = parse_options(f"strategy {name!r}", row.options, flag.options)
+    options: Any = parse_options(f"strategy {name!r}", row.options, flag.options)
     if comm_hook is not None and comm_hook.name not in row.compressions:
         can = f"It can do: {', '.join(['none', *row.compressions])}."
         raise ValueError(f"strategy {name!r} can't do compression {compression!r}: {row.why_not}. {can}")
@@ -114,9 +114,11 @@ def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
 
 def _known(flag: Flag) -> str:
     """The name if Lightning's registry has it."""
-    ours = [name + suffix for name in STRATEGIES if name != "single" for suffix in ("", *(f"_{s}" for s in LAUNCHERS if s))]
-    theirs = StrategyRegistry.available_strategies()
-    choose("strategy", flag.name, ["auto", "single", *ours, *theirs] if flag.name in theirs else ["auto", "single", *ours])
+    if flag.name not in StrategyRegistry.available_strategies():
+        ours = [
+            name + (suffix and f"_{suffix}") for name, row in STRATEGIES.items() if row.make for suffix in LAUNCHERS
+        ]
+        choose("strategy", flag.name, ["auto", "single", *ours])
     if flag.value or flag.options:
         raise ValueError(f"strategy {flag.name!r} is Lightning's own and takes no options by flag: pass its object.")
     return flag.name
@@ -133,7 +135,9 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
     if devices == "auto":
         return name, kind.auto_device_count()
     if devices in (0, "0", []) or (isinstance(devices, int) and devices < -1):
-        raise ValueError(f"devices must be a whole number of at least 1, -1 for all, a list or 'auto': got {devices!r}.")
+        raise ValueError(
+            f"devices must be a whole number of at least 1, -1 for all, a list or 'auto': got {devices!r}."
+        )
     parsed = kind.parse_devices(devices)
     return name, len(parsed) if isinstance(parsed, (list, tuple)) else int(parsed)
 
