@@ -1,5 +1,6 @@
 """Keeps the user's order of samples under every strategy, where Lightning shuffles in all distributed training."""
 
+import copy
 from typing import Any
 
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
@@ -30,7 +31,9 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             drop_last=mode == RunningStage.TRAINING and isinstance(batches, BatchSampler) and batches.drop_last,
             **ranks,
         )
-        return _update_dataloader(dataloader, sampler, mode=mode)
+        if batches is None or type(batches) is BatchSampler:
+            return _with_sampler(dataloader, sampler)
+        return _update_dataloader(dataloader, sampler, mode=mode)  # a batch sampler of the user's is built again
 
     def _dealt(self, dataloader: DataLoader) -> bool:
         """Whether the order of `dataloader` is ours to deal: several ranks need it, and `shuffle=True` a seed."""
@@ -40,3 +43,15 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if isinstance(dataloader.sampler, DistributedSampler):
             return False
         return connector.is_distributed or isinstance(dataloader.sampler, RandomSampler)
+
+
+def _with_sampler(dataloader: DataLoader, sampler: GlobalOrder) -> DataLoader:
+    """A copy of `dataloader` with another sampler; a subclass keeps whatever its constructor did."""
+    changed = copy.copy(dataloader)
+    # Not by attribute: DataLoader forbids that once its workers may have been started, which these have not.
+    changed.__dict__["sampler"] = sampler
+    changed.__dict__["_iterator"] = None
+    if dataloader.batch_sampler is not None:
+        assert dataloader.batch_size is not None
+        changed.__dict__["batch_sampler"] = BatchSampler(sampler, dataloader.batch_size, dataloader.drop_last)
+    return changed

@@ -26,7 +26,7 @@ from lightning.pytorch import Callback
 __all__ = ["FailFast", "announce"]
 
 _KEY = "polyphase/first_failure"
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 """How long a rank that stops because of another waits for its launcher to see the other's exit first."""
 
 
@@ -38,16 +38,15 @@ class FailFast(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Called by Lightning in the process that raised."""
-        announce(exception, told_to_end=trainer.received_sigterm)
+        announce(exception)
 
 
-def announce(exception: BaseException, *, print_traceback: bool = True, told_to_end: bool = False) -> None:
+def announce(exception: BaseException, *, print_traceback: bool = True) -> None:
     """Says which rank failed first and ends this process's group; does nothing where no group runs.
 
     Args:
         exception: what this rank raised.
         print_traceback: False where the launcher carries the traceback to the user itself.
-        told_to_end: whether a SIGTERM came already.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -57,7 +56,7 @@ def announce(exception: BaseException, *, print_traceback: bool = True, told_to_
     if int(culprit) != rank:
         print(f"[rank {rank}] stops because rank {culprit} failed first: {message}", file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
-        time.sleep(0 if told_to_end else _GRACE_S)
+        time.sleep(_GRACE_S)
     elif print_traceback:
         text = "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
         print(f"[rank {rank}] failed and ends the run:\n{text}", file=sys.stderr, flush=True)

@@ -56,9 +56,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as exception:
-            trainer = args[1]
-            told_to_end = trainer is not None and trainer.received_sigterm
-            announce(exception, print_traceback=False, told_to_end=told_to_end)  # the parent raises the worker's error
+            announce(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
             raise
 
     # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would

@@ -1,0 +1,96 @@
+"""`ByteGPT`: a GPT over bytes, small enough for a CPU by default, GPT-2's 124M by name."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional
+
+from .transformer import Transformer
+
+__all__ = ["SIZES", "ByteGPT"]
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"num_layers": 4, "num_heads": 4, "dim": 128, "context_length": 128},
+    "10M": {"num_layers": 6, "num_heads": 6, "dim": 384, "context_length": 256},
+    "124M": {"num_layers": 12, "num_heads": 12, "dim": 768, "context_length": 1024},
+}
+"""Shapes by name; the last is GPT-2's smallest."""
+
+
+class ByteGPT(LightningModule):
+    """Predicts the next byte; logs `train/loss`, `val/loss` and `val/bits_per_byte`.
+
+    Batches are integer tensors [batch, time + 1]: bytes 0 to 255, the target of each being the next one.
+
+    Args:
+        size: ``"tiny"``, ``"10M"`` or ``"124M"``; the four shapes below override it one by one.
+        num_layers: number of blocks.
+        num_heads: attention heads per block.
+        dim: width.
+        context_length: longest sequence, in bytes.
+        dropout: probability.
+        lr: learning rate at the end of the warm-up.
+        weight_decay: of matrices; biases, norms and nothing else go without.
+        warmup_steps: optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
+    """
+
+    def __init__(
+        self,
+        size: Literal["tiny", "10M", "124M"] = "tiny",
+        num_layers: int | None = None,
+        num_heads: int | None = None,
+        dim: int | None = None,
+        context_length: int | None = None,
+        dropout: float = 0.0,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 20,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        given = {"num_layers": num_layers, "num_heads": num_heads, "dim": dim, "context_length": context_length}
+        shape = SIZES[size] | {name: value for name, value in given.items() if value is not None}
+        self.net = Transformer(num_tokens=256, dropout=dropout, **shape)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [batch, time, 256] for bytes [batch, time]."""
+        return self.net(tokens)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Mean cross-entropy in nats per byte."""
+        loss = self._loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Logs the mean over the whole epoch and all ranks."""
+        loss = self._loss(batch)
+        metrics = {"val/loss": loss, "val/bits_per_byte": loss / math.log(2)}
+        self.log_dict(metrics, prog_bar=True, sync_dist=True, batch_size=batch.size(0))
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        logits = self(batch[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW in two groups, with a schedule per step over the whole run."""
+        matrices = [p for p in self.parameters() if p.requires_grad and p.dim() >= 2]
+        others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": self.hparams["weight_decay"]},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _lr_factor(self, step: int) -> float:
+        warmup = max(1, self.hparams["warmup_steps"])
+        total = max(float(self.trainer.estimated_stepping_batches), warmup + 1)
+        if step < warmup or math.isinf(total):
+            return min(1.0, (step + 1) / warmup)
+        progress = min(1.0, (step - warmup) / (total - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,114 @@
+"""`PythonSource`: the text of the Python standard library that is installed on this machine, as bytes."""
+
+import sysconfig
+import zlib
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["PythonSource", "Windows"]
+
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+class Windows(Dataset[Tensor]):
+    """A text cut into windows that overlap by one byte: item i is [length + 1], int64.
+
+    Args:
+        text: [bytes], uint8.
+        length: number of predictions per window.
+    """
+
+    def __init__(self, text: Tensor, length: int) -> None:
+        self.text = text
+        self.length = length
+
+    def __len__(self) -> int:
+        return max(0, (len(self.text) - 1) // self.length)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = index * self.length
+        return self.text[start : start + self.length + 1].long()
+
+
+class PythonSource(LightningDataModule):
+    """Bytes of the standard library's ``.py`` files in the order of their paths; every tenth file or so validates.
+
+    Which files validate depends on their names alone, so the split is the same everywhere.
+
+    Args:
+        batch_size: windows per batch and process.
+        context_length: bytes predicted per window; batches are [batch_size, context_length + 1].
+        num_workers: loader processes.
+        max_bytes: at most so much text to train on.
+        max_val_bytes: at most so much text to validate on.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 16,
+        context_length: int = 128,
+        num_workers: int = 0,
+        max_bytes: int = 4_000_000,
+        max_val_bytes: int = 64_000,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.train: Windows | None = None
+        self.val: Windows | None = None
+
+    def setup(self, stage: str) -> None:
+        """Reads the files, once per process."""
+        if self.train is None:
+            length = self.hparams["context_length"]
+            self.train = Windows(_read(False, self.hparams["max_bytes"]), length)
+            self.val = Windows(_read(True, self.hparams["max_val_bytes"]), length)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Shuffled windows."""
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Windows in order."""
+        return self._loader(self.val, shuffle=False)
+
+    def _loader(self, windows: Windows | None, shuffle: bool) -> DataLoader[Tensor]:
+        if windows is None:
+            self.setup("fit")
+            windows = self.train if shuffle else self.val
+        assert windows is not None
+        workers = self.hparams["num_workers"]
+        return DataLoader(
+            windows,
+            batch_size=self.hparams["batch_size"],
+            shuffle=shuffle,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+
+
+def source_files(validation: bool) -> list[Path]:
+    """The files of one side of the split, in the order of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = (path for path in files if not _SKIPPED.intersection(path.parts))
+    return [root / path for path in sorted(kept) if (zlib.crc32(path.as_posix().encode()) % 10 == 0) == validation]
+
+
+def _read(validation: bool, max_bytes: int) -> Tensor:
+    text = bytearray()
+    for path in source_files(validation):
+        if len(text) >= max_bytes:
+            break
+        text += path.read_bytes()
+    if not text:
+        raise FileNotFoundError(
+            f"found no source of the standard library under {sysconfig.get_paths()['stdlib']}: this Python was"
+            " installed without it; PythonSource needs the .py files."
+        )
+    return torch.frombuffer(text, dtype=torch.uint8)[:max_bytes]

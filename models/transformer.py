@@ -1,0 +1,134 @@
+"""A decoder-only transformer (GPT-2's, Radford et al. 2019): pre-norm blocks, learned positions, tied embeddings.
+
+Each module that wants other first values than torch's defaults has a `reset_parameters` that sets just its own, called
+at the end of its constructor. Calling them again, children before parents, draws the same numbers: that is how an
+engine gives weights to a model that was built on the meta device.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["Block", "Transformer"]
+
+_STD = 0.02  # of all weight matrices, as in GPT-2
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention. Input and output: [batch, time, dim]."""
+
+    def __init__(self, dim: int, num_heads: int, residual_std: float, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.residual_std = residual_std
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights, zero biases; those that write to the residual stream are smaller."""
+        _normal(self.qkv, _STD)
+        _normal(self.out, self.residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each position attends to itself and those before."""
+        batch, time, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, time, dim))
+
+
+class MLP(nn.Module):
+    """Two layers with GELU between. Input and output: [..., dim]."""
+
+    def __init__(self, dim: int, residual_std: float) -> None:
+        super().__init__()
+        self.residual_std = residual_std
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights, zero biases."""
+        _normal(self.up, _STD)
+        _normal(self.down, self.residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Position by position."""
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on a normalised copy of the residual stream. Input and output: [batch, time, dim]."""
+
+    def __init__(self, dim: int, num_heads: int, residual_std: float, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads, residual_std, dropout)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = MLP(dim, residual_std)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds both to the stream."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nn.Module):
+    """Token indices [batch, time] to logits [batch, time, num_tokens]; position t sees positions up to t.
+
+    Args:
+        num_tokens: size of the vocabulary.
+        context_length: longest sequence.
+        dim: width of the residual stream, a multiple of `num_heads`.
+        num_heads: attention heads per block.
+        num_layers: number of blocks.
+        dropout: probability, in [0, 1).
+
+    Raises:
+        ValueError: `dim` is no multiple of `num_heads`, or (when called) a sequence is longer than the context.
+    """
+
+    def __init__(
+        self, *, num_tokens: int, context_length: int, dim: int, num_heads: int, num_layers: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim must be a multiple of num_heads, but {dim} is none of {num_heads}.")
+        self.context_length = context_length
+        self.token_embedding = nn.Embedding(num_tokens, dim)
+        self.position_embedding = nn.Embedding(context_length, dim)
+        residual_std = _STD / math.sqrt(2 * num_layers)
+        self.blocks = nn.ModuleList(Block(dim, num_heads, residual_std, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_tokens, bias=False)
+        self.head.weight = self.token_embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal embeddings; the output shares those of the tokens."""
+        nn.init.normal_(self.token_embedding.weight, std=_STD)
+        nn.init.normal_(self.position_embedding.weight, std=_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token at each position."""
+        time = tokens.size(1)
+        if time > self.context_length:
+            raise ValueError(
+                f"a sequence of {time} tokens does not fit the model's context_length={self.context_length}: build"
+                f" the model with at least {time}, or cut the data to {self.context_length}."
+            )
+        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(time, device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _normal(linear: nn.Linear, std: float) -> None:
+    nn.init.normal_(linear.weight, std=std)
+    nn.init.zeros_(linear.bias)

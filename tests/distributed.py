@@ -1,0 +1,101 @@
+"""The only place in the tests that starts processes: each has a deadline and takes its whole tree along."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).parents[1]
+
+
+class Finished(NamedTuple):
+    """A command that ended, or was ended at its deadline (`returncode` is then -9)."""
+
+    returncode: int
+    output: str
+    """Standard output and error, as they came."""
+
+
+def run_command(arguments: Sequence[str | Path], *, timeout_s: float = 120, cwd: Path | None = None) -> Finished:
+    """Runs a command in a process group of its own; at the deadline the whole group is killed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [str(argument) for argument in arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=cwd,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        output += f"\n[ended after {timeout_s} s]"
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # children that outlived it
+    return Finished(process.returncode, output)
+
+
+def torchrun(
+    script: Path, *arguments: str, nproc: int = 2, timeout_s: float = 120, cwd: Path | None = None
+) -> Finished:
+    """Runs a script under real torchrun, on loopback."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={nproc}",
+        f"--master-port={free_port()}",
+    ]
+    return run_command([*launcher, script, *arguments], timeout_s=timeout_s, cwd=cwd)
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60) -> None:
+    """Runs ``function(rank, *arguments)`` in `num_ranks` processes that form a gloo group; any rank's error is raised.
+
+    Raises:
+        TimeoutError: they did not end in time; all of them are killed.
+    """
+    context = mp.start_processes(
+        _rank, args=(function, num_ranks, free_port(), arguments), nprocs=num_ranks, join=False, start_method="spawn"
+    )
+    finished = context.join(timeout=timeout_s, grace_period=2)
+    while not finished and any(process.is_alive() for process in context.processes):
+        finished = context.join(timeout=timeout_s, grace_period=2)
+        if not finished:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{function.__name__} was still running after {timeout_s} s")
+
+
+def _rank(rank: int, function: Callable[..., Any], num_ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+    try:
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
