@@ -1,1 +1,8 @@
-"""TODO."""
+"""What is watched and logged; rank 0 writes."""
+
+from .console import ConsoleLogger, default_progress_bar
+from .gradient_norm import GradientNormMonitor
+from .memory import MemoryMonitor
+from .throughput import ThroughputMonitor
+
+__all__ = ["ConsoleLogger", "GradientNormMonitor", "MemoryMonitor", "ThroughputMonitor", "default_progress_bar"]

@@ -1,9 +1,8 @@
 """`DigitsClassifier` on `Digits`: scikit-learn's bundled 1797 handwritten digits of 8 x 8 pixels, no download."""
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -72,7 +71,7 @@ class DigitsClassifier(LightningModule):
         self.log(f"{stage}/loss", loss, sync_dist=True, batch_size=len(images))
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(images))
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with a one-cycle schedule per step over the whole run."""
         lr = self.hparams["lr"]
         optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=self.hparams["weight_decay"])
@@ -95,7 +94,7 @@ class Digits(LightningDataModule):
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(logger=False)  # loggers refuse a name that the model has too
         self.parts: dict[str, TensorDataset] = {}
 
     def prepare_data(self) -> None:

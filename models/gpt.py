@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional
 
@@ -75,7 +76,7 @@ class ByteGPT(LightningModule):
         logits = self(batch[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW in two groups, with a schedule per step over the whole run."""
         matrices = [p for p in self.parameters() if p.requires_grad and p.dim() >= 2]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]

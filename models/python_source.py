@@ -58,7 +58,7 @@ class PythonSource(LightningDataModule):
         max_val_bytes: int = 64_000,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(logger=False)  # loggers refuse a name that the model has too
         self.train: Windows | None = None
         self.val: Windows | None = None
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import CommHook
 from ..flags import Layout
-from .launch import LayoutStrategy
+from .launch import LayoutStrategy, end_group_at_exit
 
 __all__ = ["DDP", "DDPOptions"]
 
@@ -65,6 +65,11 @@ class DDP(LayoutStrategy, DDPStrategy):
     def derive_layout(self, world_size: int) -> Layout:
         """One replica per process."""
         return Layout.derive(world_size, rest="replicate")
+
+    def setup_environment(self) -> None:
+        """Starts the process group."""
+        super().setup_environment()
+        end_group_at_exit()
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
         if self.comm_hook is not None:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..flags import Layout
-from .launch import LayoutStrategy
+from .launch import LayoutStrategy, end_group_at_exit
 from .materialize import materialize
 from .units import shard_units
 
@@ -115,6 +115,7 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         # Lightning: the setup_environment of ModelParallelStrategy's base, without its own mesh.
         self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
         self._setup_distributed()
+        end_group_at_exit()
         sizes = {"replicate": self.layout.replicate, "shard": self.layout.shard}
         if not isinstance(self.options, HSDPOptions):
             del sizes["replicate"]

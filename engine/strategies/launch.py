@@ -1,10 +1,11 @@
 """What all multi-process strategies share: which launcher starts them, and what comes back from spawned workers."""
 
+import atexit
 from typing import Any
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
 # outlive `destroy_process_group` and abort the process at exit under gloo.
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 # Lightning: the two private launchers are the ones its own DDPStrategy uses.
@@ -14,7 +15,21 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from ..flags import LAUNCHERS, Layout
 from .failure import announce
 
-__all__ = ["LayoutStrategy"]
+__all__ = ["LayoutStrategy", "end_group_at_exit"]
+
+
+def end_group_at_exit() -> None:
+    """Has this process end its process group before it exits.
+
+    Gloo's threads may otherwise outlive the interpreter, and end a successful run by SIGABRT ("terminate called without
+    an active exception"). Lightning does so for NCCL only.
+    """
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class LayoutStrategy:

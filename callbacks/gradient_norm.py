@@ -1,0 +1,34 @@
+"""`GradientNormMonitor`: the norm of all gradients of the model, over all shards."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from ._interval import IntervalCallback
+
+__all__ = ["GradientNormMonitor"]
+
+
+class GradientNormMonitor(IntervalCallback):
+    """Logs `grad_norm`, the norm before clipping that the strategy computed at the logged step; no work of its own.
+
+    Raises:
+        MisconfigurationException: at the start of `fit`, if gradients are not clipped by norm, since none is computed.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks that there will be a norm."""
+        if stage == "fit" and (not trainer.gradient_clip_val or trainer.gradient_clip_algorithm == "value"):
+            raise MisconfigurationException(
+                "GradientNormMonitor logs the norm that clipping computes: set gradient_clip_val, with"
+                " gradient_clip_algorithm='norm' (a large value clips nothing)."
+            )
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Reads the norm where it is due."""
+        self.log_if_due(trainer)
+
+    def measure(self, trainer: Trainer) -> dict[str, float]:
+        """The norm that every rank has."""
+        return {"grad_norm": float(trainer.grad_norm)}  # type: ignore[attr-defined]
