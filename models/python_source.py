@@ -54,7 +54,7 @@ class PythonSource(LightningDataModule):
         batch_size: int = 16,
         context_length: int = 128,
         num_workers: int = 0,
-        max_bytes: int = 4_000_000,
+        max_bytes: int = 400_000,
         max_val_bytes: int = 64_000,
     ) -> None:
         super().__init__()

@@ -1,0 +1,40 @@
+# Each target does its own set-up; `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The CPU wheel of this torch needs no CUDA packages; where a torch in the range is installed already, it stays.
+TORCH ?= torch>=2.11,<2.14
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format check clean
+
+help:  ## what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+install: $(VENV)/.installed  ## the package and all it needs, into .venv
+
+demo: install  ## handwritten digits with DDP on 2 CPU processes
+	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
+
+test: install  ## all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: install  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tests/typecheck.py
+
+format: install  ## ruff's formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint test  ## what continuous integration runs
+
+clean:  ## removes what was built; logs and checkpoints stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
