@@ -1,8 +1,13 @@
-"""What the monitors share: when to log, and that rank 0 writes."""
+"""What the monitors share: when to log, one sum over the ranks, and that rank 0 writes."""
 
+from collections.abc import Sequence
+from typing import cast
+
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
-__all__ = ["IntervalCallback"]
+__all__ = ["IntervalCallback", "positive_steps", "sum_over_ranks"]
 
 
 class IntervalCallback(Callback):
@@ -12,21 +17,20 @@ class IntervalCallback(Callback):
         every_n_steps: optimizer steps between two measurements; None for the trainer's `log_every_n_steps`.
 
     Attributes:
-        last: the last figures, by name; empty until the first interval is over.
+        last: the last figures, by name, on every rank; empty until the first interval of a `fit` is over.
 
     Raises:
         ValueError: `every_n_steps` is no positive whole number.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
-            raise ValueError(f"every_n_steps must be a whole number of at least 1, or None: got {every_n_steps!r}.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
         self.last: dict[str, float] = {}
         self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the first interval."""
+        self.last = {}
         self._logged_step = trainer.global_step
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
@@ -37,10 +41,33 @@ class IntervalCallback(Callback):
         """To be called after each batch: measures once an interval of optimizer steps is over."""
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         step = trainer.global_step
-        if every == 0 or step == self._logged_step or step % every:
+        # Whole intervals are compared, not the remainder: with several optimizers `global_step` moves by more than one.
+        if every == 0 or step // every == self._logged_step // every:
             return
         self._logged_step = step
         self.last = self.measure(trainer)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(self.last, step=step)
+
+
+def positive_steps(value: int, otherwise: str = "") -> int:
+    """Returns `value` if it is a number of steps.
+
+    Raises:
+        ValueError: it is no whole number of at least 1; the message ends in `otherwise`, what else is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"every_n_steps must be a whole number of at least 1{otherwise}, but got {value!r}.")
+    return value
+
+
+def sum_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
+    """Each value's sum over all ranks, on every rank: one all-reduce of 8 bytes a value.
+
+    Blocks the host until the device is done. (Lightning's `reduce` puts a barrier before it.)
+    """
+    device = trainer.strategy.root_device
+    # float64 counts exactly up to 2^53; mps has none.
+    packed = torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    return cast(Tensor, trainer.strategy.reduce(packed, reduce_op="sum")).tolist()

@@ -10,14 +10,21 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from torch import Tensor
 
+from ._interval import positive_steps
+from .throughput import ThroughputMonitor
+
 __all__ = ["ConsoleLogger", "default_progress_bar"]
 
 
 class ConsoleLogger(ProgressBar):
     """Prints one line every so many optimizer steps, and one with the metrics at the end of each evaluation.
 
-    ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``; rank 0 only. Values are read from the
-    device for printed lines only.
+    ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``; rank 0 only. The line of a step has what
+    was logged with ``prog_bar=True``, that of an evaluation all that the evaluation logged. Values are read from the
+    device for printed lines only. The speed is the mean since the start, validation included, for an honest eta; where
+    the trainer has a `ThroughputMonitor` its last samples/s stand in its place.
+
+    It is the trainer's one progress bar (Lightning allows no second); see `default_progress_bar`.
 
     Args:
         every_n_steps: optimizer steps between two lines.
@@ -28,10 +35,9 @@ class ConsoleLogger(ProgressBar):
 
     def __init__(self, every_n_steps: int = 50) -> None:
         super().__init__()
-        if not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be a whole number of at least 1, but got {every_n_steps!r}.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = positive_steps(every_n_steps)
         self._enabled = True
+        self._known: dict[str, Any] = {}  # metrics from before the evaluation
 
     def disable(self) -> None:
         """Called by Lightning on every rank but 0."""
@@ -57,15 +63,23 @@ class ConsoleLogger(ProgressBar):
                 self._progress(trainer), self._values(self.get_metrics(trainer, pl_module)), self._speed(trainer)
             )
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remembers what is known already."""
+        self._known = dict(trainer.callback_metrics) if self._enabled else {}
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the metrics of the validation."""
         if self._enabled and not trainer.sanity_checking:
-            self._print(f"validation after step {trainer.global_step}", self._evaluated(trainer, "val"))
+            self._print(f"validation after step {trainer.global_step}", self._evaluated(trainer))
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remembers what is known already."""
+        self.on_validation_start(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the metrics of the test."""
         if self._enabled:
-            self._print("test", self._evaluated(trainer, "test"))
+            self._print("test", self._evaluated(trainer))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """What `LightningModule.print` calls."""
@@ -81,21 +95,27 @@ class ConsoleLogger(ProgressBar):
         return f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}{f'/{last}' if last else ''}"
 
     def _speed(self, trainer: Trainer) -> str:
-        per_s = (trainer.global_step - self._first_step) / max(time.perf_counter() - self._started, 1e-9)
+        steps_per_s = (trainer.global_step - self._first_step) / max(time.perf_counter() - self._started, 1e-9)
+        monitors = (c for c in trainer.callbacks if isinstance(c, ThroughputMonitor))  # type: ignore[attr-defined]
+        samples_per_s = next((m.last.get("throughput/samples_per_s") for m in monitors), None)
+        speed = f"{steps_per_s:.1f} steps/s" if samples_per_s is None else f"{samples_per_s:.1f} samples/s"
         last = self._last_step(trainer)
-        left = timedelta(seconds=round((last - trainer.global_step) / per_s)) if last and per_s else None
-        return f"{per_s:.1f} steps/s" + (f"  eta {left}" if left is not None else "")
+        if last is None:
+            return speed
+        # An estimate: with several optimizers `global_step` runs past it.
+        return f"{speed}  eta {timedelta(seconds=round(max(0, last - trainer.global_step) / steps_per_s))}"
 
     @staticmethod
     def _last_step(trainer: Trainer) -> int | None:
         """The optimizer step at which the run ends; None where that is not known."""
         steps = trainer.estimated_stepping_batches
-        return None if steps == float("inf") else int(steps)
+        return None if steps in (float("inf"), -1) else int(steps)  # -1: a loader of unknown length, without max_steps
 
-    def _evaluated(self, trainer: Trainer, stage: str) -> str:
+    def _evaluated(self, trainer: Trainer) -> str:
+        """What the evaluation logged: the metrics whose value is another object than before it."""
+        known, self._known = self._known, {}
         metrics = trainer.callback_metrics
-        named = {name: value for name, value in metrics.items() if stage in name}
-        return self._values(named or metrics)
+        return self._values({name: value for name, value in metrics.items() if known.get(name) is not value})
 
     @staticmethod
     def _values(metrics: Mapping[str, Any]) -> str:

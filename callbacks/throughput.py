@@ -1,32 +1,38 @@
 """`ThroughputMonitor`: how fast the run is, counted over all ranks."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from ._interval import IntervalCallback
+from ._counts import count_samples, count_tokens
+from ._interval import IntervalCallback, sum_over_ranks
 
-__all__ = ["ThroughputMonitor", "count_tokens"]
+__all__ = ["ThroughputMonitor"]
 
 
 class ThroughputMonitor(IntervalCallback):
     """Logs samples/s, tokens/s where the batches have them, the time of a step and the share of it spent on data.
 
-    Names: `throughput/samples_per_s`, `throughput/tokens_per_s` (over all ranks, true counts also of ragged batches),
-    `throughput/step_time_ms` (of an optimizer step, the slowest rank's interval), `throughput/data_wait_share` (mean
-    over ranks of the time between the end of a batch and the start of the next one that is not validation; the loader,
-    the copy to the device and other callbacks are in it). Validation time is left out of all four. Between two logging
-    steps nothing is synchronised or sent; at a logging step there is one wait for the device and one all-reduce.
+    - `throughput/samples_per_s`, `throughput/tokens_per_s`: over all ranks, true counts also of ragged batches; what
+      several ranks share (tensor parallelism) counts once.
+    - `throughput/step_time_ms`: of one optimizer step, all its micro-batches included; mean over ranks.
+    - `throughput/data_wait_share`: the part of the time, 0 to 1, that the host spends between the end of a batch and
+      the start of the next one: the loader, the copy to the device, other callbacks in between; mean over ranks.
+
+    The clock stands still in validation and in `trainer.save_checkpoint`, after waiting for the device on either side.
+    Between two logging steps nothing else is synchronised or sent; at a logging step there is one wait for the device
+    and one all-reduce of five numbers.
 
     Args:
         every_n_steps: optimizer steps between two measurements; None for the trainer's `log_every_n_steps`.
         num_samples: from a batch to its number of samples; None for the length of its first tensor.
-        num_tokens: from a batch to its number of tokens, an int or a 0-d tensor, or None; see `count_tokens`.
+        num_tokens: from a batch to its number of tokens, an int or a 0-d tensor, or None if it has none; by default the
+            sum of its ``attention_mask``, else the size of its first integer tensor of 2 dims or more.
     """
 
     def __init__(
@@ -36,12 +42,16 @@ class ThroughputMonitor(IntervalCallback):
         num_tokens: Callable[[Any], int | Tensor | None] | None = None,
     ) -> None:
         super().__init__(every_n_steps)
-        self._num_samples = num_samples or extract_batch_size
+        self._num_samples = num_samples or count_samples
         self._num_tokens = num_tokens or count_tokens
+        self._pauses = 0  # how many are under way: a checkpoint may be saved inside validation
+        self._paused_s = self._batch_ended = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
         super().on_train_start(trainer, pl_module)
+        self._pauses = 0
+        self._watch_saves(trainer)
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer) -> None:
@@ -51,60 +61,95 @@ class ThroughputMonitor(IntervalCallback):
         self._waited_s = self._paused_s = 0.0
         self._started = self._batch_ended = time.perf_counter()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Counts the batch, without reading from the device."""
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Ends the wait for the batch."""
         self._waited_s += time.perf_counter() - self._batch_ended
-        self._samples += self._num_samples(batch)
-        tokens = self._num_tokens(batch)
-        if tokens is not None:
-            self._tokens = tokens + (0 if self._tokens is None else self._tokens)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Ends the interval where it is due."""
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch, without reading from the device, and ends the interval where it is due."""
+        if batch is not None:  # Lightning skips such a batch
+            self._samples += self._num_samples(batch)
+            tokens = self._num_tokens(batch)
+            if tokens is not None:
+                self._tokens = tokens if self._tokens is None else self._tokens + tokens
         self._batch_ended = time.perf_counter()
         self.log_if_due(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock."""
-        self._validation_began = time.perf_counter()
+        self._pause(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lets the clock go on."""
-        if not trainer.sanity_checking:
-            now = time.perf_counter()
-            self._paused_s += now - self._validation_began
-            self._batch_ended += now - self._validation_began
+        self._resume(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the trainer as it was."""
+        vars(trainer).pop("save_checkpoint", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the trainer as it was."""
+        vars(trainer).pop("save_checkpoint", None)
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
         """One all-reduce of five numbers."""
-        device = trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what was launched counts when it is done
+        _wait_for_device(trainer)  # what was launched counts when it is done
         elapsed_s = time.perf_counter() - self._started - self._paused_s
-        has_tokens = self._tokens is not None
-        mine = [self._samples, float(self._tokens or 0), float(has_tokens), elapsed_s, self._waited_s]
-        total: Tensor = trainer.strategy.reduce(torch.tensor(mine, dtype=torch.float64, device=device), reduce_op="sum")
-        samples, tokens, ranks_with_tokens, all_elapsed_s, waited_s = total.tolist()
-        mean_s = all_elapsed_s / trainer.world_size
+        tokens = 0.0 if self._tokens is None else float(self._tokens)
+        mine = [self._samples, tokens, self._tokens is not None, elapsed_s, self._waited_s]
+        samples, tokens, ranks_with_tokens, all_elapsed_s, waited_s = sum_over_ranks(trainer, mine)
+        # Ranks that share their batches are one replica of the data, in the strategy's own words to the sampler.
+        num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
+        per_s = num_replicas / all_elapsed_s  # sum / (world_size / num_replicas) / (all_elapsed_s / world_size)
         figures = {
-            "throughput/samples_per_s": samples / mean_s,
-            "throughput/step_time_ms": 1e3 * mean_s / max(1, trainer.global_step - self._first_step),
+            "throughput/samples_per_s": samples * per_s,
+            "throughput/step_time_ms": 1e3
+            * all_elapsed_s
+            / trainer.world_size
+            / (trainer.global_step - self._first_step),
             "throughput/data_wait_share": waited_s / all_elapsed_s,
         }
         if ranks_with_tokens:
-            figures["throughput/tokens_per_s"] = tokens / mean_s
+            figures["throughput/tokens_per_s"] = tokens * per_s
         self._begin(trainer)
         return figures
 
+    def _watch_saves(self, trainer: Trainer) -> None:
+        """Pauses the clock in `trainer.save_checkpoint`, whoever calls it, until the end of training.
 
-def count_tokens(batch: Any) -> int | Tensor | None:
-    """Tokens of a batch: the sum of an ``attention_mask``, else the size of its first integer tensor of 2 dims or more.
+        Lightning's hook `on_save_checkpoint` says neither when a save ends nor that only weights are saved.
+        """
+        vars(trainer).pop("save_checkpoint", None)
+        save = trainer.save_checkpoint
 
-    None where there is neither.
-    """
-    if isinstance(batch, Mapping) and isinstance(batch.get("attention_mask"), Tensor):
-        return batch["attention_mask"].sum()
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    integer = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    found = (v for v in values if isinstance(v, Tensor) and v.dtype in integer and v.dim() >= 2)
-    return next((v.numel() for v in found), None)
+        @wraps(save)
+        def paused_save(*args: Any, **kwargs: Any) -> None:
+            self._pause(trainer)
+            try:
+                save(*args, **kwargs)
+            finally:
+                self._resume(trainer)
+
+        trainer.save_checkpoint = paused_save  # type: ignore[method-assign]
+
+    def _pause(self, trainer: Trainer) -> None:
+        if self._pauses == 0:
+            _wait_for_device(trainer)
+            self._pause_began = time.perf_counter()
+        self._pauses += 1
+
+    def _resume(self, trainer: Trainer) -> None:
+        self._pauses -= 1
+        if self._pauses == 0:
+            _wait_for_device(trainer)
+            pause_s = time.perf_counter() - self._pause_began
+            self._paused_s += pause_s
+            self._batch_ended += pause_s  # nor is it a wait for data
+
+
+def _wait_for_device(trainer: Trainer) -> None:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

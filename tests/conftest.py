@@ -1,0 +1,35 @@
+"""Shared by all tests: one thread per process, and the few warnings of others that are not ours to act on."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
+
+import pytest
+
+IGNORED = (
+    # Advice about the loader's workers, which tiny test data doesn't need.
+    "ignore:The '.*_dataloader' does not have many workers",
+    # Lightning 2.6 on torch 2.13; the engine hides it from users in the same way.
+    r"ignore:.*isinstance\(treespec, LeafSpec\)",
+    # Tests log rarely or train for fewer steps than the default interval.
+    "ignore:The number of training batches .* is smaller than the logging interval",
+    # Lightning's, when a module has a validation step and the test gives no validation data.
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
+    # Python 3.12 and later, about the fork launcher itself.
+    "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
+    # Lightning's summary does not know half precision.
+    "ignore:Precision .* is not supported by the model summary",
+    # torch's optimizer and scheduler, when a loss scale skipped the very first step.
+    "ignore:Detected call of `lr_scheduler.step",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in IGNORED:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Whatever a run writes (logs, checkpoints) goes to the test's own folder."""
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,125 @@
+"""The parity matrix's subjects, and the plain loop that they are compared with.
+
+`plain_loop` is the reference: one process, torch alone. It shares no code with the engine or with Lightning's trainer.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from polyphase.models import ByteGPT, Digits, DigitsClassifier, PythonSource
+
+STEPS = 20
+MICRO_BATCH = 8
+"""Samples per micro-batch over all ranks: divisible by 1, 2 and 4 of them."""
+
+TOLERANCE = 1e-5
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    # Under Adam a parameter whose true gradient is zero (an attention key's bias) moves by rounding noise times the
+    # learning rate; with this eps the noise stays noise.
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4)
+
+
+class MLP(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, classes = batch
+        return nn.functional.cross_entropy(self.net(images.flatten(1)), classes)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+class SyncedDigits(DigitsClassifier):
+    """BatchNorm over the batch of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, classes = batch
+        return nn.functional.cross_entropy(self(images), classes)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+class FrozenDigits(SyncedDigits):
+    """BatchNorm that normalises by its running statistics and leaves them alone."""
+
+    def train(self, mode: bool = True) -> "FrozenDigits":
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return self
+
+
+class TiedGPT(ByteGPT):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self._loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+def _digits(size: int) -> Dataset:
+    data = Digits()
+    data.setup("fit")
+    return TensorDataset(*(tensor[:size] for tensor in data.parts["train"].tensors))
+
+
+def _windows(size: int) -> Dataset:
+    data = PythonSource(context_length=16, max_bytes=16 * size + 1)
+    data.setup("fit")
+    return data.train
+
+
+class Subject(NamedTuple):
+    module: Callable[[], LightningModule]
+    data: Callable[[int], Dataset]
+    sync_batchnorm: bool = False
+
+
+SUBJECTS = {
+    "mlp": Subject(MLP, _digits),
+    "digits, BatchNorm frozen": Subject(lambda: FrozenDigits(width=8), _digits),
+    "digits, BatchNorm synced": Subject(lambda: SyncedDigits(width=8), _digits, sync_batchnorm=True),
+    "gpt, tied": Subject(lambda: TiedGPT(num_layers=2, num_heads=2, dim=16, context_length=16), _windows),
+}
+
+
+def build(name: str) -> LightningModule:
+    torch.manual_seed(1)
+    return SUBJECTS[name].module()
+
+
+def loader(name: str, accumulate: int, world_size: int = 1) -> DataLoader:
+    data = SUBJECTS[name].data(STEPS * accumulate * MICRO_BATCH)
+    return DataLoader(data, batch_size=MICRO_BATCH // world_size)
+
+
+def plain_loop(module: LightningModule, batches: DataLoader, accumulate: int, clip: float | None) -> dict[str, Tensor]:
+    """The weights after `STEPS` optimizer steps."""
+    module.train()
+    optimizer = adamw(module)
+    micro_batches: Iterator[Any] = iter(batches)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            (module.training_step(next(micro_batches), 0) / accumulate).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[key].double() - b[key].double()).abs().max().item() for key in a)

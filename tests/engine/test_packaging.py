@@ -1,0 +1,131 @@
+"""What is installed is what is on disk, and imports go one way."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import polyphase.engine
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("callbacks", "engine", "models")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each import of a file as (absolute name, whether it stands inside a function)."""
+    package = ["polyphase", *path.relative_to(ROOT).with_suffix("").parts[:-1]]
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{start}.{alias.name}", inside) for alias in node.names)
+        deeper = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, deeper)
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+def names(path: Path) -> set[str]:
+    return {name for name, _ in imports(path)}
+
+
+def test_packages_are_the_folders_on_disk():
+    on_disk = {".".join(("polyphase", *path.parent.relative_to(ROOT).parts)) for path in SOURCES}
+    assert all((ROOT / p.removeprefix("polyphase.").replace(".", "/") / "__init__.py").exists() for p in on_disk)
+    assert PROJECT["tool"]["setuptools"]["packages"] == sorted(on_disk)
+
+
+def test_each_package_has_its_folder_and_its_types_marker():
+    expected = {f"polyphase.{folder}": folder for folder in FOLDERS}
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == expected
+    for package, folder in expected.items():
+        assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"][package]
+        assert (ROOT / folder / "py.typed").exists()
+
+
+def test_the_version_is_written_once():
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "engine.version.__version__"}
+    assert importlib.metadata.version("polyphase") == polyphase.engine.__version__
+
+
+def test_the_versions_file_is_read_without_importing_anything():
+    assert not names(ROOT / "engine" / "version.py")
+
+
+def test_polyphase_is_a_namespace_that_anyone_can_add_to():
+    assert not (ROOT / "__init__.py").exists()
+    spec = importlib.util.find_spec("polyphase")
+    assert spec is not None
+    assert spec.origin is None
+
+
+def test_the_engine_imports_neither_models_nor_callbacks_but_for_one_function():
+    engine = [path for path in SOURCES if path.is_relative_to(ROOT / "engine")]
+    found = {
+        (path.name, name, inside)
+        for path in engine
+        for name, inside in imports(path)
+        if name.startswith(("polyphase.models", "polyphase.callbacks"))
+    }
+    assert all(file == "engine.py" and inside and "callbacks" in name for file, name, inside in found), found
+
+
+@pytest.mark.parametrize("folder", ["strategies", "compression", "data", "loop", "checkpoint"])
+def test_no_part_of_the_engine_imports_the_engine_itself(folder):
+    found = {
+        (path.name, name)
+        for path in (ROOT / "engine" / folder).rglob("*.py")
+        for name in names(path)
+        if name.startswith(("polyphase.engine.engine", "polyphase.engine.cli"))
+        or name in ("polyphase.engine.Engine", "polyphase.engine.fit")
+    }
+    assert not found
+
+
+def test_the_flags_stand_alone():
+    own = {name for name in names(ROOT / "engine" / "flags.py") if name.startswith(("polyphase", "torch", "lightning"))}
+    assert not own
+
+
+@pytest.mark.parametrize("folder", ["callbacks", "models"])
+def test_models_and_callbacks_do_not_know_each_other(folder):
+    other = {"callbacks": "polyphase.models", "models": "polyphase.callbacks"}[folder]
+    assert not [n for path in (ROOT / folder).rglob("*.py") for n in names(path) if n.startswith(other)]
+
+
+def test_only_one_module_reads_the_environment():
+    readers = [path.relative_to(ROOT).as_posix() for path in SOURCES if {"os.environ", "os.getenv"} & _attributes(path)]
+    assert readers == ["engine/environment.py"]
+
+
+def _attributes(path: Path) -> set[str]:
+    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+    return {f"{node.value.id}.{node.attr}" for node in nodes if isinstance(node.value, ast.Name)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_inside_a_package_imports_are_relative(path):
+    own = f"polyphase.{path.relative_to(ROOT).parts[0]}"
+    absolute = [
+        node.module
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith(own)
+    ]
+    assert not absolute

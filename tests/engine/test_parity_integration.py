@@ -1,0 +1,108 @@
+"""The same weights under every strategy as in a plain loop: the heart of it all."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from polyphase.engine import Engine
+
+from .parity import SUBJECTS, TOLERANCE, build, largest_difference, loader, plain_loop
+
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp:replicate=2,shard=2": 4}
+"""World size by flag; the launcher's suffix is added by the test."""
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[dict]:
+    """Collects the differences, and prints them when all are there."""
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    yield rows
+    print("\n\nlargest |difference| of any weight from a plain loop, after 20 AdamW steps")
+    print(f"{'':28}" + "".join(f"{subject:>28}" for subject in SUBJECTS))
+    for flag, row in rows.items():
+        print(f"{flag:28}" + "".join(f"{row[subject]:>28.1e}" for subject in SUBJECTS))
+
+
+def differences(flag: str, devices: int, subject: str, accumulate: int, clip: float | None, **flags: object) -> float:
+    expected = plain_loop(build(subject), loader(subject, accumulate), accumulate, clip)
+    module = build(subject)
+    engine = Engine(
+        strategy=flag,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        sync_batchnorm=SUBJECTS[subject].sync_batchnorm and devices > 1,
+        **QUIET,
+        **flags,
+    )
+    engine.fit(module, loader(subject, accumulate, devices))
+    return largest_difference(module.state_dict(), expected)
+
+
+def suffixed(flag: str, suffix: str) -> str:
+    name, colon, options = flag.partition(":")
+    return flag if name == "single" else f"{name}_{suffix}{colon}{options}"
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["no clip", "clip"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("flag", STRATEGIES)
+def test_equals_a_plain_loop(flag, subject, accumulate, clip, table):
+    # By fork, which spares the imports; the next test is the same by spawn, as Lightning's users have it.
+    difference = differences(suffixed(flag, "fork"), STRATEGIES[flag], subject, accumulate, clip)
+    table[flag][subject] = max(table[flag][subject], difference)
+    assert difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("flag", [flag for flag in STRATEGIES if flag != "single"])
+def test_equals_a_plain_loop_by_spawn(flag, subject, table):
+    if subject == "mlp":
+        accumulate, clip = 1, None
+    else:
+        accumulate, clip = 3, 0.05
+    name = suffixed(flag, "spawn")
+    table[name][subject] = differences(name, STRATEGIES[flag], subject, accumulate, clip)
+    assert table[name][subject] <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "ddp_fork:static_graph=true",
+        "ddp_fork:find_unused_parameters=true",
+        "ddp_fork:gradient_as_bucket_view=false,bucket_cap_mb=0.01",
+        "fsdp_fork:reshard_after_forward=false",
+        "fsdp_fork:no_sync=false",
+        "fsdp_fork:activation_checkpointing=true",
+        "hsdp_fork:replicate=2,no_sync=false",
+        "hsdp_fork:replicate=1",
+    ],
+)
+def test_options_change_the_cost_and_not_the_result(flag):
+    assert differences(flag, 2, "gpt, tied", 3, 0.05) <= TOLERANCE
+
+
+@pytest.mark.parametrize("flag", ["ddp_fork", "fsdp_fork"])
+def test_clipping_by_value(flag):
+    whole = build("mlp")
+    Engine(
+        accelerator="cpu", max_epochs=1, gradient_clip_val=1e-3, gradient_clip_algorithm="value", **QUIET
+    ).fit(whole, loader("mlp", 1))
+    module = build("mlp")
+    Engine(
+        strategy=flag,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        gradient_clip_val=1e-3,
+        gradient_clip_algorithm="value",
+        **QUIET,
+    ).fit(module, loader("mlp", 1, 2))
+    assert largest_difference(module.state_dict(), whole.state_dict()) <= TOLERANCE

@@ -1,0 +1,111 @@
+"""What is refused before any process starts, and what is not."""
+
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from polyphase.engine.preflight import check_module
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+
+class Automatic(LightningModule):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ByHand(Automatic):
+    """Steps by itself, past the loss scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        batch.sum().backward()
+
+
+class ByHandScaled(ByHand):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(batch.sum())
+
+
+class ByHandInHelper(ByHand):
+    def training_step(self, batch, batch_idx):
+        self.step(batch)
+
+    def step(self, batch):
+        self.manual_backward(batch.sum())
+
+
+class ByHandInClosure(ByHand):
+    def training_step(self, batch, batch_idx):
+        def closure():
+            return [self.manual_backward(part) for part in batch]
+
+        closure()
+
+
+class Inherits(ByHandScaled):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+def _decorated(method):
+    @functools.wraps(method)
+    def timed(*args):
+        return method(*args)
+
+    return timed
+
+
+class ByHandDecorated(ByHand):
+    @_decorated
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(batch.sum())
+
+
+class Mixin:
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class FromMixin(Mixin, LightningModule): ...
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_module_without_an_optimizer_is_refused(precision):
+    class NoOptimizer(LightningModule): ...
+
+    with pytest.raises(MisconfigurationException, match=r"No `configure_optimizers\(\)` method defined in NoOptimizer"):
+        check_module(NoOptimizer(), precision=precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("cls", [Automatic, FromMixin, ByHandScaled])
+def test_a_module_with_an_optimizer_passes(cls, precision):
+    check_module(cls(), precision=precision)
+
+
+def test_an_optimizer_set_on_the_instance_counts():
+    module = LightningModule()
+    module.configure_optimizers = lambda: None
+    check_module(module, precision="32-true")
+
+
+def test_a_backward_that_bypasses_the_loss_scale_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"ByHand optimizes by hand.*self\.manual_backward\(loss\)"):
+        check_module(ByHand(), precision="16-mixed")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-true", "64-true"])
+def test_without_a_loss_scale_any_backward_will_do(precision):
+    check_module(ByHand(), precision=precision)
+
+
+@pytest.mark.parametrize("cls", [ByHandScaled, ByHandInHelper, ByHandInClosure, Inherits, ByHandDecorated])
+def test_manual_backward_is_found_wherever_a_method_calls_it(cls):
+    check_module(cls(), precision="16-mixed")

@@ -1,0 +1,87 @@
+"""The smallest modules and flags that the unit tests train with."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from polyphase.engine import Engine
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def engine(**flags: Any) -> Engine:
+    """An engine on one CPU that writes and shows nothing, unless `flags` say otherwise."""
+    return Engine(**{**QUIET, "devices": 1, "max_epochs": 1, **flags})
+
+
+class Positions(Dataset[int]):
+    """Sample i is the number i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """The numbers below `size`; its length is known only at the end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+class Seen(LightningModule):
+    """Its loss is its one weight, whose gradient is therefore 1; notes the batches it sees, epoch by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.epochs: list[list[list[int]]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append([])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.epochs[-1].append(batch.tolist())
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Regression(LightningModule):
+    """A linear model of a made-up target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows(size: int = 16, *, batch_size: int = 4, **arguments: Any) -> DataLoader:
+    """A loader of `size` rows of four numbers each, always the same."""
+    data = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=batch_size, **arguments)  # type: ignore[arg-type]
