@@ -1,6 +1,7 @@
 """What all multi-process strategies share: which launcher starts them, and what comes back from spawned workers."""
 
 import atexit
+import gc
 from typing import Any
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
@@ -30,6 +31,7 @@ def end_group_at_exit() -> None:
 def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # FSDP leaves cycles that hold finished collectives; freed any later, they end in SIGABRT
 
 
 class LayoutStrategy:

@@ -1,7 +1,8 @@
 """Real weights for a module that was built on the meta device, equal to those it would have been built with.
 
 A module's constructor builds its children first and then draws its own weights; calling `reset_parameters` in that same
-order, children before parents, draws the same numbers from the same seed. Each sub-module is handed on as soon as it is
+order, children before parents, draws the same numbers from the same seed. (A module that copies finished children, as
+`nn.TransformerEncoder` does, has layers that are alike; here each is drawn afresh.) Each sub-module is handed on as soon as it is
 complete, so that a strategy can shard it before the next one takes memory.
 """
 

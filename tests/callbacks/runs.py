@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# Before any process group exists: imported later, it keeps the group alive and the rank aborts at its exit.
-import torch.distributed.nn.functional
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch.distributed.tensor.debug import CommDebugMode

@@ -92,9 +92,9 @@ def test_options_change_the_cost_and_not_the_result(flag):
 @pytest.mark.parametrize("flag", ["ddp_fork", "fsdp_fork"])
 def test_clipping_by_value(flag):
     whole = build("mlp")
-    Engine(
-        accelerator="cpu", max_epochs=1, gradient_clip_val=1e-3, gradient_clip_algorithm="value", **QUIET
-    ).fit(whole, loader("mlp", 1))
+    Engine(accelerator="cpu", max_epochs=1, gradient_clip_val=1e-3, gradient_clip_algorithm="value", **QUIET).fit(
+        whole, loader("mlp", 1)
+    )
     module = build("mlp")
     Engine(
         strategy=flag,

@@ -62,9 +62,6 @@ MODULES = {
     "attention": lambda: nn.MultiheadAttention(8, 2),
     "transformer layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
     "transformer layers": lambda: nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)),
-    "transformer encoder": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), num_layers=2
-    ),
     "own reset, own buffer": Scaled,
     "parent draws again": Redraws,
     "half precision": lambda: nn.Linear(4, 3, dtype=torch.bfloat16),

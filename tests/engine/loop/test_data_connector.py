@@ -1,0 +1,271 @@
+"""One process: which loaders get a seeded order, and which stay as the user made them."""
+
+import pytest
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from polyphase.engine.data import GlobalOrder
+
+from ..tiny import Positions, Seen, Stream, engine
+
+SEED = 1234
+SIZE = 12
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", str(SEED))
+
+
+def run(loader, **flags):
+    """The epochs of batches that were trained on, and the engine."""
+    module = Seen()
+    trainer = engine(max_epochs=2, **flags)
+    trainer.fit(module, loader)
+    return module.epochs, trainer
+
+
+def epochs_of(sampler, batch_size=4, num_epochs=2, drop_last=False):
+    """What the documented order gives: one permutation per seed and epoch."""
+    order = GlobalOrder(sampler, seed=SEED)
+    epochs = []
+    for epoch in range(num_epochs):
+        order.set_epoch(epoch)
+        epochs.append(list(BatchSampler(order, batch_size, drop_last)))
+    return epochs
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 4, 5])
+def test_a_shuffled_loader_gets_the_documented_permutation_of_each_epoch(batch_size, drop_last):
+    loader = DataLoader(Positions(SIZE), batch_size=batch_size, shuffle=True, drop_last=drop_last)
+    expected = epochs_of(RandomSampler(range(SIZE)), batch_size, drop_last=drop_last)
+    torch.rand(3)  # the state of the global generator has no part in it
+    assert run(loader)[0] == expected
+    assert expected[0] != expected[1]
+
+
+def test_the_users_loader_itself_is_not_touched():
+    loader = DataLoader(Positions(SIZE), batch_size=4, shuffle=True)
+    before = dict(vars(loader))
+    _, trainer = run(loader)
+    assert vars(loader) == before
+    assert trainer.train_dataloader is not loader
+    assert isinstance(trainer.train_dataloader.sampler, GlobalOrder)
+
+
+def test_a_loader_in_order_stays_in_order_and_is_the_users_own():
+    loader = DataLoader(Positions(SIZE), batch_size=4)
+    epochs, trainer = run(loader)
+    assert epochs == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]] * 2
+    assert trainer.train_dataloader is loader
+
+
+class Backwards(Sampler[int]):
+    def __len__(self):
+        return SIZE
+
+    def __iter__(self):
+        return iter(range(SIZE - 1, -1, -1))
+
+
+class EndlessBackwards(Backwards):
+    """As a map-style dataset allows: its length is known only at the end."""
+
+    __len__ = None
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Backwards(),
+        EndlessBackwards(),
+        SequentialSampler(range(SIZE)),
+        WeightedRandomSampler([1.0] * SIZE, SIZE),
+        DistributedSampler(Positions(SIZE), num_replicas=1, rank=0),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_any_other_sampler_is_the_users_own(sampler):
+    loader = DataLoader(Positions(SIZE), batch_size=4, sampler=sampler)
+    _, trainer = run(loader)
+    assert trainer.train_dataloader is loader
+    assert trainer.train_dataloader.sampler is sampler
+
+
+def test_a_sampler_of_the_users_gives_its_order():
+    epochs, _ = run(DataLoader(Positions(SIZE), batch_size=6, sampler=Backwards()))
+    assert epochs == [[[11, 10, 9, 8, 7, 6], [5, 4, 3, 2, 1, 0]]] * 2
+
+
+def test_a_generator_of_the_users_draws_the_permutations():
+    def loader():
+        return DataLoader(Positions(SIZE), 4, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+    plain = loader()
+    expected = [[batch.tolist() for batch in plain] for _ in range(2)]
+    assert run(loader())[0] == expected
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_use_distributed_sampler_false_leaves_every_loader_alone(shuffle):
+    loader = DataLoader(Positions(SIZE), batch_size=4, shuffle=shuffle)
+    _, trainer = run(loader, use_distributed_sampler=False)
+    assert trainer.train_dataloader is loader
+
+
+def test_an_iterable_dataset_is_left_alone():
+    loader = DataLoader(Stream(SIZE), batch_size=4)
+    epochs, trainer = run(loader)
+    assert epochs == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]] * 2
+    assert trainer.train_dataloader is loader
+
+
+class Batches:
+    """Any iterable of batches."""
+
+    def __iter__(self):
+        return iter([torch.tensor([1, 2]), torch.tensor([3])])
+
+
+def test_what_is_no_dataloader_is_left_alone():
+    batches = Batches()
+    epochs, trainer = run(batches)
+    assert epochs == [[[1, 2], [3]]] * 2
+    assert trainer.train_dataloader is batches
+
+
+class Prefixed(DataLoader):
+    """Has a constructor that can't be called again with DataLoader's arguments alone."""
+
+    def __init__(self, prefix, size):
+        super().__init__(Positions(size), batch_size=4, shuffle=True)
+        self.prefix = prefix
+
+
+def test_a_subclass_keeps_what_its_constructor_did():
+    _, trainer = run(Prefixed("a", SIZE))
+    found = trainer.train_dataloader
+    assert type(found) is Prefixed
+    assert found.prefix == "a"
+    assert isinstance(found.sampler, GlobalOrder)
+
+
+class Pairs(BatchSampler):
+    """A batch sampler of the user's: batches of two, whatever else."""
+
+    def __init__(self, sampler, batch_size=2, drop_last=False):
+        super().__init__(sampler, 2, drop_last)
+
+
+@pytest.mark.parametrize("cls", [BatchSampler, Pairs])
+@pytest.mark.parametrize("sampler", [RandomSampler(range(SIZE)), SequentialSampler(range(SIZE)), Backwards()])
+def test_a_batch_sampler_of_the_users_keeps_its_class_and_its_order(cls, sampler):
+    loader = DataLoader(Positions(SIZE), batch_sampler=cls(sampler, 2, False))
+    epochs, trainer = run(loader)
+    assert type(trainer.train_dataloader.batch_sampler) is cls
+    assert [sorted(i for batch in epoch for i in batch) for epoch in epochs] == [list(range(SIZE))] * 2
+    assert {len(batch) for epoch in epochs for batch in epoch} == {2}
+    if not isinstance(sampler, RandomSampler):
+        assert epochs == epochs_of(sampler, 2)
+
+
+@pytest.mark.parametrize("cls", [BatchSampler, Pairs])
+def test_a_shuffled_batch_sampler_gets_the_documented_permutations_as_well(cls):
+    loader = DataLoader(Positions(SIZE), batch_sampler=cls(RandomSampler(range(SIZE)), 2, False))
+    assert run(loader)[0] == epochs_of(RandomSampler(range(SIZE)), 2)
+
+
+def test_single_samples_without_batches_are_dealt_too():
+    loader = DataLoader(Positions(SIZE), batch_size=None, shuffle=True)
+    module = Seen()
+    module.training_step = lambda batch, batch_idx: module.epochs[-1].append(int(batch)) or module.weight * 1.0
+    engine(max_epochs=2).fit(module, loader)
+    assert module.epochs == [[i for (i,) in epoch] for epoch in epochs_of(RandomSampler(range(SIZE)), 1)]
+
+
+def test_each_of_several_loaders_is_treated_by_itself():
+    shuffled = DataLoader(Positions(SIZE), batch_size=4, shuffle=True)
+    ordered = DataLoader(Positions(SIZE), batch_size=4)
+
+    class Both(Seen):
+        def training_step(self, batch, batch_idx):
+            self.epochs[-1].append({name: part.tolist() for name, part in batch.items()})
+            return self.weight * 1.0
+
+    module = Both()
+    engine().fit(module, {"shuffled": shuffled, "ordered": ordered})
+    (expected,) = epochs_of(RandomSampler(range(SIZE)), num_epochs=1)
+    assert [step["shuffled"] for step in module.epochs[0]] == expected
+    assert [step["ordered"] for step in module.epochs[0]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.filterwarnings("ignore:Your `.*_dataloader`'s sampler has shuffling enabled")
+def test_evaluation_sees_each_sample_once(stage):
+    class Evaluated(Seen):
+        def validation_step(self, batch, batch_idx):
+            self.epochs.append(batch.tolist())
+
+        test_step = validation_step
+
+    for shuffle in (False, True):
+        module = Evaluated()
+        getattr(engine(), stage)(module, DataLoader(Positions(13), batch_size=4, shuffle=shuffle), verbose=False)
+        assert sorted(i for batch in module.epochs for i in batch) == list(range(13))
+
+
+def test_prediction_keeps_the_order():
+    class Predicts(Seen):
+        def predict_step(self, batch, batch_idx):
+            return batch.tolist()
+
+    assert engine().predict(Predicts(), DataLoader(Positions(5), batch_size=2)) == [[0, 1], [2, 3], [4]]
+
+
+# --- what rank 0 of two is dealt; no process is started for it
+
+
+def rank_0_of_2(loader, stage=RunningStage.TRAINING):
+    connector = engine(strategy="ddp", devices=2)._data_connector
+    return connector._prepare_dataloader(loader, shuffle=stage == RunningStage.TRAINING, mode=stage)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("stage", [RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING])
+@pytest.mark.parametrize("sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))])
+def test_rank_0_is_dealt_every_other_sample_of_the_users_order(sampler, stage, drop_last):
+    loader = DataLoader(Positions(SIZE), batch_size=2, sampler=sampler, drop_last=drop_last)
+    order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
+    assert [i for batch in rank_0_of_2(loader, stage) for i in batch.tolist()] == order[::2]
+
+
+@pytest.mark.parametrize("cls", [BatchSampler, Pairs])
+@pytest.mark.parametrize("sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))])
+def test_rank_0_is_dealt_the_order_of_the_users_batch_sampler(sampler, cls):
+    dealt = rank_0_of_2(DataLoader(Positions(SIZE), batch_sampler=cls(sampler, 2, False)))
+    assert type(dealt.batch_sampler) is cls
+    order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
+    assert [batch.tolist() for batch in dealt] == list(BatchSampler(order[::2], 2, False))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Stream(SIZE)),
+        DataLoader(Positions(SIZE), sampler=DistributedSampler(Positions(SIZE), num_replicas=2, rank=0)),
+        Batches(),
+    ],
+    ids=["iterable dataset", "distributed sampler", "no loader"],
+)
+def test_rank_0_gets_what_cannot_or_need_not_be_dealt_as_it_is(loader):
+    assert rank_0_of_2(loader) is loader

@@ -1,0 +1,146 @@
+"""DDP through real runs: comm hooks on the CPU, unused parameters, accumulation without communication."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from polyphase.engine import Engine
+from tests.engine.parity import MLP, build, largest_difference, loader
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Unused(MLP):
+    def __init__(self, ranks: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.never = nn.Linear(3, 3, bias=False)
+
+
+class Conditional(MLP):
+    """Uses one layer at the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(64, 1, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.sometimes(batch[0].flatten(1)).sum() if batch_idx == 0 else loss
+
+
+def fit(module: LightningModule, strategy: str, **flags: object) -> Engine:
+    engine = Engine(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **QUIET, **flags)
+    engine.fit(module, loader("mlp", 1, 2))
+    return engine
+
+
+@pytest.mark.parametrize("module", [Unused, Conditional])
+def test_unused_parameters_are_named_with_the_flag_to_set(module):
+    name = "never.weight" if module is Unused else "sometimes.weight"
+    with pytest.raises(ProcessRaisedException, match=f"{name}.*find_unused_parameters=true"):
+        fit(module(), "ddp_fork")
+
+
+@pytest.mark.parametrize("module", [Unused, Conditional])
+def test_unused_parameters_are_fine_with_the_flag(module):
+    fit(module(), "ddp_fork:find_unused_parameters=true")
+    fit(module(), "ddp_fork_find_unused_parameters_true")
+
+
+class Counts(Callback):
+    """Writes what rank 0's comm hook and the profiler counted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer, pl_module):
+        self.profile = profile(activities=[ProfilerActivity.CPU])
+        self.profile.__enter__()
+
+    def on_train_end(self, trainer, pl_module):
+        self.profile.__exit__(None, None, None)
+        if not trainer.is_global_zero:
+            return
+        events = {event.key: event.count for event in self.profile.key_averages()}
+        hook = trainer._parts.comm_hook
+        counted = {"bytes": hook.num_bytes, "calls": hook.num_calls} if hook else {}
+        counted["all_reduce"] = sum(count for key, count in events.items() if "gloo:all_reduce" in key)
+        counted["reduce_scatter"] = sum(count for key, count in events.items() if "c10d::_reduce_scatter_base" in key)
+        counted["parameters"] = sum(p.numel() for p in pl_module.parameters())
+        self.path.write_text(json.dumps(counted))
+
+
+def counted(strategy: str, tmp_path: Path, accumulate: int = 1, **flags: object) -> dict:
+    path = tmp_path / "counts.json"
+    engine = Engine(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        callbacks=[Counts(path)],
+        **QUIET,
+        **flags,
+    )
+    engine.fit(build("gpt, tied"), loader("gpt, tied", accumulate, 2))
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_casts_run_on_the_cpu_and_send_half(compression, tmp_path):
+    counts = counted("ddp_fork", tmp_path, compression=compression)
+    assert counts["calls"] >= 20
+    assert counts["bytes"] == 20 * 2 * counts["parameters"]
+
+
+def test_powersgd_runs_on_the_cpu_and_sends_less(tmp_path):
+    counts = counted("ddp_fork", tmp_path, compression="powersgd:1,start=5")
+    plain_bytes = 20 * 4 * counts["parameters"]
+    assert 5 * 4 * counts["parameters"] < counts["bytes"] < 0.7 * plain_bytes
+
+
+def test_inner_micro_batches_send_nothing(tmp_path):
+    once, thrice = counted("ddp_fork", tmp_path, 1), counted("ddp_fork", tmp_path, 3)
+    assert thrice["all_reduce"] == once["all_reduce"] >= 20
+
+
+def test_compressed_runs_stay_near_the_plain_one():
+    modules = {name: build("mlp") for name in ("none", "fp16", "bf16", "powersgd:8,start=2")}
+    for compression, module in modules.items():
+        fit(module, "ddp_fork", compression=compression)
+    plain = modules.pop("none").state_dict()
+    for module in modules.values():
+        # 20 steps of at most 1e-3 each; far from the plain weights would be a sign of a wrong scale or sign.
+        assert 0 < largest_difference(module.state_dict(), plain) < 1e-2
+
+
+def test_two_optimizers_by_hand():
+    module = ByHand()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    engine = Engine(strategy="ddp_fork", accelerator="cpu", devices=2, max_epochs=1, **QUIET)
+    engine.fit(module, DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4))
+    assert all(not torch.equal(before[key], value) for key, value in module.state_dict().items())
+
+
+class ByHand(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            loss = self.b(self.a(batch[0])).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.a.parameters(), lr=0.1), torch.optim.SGD(self.b.parameters(), lr=0.1)]

@@ -1,0 +1,69 @@
+"""A rank that raises ends the whole run: named first, within seconds, with a non-zero exit."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_command, torchrun
+
+SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+from polyphase.engine import Engine
+
+class Fails(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == int(sys.argv[2]):
+            raise ValueError("this rank has had enough")
+        return self.layer(batch[0]).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    engine = Engine(
+        strategy=sys.argv[1], accelerator="cpu", devices=2, max_epochs=1, enable_progress_bar=False, logger=False,
+        callbacks=[OnExceptionCheckpoint(sys.argv[3])],  # saves with a barrier, which must not wait for the failed rank
+    )
+    engine.fit(Fails(), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "fails.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def first_line_with(output: str, text: str) -> int:
+    return next((i for i, line in enumerate(output.splitlines()) if text in line), sys.maxsize)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp", "fsdp"])
+def test_the_failed_rank_is_named_and_the_run_ends(strategy, rank, script, tmp_path):
+    started = time.monotonic()
+    # The deadline is the test that nobody hangs: imports take most of the time, the end itself a few seconds.
+    finished = run_command([sys.executable, script, strategy, str(rank), tmp_path], timeout_s=60)
+    assert time.monotonic() - started < 60
+    assert finished.returncode not in (0, None)
+    cause = first_line_with(finished.output, "ValueError: this rank has had enough")
+    assert cause < sys.maxsize, finished.output
+    # Consequences on the other rank, where it gets to say anything, come after or say whose fault it is.
+    for consequence in ("Connection closed by peer", "Connection reset by peer"):
+        assert first_line_with(finished.output, consequence) > first_line_with(finished.output, "had enough")
+
+
+def test_under_torchrun(script, tmp_path):
+    finished = torchrun(script, "ddp", "1", str(tmp_path), timeout_s=60)
+    assert finished.returncode not in (0, None, -9)
+    assert "ValueError: this rank has had enough" in finished.output
+    assert "[rank 1] failed and ends the run" in finished.output
