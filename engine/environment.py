@@ -28,10 +28,10 @@ def launched_sizes() -> tuple[int, int] | None:
     launcher = started_by()
     if launcher == "torchrun":
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        return per_node, int(os.environ["WORLD_SIZE"]) // per_node
+        return per_node, _whole_share(int(os.environ["WORLD_SIZE"]), per_node)
     if launcher == "SLURM":
         num_nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
-        return int(os.environ["SLURM_NTASKS"]) // num_nodes, num_nodes
+        return _whole_share(int(os.environ["SLURM_NTASKS"]), num_nodes), num_nodes
     return None
 
 
@@ -60,6 +60,15 @@ def global_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
 
 
+def _whole_share(num_processes: int, parts: int) -> int:
+    if num_processes % parts:
+        raise ValueError(
+            f"{started_by()} started {num_processes} processes, which is no multiple of {parts}: start the same number"
+            " on every node."
+        )
+    return num_processes // parts
+
+
 def _count(devices: Any) -> int | None:
     """Number of devices asked for; None for "auto" and for -1 (all)."""
     if isinstance(devices, str) and "," in devices:
@@ -67,4 +76,8 @@ def _count(devices: Any) -> int | None:
     if isinstance(devices, (list, tuple)):
         return len(devices)
     text = str(devices).strip()
-    return None if text in ("auto", "-1") or not text.isdigit() else int(text)
+    if text in ("auto", "-1"):
+        return None
+    if text.isdecimal() and not isinstance(devices, bool):
+        return int(text)
+    raise ValueError(f"devices must be a whole number of at least 1, -1 (all), a list or 'auto': got {devices!r}.")

@@ -85,7 +85,7 @@ class Layout:
             remedy = "change the sizes, or `devices` and `num_nodes`, so that the product is the number of processes"
             raise ValueError(
                 f"the layout {factors} = {product} does not fit {world_size} process(es): {remedy}"
-                + (f", or leave out {rest!r} to have it derived." if rest in sizes else ".")
+                + (f", or leave out {rest!r} to have it derived." if sizes.get(rest) is not None else ".")
             )
         return layout
 
@@ -110,7 +110,7 @@ def choose(kind: str, given: str, allowed: Collection[str]) -> str:
     """
     if given in allowed:
         return given
-    near = difflib.get_close_matches(given.lower(), list(allowed), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(given).lower(), list(allowed), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed))}.")
 

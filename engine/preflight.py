@@ -35,8 +35,17 @@ def _overrides(module: LightningModule, name: str) -> bool:
 def _mentions(module: LightningModule, name: str) -> bool:
     """Whether any method of the module's own classes, or a function nested in one, uses the attribute `name`."""
     own = (cls for cls in type(module).__mro__ if not cls.__module__.startswith(("lightning.", "torch.")))
-    functions = (value for cls in own for value in vars(cls).values() if isinstance(value, types.FunctionType))
+    methods = (value for cls in own for value in vars(cls).values() if isinstance(value, types.FunctionType))
+    functions = (function for method in methods for function in _decorated(method))
     return any(name in code.co_names for function in functions for code in _nested(function.__code__))
+
+
+def _decorated(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The function itself, and what its decorators hold of it."""
+    yield function
+    for cell in function.__closure__ or ():
+        if isinstance(cell.cell_contents, types.FunctionType):
+            yield from _decorated(cell.cell_contents)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -1,6 +1,7 @@
 """Gradient compression: one comm hook a file, and this table of them."""
 
 import inspect
+import re
 
 from ..flags import check_count, choose, parse_flag
 from .base import CommHook
@@ -35,4 +36,4 @@ def make_comm_hook(flag: str) -> CommHook | None:
 
 
 def _whole(name: str, text: str) -> int:
-    return check_count(name, int(text) if text.lstrip("-").isdigit() else text)
+    return check_count(name, int(text) if re.fullmatch(r"-?[0-9]+", text) else text)

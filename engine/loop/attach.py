@@ -1,15 +1,29 @@
 """Puts the engine's loop parts in the place of Lightning's, right after the trainer was built."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from lightning.pytorch import Trainer
 
-# Lightning: the decorator by which PL_TRAINER_* variables become arguments.
-from lightning.pytorch.utilities.argparse import _defaults_from_env_vars as defaults_from_environment
+# Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
+from lightning.pytorch.utilities.argparse import _parse_env_variables
 
 from .data_connector import DataConnector
 from .nonfinite import NonFiniteWatch
 from .optimization import AutomaticOptimization
 
 __all__ = ["attach", "defaults_from_environment"]
+
+
+def defaults_from_environment(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorates an ``__init__`` so that PL_TRAINER_* variables stand for the arguments that are not given."""
+
+    @functools.wraps(init)
+    def with_defaults(self: Trainer, **flags: Any) -> None:
+        init(self, **{**vars(_parse_env_variables(Trainer)), **flags})
+
+    return with_defaults
 
 
 def attach(trainer: Trainer, watch: NonFiniteWatch) -> None:

@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ..data import GlobalOrder
 from ..environment import global_seed
@@ -24,34 +24,38 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if not isinstance(dataloader, DataLoader) or mode == RunningStage.PREDICTING or not self._dealt(dataloader):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         ranks: Any = self.trainer.distributed_sampler_kwargs or {}
-        batches = dataloader.batch_sampler
         sampler = GlobalOrder(
-            dataloader.sampler,
+            _order_of(dataloader),
             seed=self.trainer.strategy.broadcast(global_seed()),
-            drop_last=mode == RunningStage.TRAINING and isinstance(batches, BatchSampler) and batches.drop_last,
+            drop_last=mode == RunningStage.TRAINING and getattr(dataloader.batch_sampler, "drop_last", False),
             **ranks,
         )
-        if batches is None or type(batches) is BatchSampler:
+        if dataloader.batch_sampler is None or hasattr(dataloader.batch_sampler, "sampler"):
             return _with_sampler(dataloader, sampler)
-        return _update_dataloader(dataloader, sampler, mode=mode)  # a batch sampler of the user's is built again
+        return _update_dataloader(dataloader, sampler, mode=mode)  # says what it needs of such a batch sampler
 
     def _dealt(self, dataloader: DataLoader) -> bool:
         """Whether the order of `dataloader` is ours to deal: several ranks need it, and `shuffle=True` a seed."""
         connector = self.trainer._accelerator_connector  # Lightning: holds the use_distributed_sampler flag
         if not connector.use_distributed_sampler or has_iterable_dataset(dataloader):
             return False
-        if isinstance(dataloader.sampler, DistributedSampler):
+        if isinstance(_order_of(dataloader), DistributedSampler):
             return False
-        return connector.is_distributed or isinstance(dataloader.sampler, RandomSampler)
+        return connector.is_distributed or isinstance(_order_of(dataloader), RandomSampler)
+
+
+def _order_of(dataloader: DataLoader) -> Any:
+    """The sampler that decides: that of the batch sampler, where there is one of the user's or the loader's own."""
+    return getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
 
 
 def _with_sampler(dataloader: DataLoader, sampler: GlobalOrder) -> DataLoader:
     """A copy of `dataloader` with another sampler; a subclass keeps whatever its constructor did."""
     changed = copy.copy(dataloader)
     # Not by attribute: DataLoader forbids that once its workers may have been started, which these have not.
-    changed.__dict__["sampler"] = sampler
-    changed.__dict__["_iterator"] = None
+    changed.__dict__.update(sampler=sampler, _iterator=None)
     if dataloader.batch_sampler is not None:
-        assert dataloader.batch_size is not None
-        changed.__dict__["batch_sampler"] = BatchSampler(sampler, dataloader.batch_size, dataloader.drop_last)
+        batches: Any = copy.copy(dataloader.batch_sampler)
+        batches.sampler = sampler
+        changed.__dict__["batch_sampler"] = batches
     return changed

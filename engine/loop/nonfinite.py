@@ -37,12 +37,12 @@ class NonFiniteWatch(Callback):
         self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
         self._unread: list[tuple[str, int, Tensor]] = []
         self._since = 0  # the optimizer step at which the values were last read
+        self._said: set[str] = set()  # what was reported in this epoch
 
-    def observe(self, trainer: Trainer, name: str, value: Tensor | None) -> None:
-        """Keeps a 0-d tensor of the current step, and reads what was kept once a logging interval has passed."""
+    def observe(self, trainer: Trainer, name: str, value: Tensor | None, step: int) -> None:
+        """Keeps a 0-d tensor of optimizer step `step`; reads what was kept once a logging interval has passed."""
         if self.policy == "ignore" or value is None:
             return
-        step = trainer.global_step
         if step - self._since >= max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             self._read(trainer)
             self._since = step
@@ -55,6 +55,7 @@ class NonFiniteWatch(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads what the last interval left."""
         self._read(trainer)
+        self._said.clear()
 
     def _read(self, trainer: Trainer) -> None:
         unread, self._unread = self._unread, []
@@ -62,15 +63,15 @@ class NonFiniteWatch(Callback):
             return
         values = torch.stack([value.detach().float().sum() for _, _, value in unread])
         bad = [(name, step) for (name, step, _), ok in zip(unread, values.isfinite().tolist(), strict=True) if not ok]
-        for name in dict.fromkeys(name for name, _ in bad):
-            steps = [step for other, step in bad if other == name]
-            self._report(trainer, name, steps)
+        for name in dict.fromkeys(name for name, _ in bad if name not in self._said):
+            self._said.add(name)
+            self._report(trainer, name, next(step for other, step in bad if other == name))
 
-    def _report(self, trainer: Trainer, name: str, steps: list[int]) -> None:
+    def _report(self, trainer: Trainer, name: str, step: int) -> None:
         message = (
-            f"the {name} was not finite at step {steps[0]} (epoch {trainer.current_epoch}) on rank"
-            f" {trainer.global_rank}, and {len(steps) - 1} time(s) more since. Often a learning rate that is too high,"
-            " a logarithm or division of zero, or float16 that overflowed."
+            f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank"
+            f" {trainer.global_rank}. Often a learning rate that is too high, a logarithm or division of zero, or float16"
+            " that overflowed."
         )
         if self.policy == "error":
             raise NonFiniteError(message)

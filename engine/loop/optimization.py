@@ -46,15 +46,16 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             if self._divisor != full:
                 result.closure_loss = result.closure_loss * (full / self._divisor)
                 result.loss = result.closure_loss.detach().clone()
-            self.watch.observe(self.trainer, "loss", result.loss)
+            self.watch.observe(self.trainer, "loss", result.loss, self.trainer.global_step)
         return result
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
         # Lightning: _AutomaticOptimization._optimizer_step
+        step = self.trainer.global_step
         super()._optimizer_step(batch_idx, train_step_and_backward_closure)
         plugin = self.trainer.precision_plugin
         if getattr(plugin, "scaler", None) is None:  # a loss scale overflows by design, and skips the step then
-            self.watch.observe(self.trainer, "gradient norm", getattr(plugin, "grad_norm", None))
+            self.watch.observe(self.trainer, "gradient norm", getattr(plugin, "grad_norm", None), step)
 
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         # Lightning: _AutomaticOptimization._make_backward_fn

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -67,11 +67,6 @@ def test_trainers_defaults_written_out_are_accepted():
 def test_an_argument_that_nobody_has_is_refused_by_name():
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_epoch'"):
         engine(max_epoch=3)
-
-
-def test_arguments_are_given_by_name():
-    with pytest.raises(TypeError):
-        Engine("cpu")
 
 
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
@@ -194,7 +189,7 @@ def test_the_users_list_of_callbacks_is_not_changed():
 
 
 def bars(run):
-    return [c for c in run.callbacks if "rogress" in type(c).__name__ and hasattr(c, "disable")]
+    return [c for c in run.callbacks if isinstance(c, ProgressBar)]
 
 
 def test_one_progress_bar_unless_there_is_to_be_none():
@@ -247,19 +242,20 @@ def test_verify_with_a_data_module():
 
 
 class DiffersUnderTheEngine(Regression):
-    """Adds to the bias of its last layer from step 2 on, under the engine only."""
+    """In its third step and under the engine only, one bias gets another gradient."""
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if isinstance(self.trainer, Engine) and self.trainer.global_step >= 2:
-            self.net[2].bias.data += 0.5
+    def on_before_optimizer_step(self, optimizer):
+        if isinstance(self.trainer, Engine) and self.trainer.global_step == 2:
+            self.net[2].bias.grad += 5.0
 
 
 def test_a_difference_is_reported_by_step_and_first_tensor():
     certificate = engine().verify(DiffersUnderTheEngine(), rows(), steps=4)
-    assert not certificate.equal
-    # The recorder sees the module's own hook one step later: callbacks come first.
-    assert (certificate.step, certificate.tensor) == (3, "net.2.bias") or certificate.tensor == "net.0.weight"
-    assert f"differs from one process: first {certificate.tensor!r}, after step {certificate.step}" in str(certificate)
+    assert (certificate.equal, certificate.step, certificate.tensor) == (False, 3, "net.2.bias")
+    assert certificate.differences[:3] == (0.0, 0.0, pytest.approx(0.5, abs=1e-6))  # the learning rate is 0.1
+    assert "differs from one process: first 'net.2.bias', after step 3, by 5.00e-01, more than 1e-05" in str(
+        certificate
+    )
 
 
 class AddsToABuffer(Regression):
@@ -294,8 +290,14 @@ def test_a_tolerance_of_the_users_decides():
 
 
 def test_a_lower_precision_shows():
-    certificate = engine(precision="bf16-true").verify(Regression().bfloat16(), rows(), steps=2, tolerance=1.0)
-    assert len(certificate.differences) == 2
+    class Cast(Regression):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch.to(self.net[0].weight.dtype), batch_idx)
+
+    certificate = engine(precision="bf16-true").verify(Cast(), rows(), steps=2)
+    assert not certificate.equal
+    assert "so does a precision below float32" in str(certificate)
+    assert engine(precision="bf16-true").verify(Cast(), rows(), steps=2, tolerance=0.1).equal
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])
@@ -306,7 +308,7 @@ def test_the_number_of_steps_is_a_count(steps):
 
 def test_verify_needs_a_batch_size():
     with pytest.raises(ValueError, match=r"verify needs a DataLoader with a batch_size"):
-        engine().verify(Regression(), rows(batch_size=None))
+        engine().verify(Regression(), DataLoader(torch.randn(5, 4, 4), batch_size=None))
 
 
 def test_verify_equals_with_a_generator_of_the_users():
@@ -321,7 +323,6 @@ def test_verify_equals_with_a_generator_of_the_users():
         {"limit_train_batches": 2},
         {"overfit_batches": 2},
         {"fast_dev_run": True},
-        {"use_distributed_sampler": False},
         {"detect_anomaly": True},
         {"reload_dataloaders_every_n_epochs": 1},
     ],
@@ -329,8 +330,7 @@ def test_verify_equals_with_a_generator_of_the_users():
 )
 @pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly")
 def test_verify_equals_under_each_flag_that_says_which_batches_are_seen(flags):
-    torch.manual_seed(0)
-    certificate = engine(**flags).verify(Regression(), rows(18, shuffle="use_distributed_sampler" in flags))
+    certificate = engine(**flags).verify(Regression(), rows(18))
     assert certificate.equal, certificate
 
 

@@ -21,6 +21,10 @@ SEED = 1234
 SIZE = 12
 
 
+def by_class(value):
+    return type(value).__name__ if isinstance(value, Sampler) else None
+
+
 @pytest.fixture(autouse=True)
 def _seed(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", str(SEED))
@@ -93,7 +97,7 @@ class EndlessBackwards(Backwards):
         WeightedRandomSampler([1.0] * SIZE, SIZE),
         DistributedSampler(Positions(SIZE), num_replicas=1, rank=0),
     ],
-    ids=lambda sampler: type(sampler).__name__,
+    ids=by_class,
 )
 def test_any_other_sampler_is_the_users_own(sampler):
     loader = DataLoader(Positions(SIZE), batch_size=4, sampler=sampler)
@@ -168,7 +172,9 @@ class Pairs(BatchSampler):
 
 
 @pytest.mark.parametrize("cls", [BatchSampler, Pairs])
-@pytest.mark.parametrize("sampler", [RandomSampler(range(SIZE)), SequentialSampler(range(SIZE)), Backwards()])
+@pytest.mark.parametrize(
+    "sampler", [RandomSampler(range(SIZE)), SequentialSampler(range(SIZE)), Backwards()], ids=by_class
+)
 def test_a_batch_sampler_of_the_users_keeps_its_class_and_its_order(cls, sampler):
     loader = DataLoader(Positions(SIZE), batch_sampler=cls(sampler, 2, False))
     epochs, trainer = run(loader)
@@ -242,7 +248,9 @@ def rank_0_of_2(loader, stage=RunningStage.TRAINING):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("stage", [RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING])
-@pytest.mark.parametrize("sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))])
+@pytest.mark.parametrize(
+    "sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))], ids=by_class
+)
 def test_rank_0_is_dealt_every_other_sample_of_the_users_order(sampler, stage, drop_last):
     loader = DataLoader(Positions(SIZE), batch_size=2, sampler=sampler, drop_last=drop_last)
     order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
@@ -250,7 +258,9 @@ def test_rank_0_is_dealt_every_other_sample_of_the_users_order(sampler, stage, d
 
 
 @pytest.mark.parametrize("cls", [BatchSampler, Pairs])
-@pytest.mark.parametrize("sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))])
+@pytest.mark.parametrize(
+    "sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))], ids=by_class
+)
 def test_rank_0_is_dealt_the_order_of_the_users_batch_sampler(sampler, cls):
     dealt = rank_0_of_2(DataLoader(Positions(SIZE), batch_sampler=cls(sampler, 2, False)))
     assert type(dealt.batch_sampler) is cls
