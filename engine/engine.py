@@ -23,6 +23,19 @@ from .strategies import FailFast, select
 
 __all__ = ["Engine", "fit"]
 
+_SPREADING = {
+    "callbacks",
+    "compression",
+    "devices",
+    "nonfinite",
+    "num_nodes",
+    "plugins",
+    "precision",
+    "strategy",
+    "sync_batchnorm",
+}
+"""Flags that `Engine.verify` compares against their absence."""
+
 
 class Engine(Trainer):
     """A `lightning.pytorch.Trainer` that runs any module under any strategy, with the same result.
@@ -166,8 +179,11 @@ class Engine(Trainer):
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
-        shared = {key: self._flags[key] for key in ("accelerator", "accumulate_grad_batches", "gradient_clip_val")}
-        shared["gradient_clip_algorithm"] = self.gradient_clip_algorithm
+        # The reference gets all flags but those that are ours, or that say how the run is spread.
+        shared = {key: value for key, value in self._flags.items() if key not in _SPREADING}
+        loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
+        generator: Any = getattr(getattr(loader, "sampler", None), "generator", None)
+        order = generator.get_state() if generator is not None else None
         with tempfile.TemporaryDirectory() as folder:
             recorder = verification.Recorder(Path(folder) / "states.pt")
             engine = type(self)(**{**self._flags, **quiet, "callbacks": [recorder]})
@@ -175,9 +191,10 @@ class Engine(Trainer):
             certificate: Any = None  # on the other ranks, which wait for it below
             if engine.is_global_zero:
                 ours = torch.load(recorder.path, weights_only=True)
-                loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
+                if order is not None:
+                    generator.set_state(order)  # a generator of the user's has been drawn from
                 reference = verification.reference_steps(
-                    copy.deepcopy(model), loader, engine.world_size, {**quiet, **shared}
+                    copy.deepcopy(model), loader, engine.world_size, {**shared, **quiet}
                 )
                 certificate = verification.certify(ours, reference, tolerance)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from .data import GlobalOrder
 from .environment import global_seed
@@ -53,6 +53,20 @@ class Certificate:
         return f"{verdict}\nlargest difference of any parameter or buffer\n{table}"
 
 
+class _WholeWindows(Callback):
+    """Divides the last, shorter accumulation window of an epoch by its own length; stock Lightning does not."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Notes the place in the window."""
+        self._length = batch_idx % trainer.accumulate_grad_batches + 1
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Scales, before clipping."""
+        for p in pl_module.parameters():
+            if p.grad is not None:
+                p.grad.mul_(trainer.accumulate_grad_batches / self._length)
+
+
 class Recorder(Callback):
     """Keeps the whole weights after each optimizer step, and writes them to `path` on rank 0 at the end."""
 
@@ -78,16 +92,19 @@ def reference_steps(module: LightningModule, loader: DataLoader, world_size: int
     """The weights after each step of stock Lightning in one process, on batches of all ranks together."""
     if loader.batch_size is None:
         raise ValueError("verify needs a DataLoader with a batch_size, to join the batches of all ranks.")
+    in_order = isinstance(loader.sampler, SequentialSampler)
     joined = DataLoader(
         loader.dataset,
         batch_size=loader.batch_size * world_size,
-        sampler=GlobalOrder(loader.sampler, seed=global_seed()),
+        sampler=loader.sampler if in_order else GlobalOrder(loader.sampler, seed=global_seed()),
+        generator=loader.generator,
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,
     )
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "reference.pt")
-        Trainer(**flags, devices=1, callbacks=[recorder], use_distributed_sampler=False).fit(module, joined)
+        own = {"strategy": "auto", "devices": 1, "callbacks": [_WholeWindows(), recorder]}
+        Trainer(**{**flags, **own, "use_distributed_sampler": False}).fit(module, joined)
         return torch.load(recorder.path, weights_only=True)
 
 

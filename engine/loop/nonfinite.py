@@ -70,8 +70,8 @@ class NonFiniteWatch(Callback):
     def _report(self, trainer: Trainer, name: str, step: int) -> None:
         message = (
             f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank"
-            f" {trainer.global_rank}. Often a learning rate that is too high, a logarithm or division of zero, or float16"
-            " that overflowed."
+            f" {trainer.global_rank}. Often a learning rate that is too high, a logarithm or division of zero, or"
+            " float16 that overflowed."
         )
         if self.policy == "error":
             raise NonFiniteError(message)

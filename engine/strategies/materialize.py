@@ -2,8 +2,8 @@
 
 A module's constructor builds its children first and then draws its own weights; calling `reset_parameters` in that same
 order, children before parents, draws the same numbers from the same seed. (A module that copies finished children, as
-`nn.TransformerEncoder` does, has layers that are alike; here each is drawn afresh.) Each sub-module is handed on as soon as it is
-complete, so that a strategy can shard it before the next one takes memory.
+`nn.TransformerEncoder` does, has layers that are alike; here each is drawn afresh.) Each sub-module is handed on as
+soon as it is complete, so that a strategy can shard it before the next one takes memory.
 """
 
 from collections.abc import Callable, Iterator

@@ -50,14 +50,8 @@ def test_the_step_of_a_bad_loss_is_named(caplog, step, value):
     run(module)
     assert module.num_steps == NUM_BATCHES, "training goes on"
     (message,) = warnings(caplog)
-    assert f"the loss was not finite at step {step} (epoch 0) on rank 0, and 0 time(s) more since" in message
+    assert f"the loss was not finite at step {step} (epoch 0) on rank 0" in message
     assert "set nonfinite='error' to stop there" in message
-
-
-def test_later_ones_are_counted(caplog):
-    run(Breaks([1, 3, 5]))
-    (message,) = warnings(caplog)
-    assert "at step 1 (epoch 0) on rank 0, and 2 time(s) more since" in message
 
 
 @pytest.mark.parametrize("interval", [1, 2, 50])
