@@ -1,6 +1,7 @@
 """The engine: a Lightning `Trainer` whose flags choose among Polyphase's parts. No training logic lives here."""
 
 import copy
+import math
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from . import verify as verification
 from .environment import resolve_sizes
-from .flags import Layout, check_count
+from .flags import Layout, check_count, check_number
 from .loop import NonFiniteWatch, attach, defaults_from_environment
 from .preflight import check_module
 from .strategies import FailFast, select
@@ -80,8 +81,8 @@ class Engine(Trainer):
         named = {name: value for name, value in locals().items() if name not in ("self", "trainer_flags", "__class__")}
         self._flags = {**named, **trainer_flags}
         check_count("accumulate_grad_batches", accumulate_grad_batches)
-        if gradient_clip_val is not None and gradient_clip_val < 0:
-            raise ValueError(f"gradient_clip_val must be at least 0, or None for no clipping: got {gradient_clip_val}.")
+        if gradient_clip_val is not None:
+            check_number("gradient_clip_val", gradient_clip_val, most=math.inf)
         devices, num_nodes = resolve_sizes(devices, num_nodes)
         watch = NonFiniteWatch(nonfinite)
         parts = select(

@@ -17,6 +17,7 @@ __all__ = [
     "Flag",
     "Layout",
     "check_count",
+    "check_number",
     "choose",
     "parse_flag",
     "parse_options",
@@ -108,11 +109,11 @@ def choose(kind: str, given: str, allowed: Collection[str]) -> str:
     Raises:
         ValueError: it is not; the message lists `allowed` and names the closest one.
     """
-    if given in allowed:
+    if isinstance(given, str) and given in allowed:
         return given
     near = difflib.get_close_matches(str(given).lower(), list(allowed), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed))}.")
+    raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed)) or 'none'}.")
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
@@ -126,12 +127,28 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     return value
 
 
-def parse_flag(text: str) -> Flag:
+def check_number(name: str, value: Any, *, above: float | None = None, most: float = 1e9) -> float:
+    """`value` itself if it is a number from 0, or greater than `above`, to `most`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most or (above is not None and value <= above):
+        least = "at least 0" if above is None else f"greater than {above:g}"
+        bound = "" if math.isinf(most) or not is_number or value <= most else f" and at most {most:g}"
+        raise ValueError(f"{name} must be {least}{bound}, but got {value!r}.")
+    return value
+
+
+def parse_flag(text: str, kind: str = "the flag") -> Flag:
     """Takes ``name:value,key=text`` apart.
 
     Raises:
         ValueError: an empty name, an argument without a value, a second bare value, or a key given twice.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"{kind} must be a text such as 'name' or 'name:key=value', but got {text!r}.")
     name, _, arguments = text.strip().partition(":")
     if not name:
         raise ValueError(f"the flag {text!r} has no name; write name or name:key=value,...")

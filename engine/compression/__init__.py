@@ -22,7 +22,7 @@ def make_comm_hook(flag: str) -> CommHook | None:
     Raises:
         ValueError: an unknown name or option, or a value that is out of range.
     """
-    parsed = parse_flag(flag)
+    parsed = parse_flag(flag, "compression")
     name = choose("compression", parsed.name, ["none", *COMM_HOOKS])
     parameters = list(inspect.signature(COMM_HOOKS[name].__init__).parameters)[1:] if name != "none" else []
     given = dict(parsed.options)

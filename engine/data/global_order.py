@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import Sampler
 
 __all__ = ["GlobalOrder"]
 
@@ -55,9 +55,7 @@ class GlobalOrder(Sampler[int]):
         return itertools.islice(filled, self.rank, None, self.num_replicas)
 
     def _global_order(self) -> list[int]:
-        if isinstance(self.sampler, RandomSampler) and self.sampler.generator is not None:
-            return list(self.sampler)
-        # The sampler draws its randomness from the global generator; that one is left as it was.
+        # A sampler without a generator of its own draws from the global one, which is left as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_mix(self.seed, self.epoch))
             return list(self.sampler)

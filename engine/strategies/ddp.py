@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import CommHook
-from ..flags import Layout
+from ..flags import Layout, check_number
 from .launch import LayoutStrategy, end_group_at_exit
 
 __all__ = ["DDP", "DDPOptions"]
@@ -42,14 +42,8 @@ class DDPOptions:
     """How long a collective may wait for the other ranks, in seconds."""
 
     def __post_init__(self) -> None:
-        check_positive("ddp:bucket_cap_mb", self.bucket_cap_mb)
-        check_positive("ddp:timeout_s", self.timeout_s)
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raises `ValueError` unless `value` is above zero."""
-    if not value > 0:
-        raise ValueError(f"{name} must be greater than 0, but got {value!r}.")
+        check_number("ddp:bucket_cap_mb", self.bucket_cap_mb, above=0)
+        check_number("ddp:timeout_s", self.timeout_s, above=0)
 
 
 class DDP(LayoutStrategy, DDPStrategy):

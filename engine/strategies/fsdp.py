@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ..flags import Layout
+from ..flags import Layout, check_number
 from .launch import LayoutStrategy, end_group_at_exit
 from .materialize import materialize
 from .units import shard_units
@@ -64,8 +64,7 @@ class FSDPOptions:
     """How long a collective may wait for the other ranks, in seconds."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be greater than 0, but got {self.timeout_s!r}.")
+        check_number("timeout_s", self.timeout_s, above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

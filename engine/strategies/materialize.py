@@ -7,6 +7,7 @@ soon as it is complete, so that a strategy can shard it before the next one take
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,54 +21,79 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = lambda _: None) -> None:
-    """Gives every meta tensor of `module` memory on the CPU and its initial value; tied tensors stay tied.
+    """Gives every meta tensor of `module` memory on the CPU and its first value; tied tensors stay tied.
+
+    A tensor that several modules share has the value of the first that holds it, or that a parent of theirs draws.
 
     Args:
         module: changed in place; what is not on the meta device keeps its values.
         on_complete: called with each sub-module, children before parents, once its weights are there.
 
     Raises:
-        ValueError: a sub-module holds meta tensors and has no ``reset_parameters()`` to fill them.
+        ValueError: a sub-module holds meta tensors and its ``reset_parameters()`` is missing or leaves one out.
     """
-    real: dict[int, Tensor] = {}  # by identity of the meta tensor: one that two modules share is made once
-    kept: list[Tensor] = []  # keeps the meta tensors alive, and with them their identities
+    real: dict[Tensor, Tensor] = {}  # by meta tensor: one that two modules share is made once
 
     def visit(name: str, part: nn.Module) -> bool:
         was_meta = [visit(f"{name}.{child}" if name else child, sub) for child, sub in part.named_children()]
-        fresh = _give_memory(part, real, kept)
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if fresh or any(was_meta):
-            if callable(reset):
-                with torch.no_grad():
-                    reset()
-            elif fresh:
-                raise ValueError(
-                    f"{name or type(part).__name__} ({type(part).__name__}) was built on the meta device and has no"
-                    " method reset_parameters() to give its tensors their first values: add one, or build the module"
-                    " on the CPU."
-                )
+        own_name = f"{name or type(part).__name__} ({type(part).__name__})"
+        shared = _give_memory(part, real)
+        if shared is not None or any(was_meta):
+            _reset(part, own_name, must=shared is not None, real=real)
+            for table, key, tensor in shared or ():
+                table[key] = tensor  # its own draw, which a constructor makes too, is thrown away
         on_complete(part)
-        return fresh or any(was_meta)
+        return shared is not None or any(was_meta)
 
     visit("", module)
 
 
-def _give_memory(part: nn.Module, real: dict[int, Tensor], kept: list[Tensor]) -> bool:
-    """Replaces the meta tensors that `part` itself holds; True if one of them is new."""
-    fresh = False
-    for table in (part._parameters, part._buffers):
+_Slot = tuple[dict[str, Any], str, Tensor]
+
+
+def _give_memory(part: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot] | None:
+    """Replaces the meta tensors that `part` itself holds, by NaN where it can tell that it was left out.
+
+    Returns:
+        None if it holds none; else where those belong that another module holds already, which have a substitute now.
+    """
+    shared: list[_Slot] = []
+    found = False
+    tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+    for table in tables:
         for key, tensor in table.items():
             if tensor is None or not tensor.is_meta:
                 continue
-            if id(tensor) not in real:
-                fresh = True
-                kept.append(tensor)
-                memory = torch.empty_like(tensor, device="cpu")
-                real[id(tensor)] = (
-                    nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
-                )
-            table[key] = real[id(tensor)]  # type: ignore[assignment]
-    return fresh
+            found = True
+            empty = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device="cpu")
+            fresh = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            if tensor in real:
+                shared.append((table, key, real[tensor]))
+            else:
+                real[tensor] = fresh
+            table[key] = fresh
+    return shared if found else None
+
+
+def _reset(part: nn.Module, name: str, *, must: bool, real: dict[Tensor, Tensor]) -> None:
+    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+    remedy = "to give its tensors their first values: mend that, or build the module on the CPU."
+    if not callable(reset):
+        if must:
+            raise ValueError(f"{name} was built on the meta device and has no method reset_parameters() {remedy}")
+        return
+    made = {id(tensor) for tensor in real.values()}
+    own = {id(tensor) for tensor in _tensors(part, recurse=False)}
+    loaded = [(t, t.detach().clone()) for t in _tensors(part, recurse=True) if id(t) not in made | own]
+    with torch.no_grad():
+        reset()
+        for tensor, value in loaded:  # pretrained, say: a parent that draws its children anew must not touch them
+            tensor.copy_(value)
+    for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+        if must and tensor.isnan().any():
+            raise ValueError(
+                f"{name} was built on the meta device, and its reset_parameters() leaves out {key!r} {remedy}"
+            )
 
 
 def _tensors(module: nn.Module, recurse: bool) -> Iterator[Tensor]:

@@ -50,6 +50,8 @@ def select(
     comm_hook = make_comm_hook(compression)
     if isinstance(strategy, Strategy):
         return _lightnings_own(strategy, devices, precision, comm_hook, plugins)
+    if accelerator == "cpu" and devices in (-1, "-1"):
+        devices = "auto"  # Lightning knows "all of them" for accelerators only
     device_type, num_devices = _devices(accelerator, devices)
     flag = _strategy_flag(strategy, device_type, num_devices * num_nodes)
     name, launcher = split_launcher(flag.name)
@@ -100,7 +102,7 @@ def _compressing() -> list[str]:
 
 def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
     """The flag taken apart; `auto` becomes a name, Lightning's long names of DDP become options of ours."""
-    flag = parse_flag(text)
+    flag = parse_flag(text, "strategy")
     if flag.name == "auto" and device_type in ("cpu", "cuda", "mps"):
         if flag.options or flag.value:
             raise ValueError(f"strategy {text!r}: auto has no options; name the strategy to give it some.")

@@ -33,13 +33,15 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
 
 
 def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    containers = (list(m) for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
     candidates = (
-        list(container)
-        for container in module.modules()
-        if isinstance(container, (nn.ModuleList, nn.Sequential)) and len({type(child) for child in container}) == 1
+        children
+        for children in containers
+        if len({type(child) for child in children}) == 1
+        and all(next(child.parameters(), None) is not None for child in children)
     )
     blocks = max(candidates, key=len, default=[])
-    return blocks if len(blocks) > 1 and all(any(True for _ in block.parameters()) for block in blocks) else []
+    return blocks if len(blocks) > 1 else []
 
 
 def _owns_its_parameters(unit: nn.Module, owners: Counter[int]) -> bool:

@@ -67,9 +67,7 @@ MODULES = {
     "half precision": lambda: nn.Linear(4, 3, dtype=torch.bfloat16),
     "frozen": lambda: nn.Linear(4, 3).requires_grad_(False),
     "tied": lambda: Tied(bias=False, embedding_wins=True),
-    "tied, other way": lambda: Tied(bias=False, embedding_wins=False),
     "tied, with bias": lambda: Tied(bias=True, embedding_wins=True),
-    "tied, with bias, other way": lambda: Tied(bias=True, embedding_wins=False),
     "our transformer": lambda: Transformer(num_tokens=11, dim=8, num_layers=2, num_heads=2, context_length=6),
 }
 
