@@ -136,7 +136,7 @@ def check_number(name: str, value: Any, *, above: float | None = None, most: flo
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= most or (above is not None and value <= above):
         least = "at least 0" if above is None else f"greater than {above:g}"
-        bound = "" if math.isinf(most) or not is_number or value <= most else f" and at most {most:g}"
+        bound = "" if math.isinf(most) or not is_number or not value > most else f" and at most {most:g}"
         raise ValueError(f"{name} must be {least}{bound}, but got {value!r}.")
     return value
 

@@ -205,7 +205,7 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
         ({"num_nodes": 0}, "num_nodes must be a whole number of at least 1, but got 0"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be a whole number of at least 1, but got 0"),
         ({"accumulate_grad_batches": 1.5}, r"accumulate_grad_batches must be a whole number .*, but got 1\.5"),
-        ({"gradient_clip_val": -1.0}, r"gradient_clip_val must be at least 0, or None for no clipping: got -1\.0"),
+        ({"gradient_clip_val": -1.0}, r"gradient_clip_val must be at least 0, but got -1\.0"),
         ({"nonfinite": "eror"}, r"unknown value of nonfinite 'eror'\. Did you mean 'error'\? Allowed: error, ignore,"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
