@@ -1,27 +1,28 @@
 """The `polyphase` command: LightningCLI with the engine as its trainer, short flags, and a table of all flags."""
 
 import dataclasses
+import difflib
 import importlib
 import itertools
 import os
+import re
 import sys
+from argparse import ArgumentError
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .compression import COMM_HOOKS
 from .engine import Engine
-from .flags import LAUNCHERS, choose
+from .flags import LAUNCHERS, check_count, choose
 from .strategies import PRECISIONS, STRATEGIES
+from .version import __version__
 
 __all__ = ["main"]
-
-try:
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-except ImportError as error:  # jsonargparse is an extra
-    raise SystemExit('polyphase: error: the command needs jsonargparse: pip install "polyphase[cli]"') from error
 
 RUNS = ("fit", "validate", "test", "predict", "verify")
 
@@ -40,6 +41,8 @@ SHORT = (
     "strategy",
 )
 """Flags of the engine that need no ``trainer.`` before them."""
+
+_SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
 
 HELP = """\
 usage: polyphase {fit,validate,test,predict,verify} [options]
@@ -69,12 +72,21 @@ class _CLI(LightningCLI):
         """Says in each ``--help`` that the engine's main flags have short names."""
         parser.epilog = f"Short for --trainer.NAME: {', '.join(f'--{name}' for name in SHORT)}."
 
-    def instantiate_classes(self) -> None:
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the engine; a flag it refuses is the user's to mend, and needs no traceback."""
         try:
-            super().instantiate_classes()
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            _exit(str(error))
+
+    def before_verify(self) -> None:
+        """Checks what `verify` alone needs."""
+        try:
+            check_count("steps", self.config["verify"]["steps"])
         except ValueError as error:
-            _exit(str(error.__cause__ or error))
+            _exit(str(error))
+        if self.datamodule is None:
+            _exit("verify needs data to take its steps on: --data NAME or --data package.Class.")
 
     def after_verify(self) -> None:
         """Exits with 1 where the certificate was not given."""
@@ -82,55 +94,65 @@ class _CLI(LightningCLI):
             sys.exit(1)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command with `arguments`, by default those of the process."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def main() -> None:
+    """Runs the command with the arguments of the process."""
+    words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(HELP)
-        return
-    try:
-        command = choose("command", words[0], [*RUNS, "strategies"])
-    except ValueError as error:
-        _exit(str(error))
-    if command == "strategies":
+    elif words[0] == "--version":
+        print(f"polyphase {__version__}")
+    elif words == ["strategies"]:
         print_strategies()
-        return
+    else:
+        try:
+            choose("command", words[0], [*RUNS, "strategies"])
+        except ValueError as error:
+            _exit(str(error))
+        if words[0] == "strategies":
+            _exit(f"strategies takes no arguments, but got {' '.join(words[1:])}.")
+        run(words)
+
+
+def run(words: Sequence[str]) -> None:
+    """Hands `words`, a command and its arguments, to LightningCLI."""
     sys.path.insert(0, os.getcwd())  # so that a user's own module is found by its import path
     models = importlib.import_module("polyphase.models")  # its classes go by their short names from then on
+    importlib.import_module("polyphase.callbacks")  # and so do these
     words = expand(words)
     try:
+        LightningArgumentParser()
+    except ModuleNotFoundError:
+        _exit('this command needs jsonargparse: pip install "polyphase[cli]"')
+    sys.argv = [sys.argv[0], *words]  # what LightningCLI reads, and what the launcher starts the other processes with
+    try:
         check_names(words, models)
-    except ValueError as error:
-        _exit(str(error))
-    if arguments is None:
-        sys.argv[1:] = words  # what the launcher starts the other processes with
-
-    _CLI(
-        trainer_class=Engine,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        # Every strategy starts from the same weights and sees the same samples.
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        args=None if arguments is None else words,
-    )
+        _CLI(
+            trainer_class=Engine,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            # Every strategy starts from the same weights and sees the same samples.
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "polyphase", "exit_on_error": False},
+        )
+    except ArgumentError as error:  # in place of a page of usage
+        message = str(error).replace(f"required: {words[0]}.", "required: --")
+        _exit(f"{message}{_nearest_flag(message)}\nAll options: polyphase {words[0]} --help")
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """``--strategy ddp`` -> ``--trainer.strategy ddp``, for the names in `SHORT`; everything else as it is."""
+    """``--strategy ddp`` -> ``--trainer.strategy ddp``, for the names in `SHORT`; everything else as it is.
 
-    def long(word: str) -> str:
-        name, equals, value = word.partition("=")
-        return f"--trainer.{name[2:]}{equals}{value}" if name.startswith("--") and name[2:] in SHORT else word
-
-    return [long(word) for word in words]
+    ``--callbacks+=X``, ``--callbacks.key value`` and ``--strategy=ddp`` count as well.
+    """
+    return [_SHORT.sub("--trainer.", word) for word in words]
 
 
 def check_names(words: Sequence[str], models: ModuleType) -> None:
     """Checks the short names behind ``--model`` and ``--data``; import paths and files are jsonargparse's to check.
 
     Raises:
-        ValueError: no class of `models` has that name; the message has the closest one.
+        ArgumentError: no class of `models` has that name; the message has the closest one.
     """
     for flag, base in (("--model", LightningModule), ("--data", LightningDataModule)):
         known = [
@@ -138,13 +160,13 @@ def check_names(words: Sequence[str], models: ModuleType) -> None:
         ]
         given = [after for word, after in itertools.pairwise(words) if word == flag]
         given += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-        for name in filter(str.isidentifier, given):
-            try:
-                choose(f"{flag[2:]} class", name, known)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error} A class of your own goes by its import path: {flag} package.Class."
-                ) from None
+        for name in filter(str.isidentifier, set(given) - set(known)):
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ArgumentError(
+                None,
+                f"unknown {flag[2:]} class {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}"
+                f" Allowed: {', '.join(known)}. A class of your own goes by its import path: {flag} package.Class.",
+            )
 
 
 def print_strategies() -> None:
@@ -177,6 +199,14 @@ def _text(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else "derived" if default is None else str(default)
 
 
-def _exit(message: str) -> Any:
+def _nearest_flag(message: str) -> str:
+    found = re.search(r"unrecognized arguments: --(?:trainer\.)?(\w+)", message)
+    names = LightningArgumentParser().add_lightning_class_args(Engine, "trainer", subclass_mode=False)
+    flags = {name.removeprefix("trainer."): name for name in names}
+    near = difflib.get_close_matches(found[1], flags, n=1) if found else []
+    return f"\nDid you mean --{near[0] if near[0] in SHORT else flags[near[0]]}?" if near else ""
+
+
+def _exit(message: str) -> NoReturn:
     print(f"polyphase: error: {message}", file=sys.stderr)
     sys.exit(2)

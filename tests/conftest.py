@@ -17,6 +17,8 @@ IGNORED = (
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     # Python 3.12 and later, about the fork launcher itself.
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
+    # A module with frozen BatchNorm is one of the parity matrix's subjects.
+    r"ignore:Found 2 module\(s\) in eval mode at the start of training",
     # Lightning's summary does not know half precision.
     "ignore:Precision .* is not supported by the model summary",
     # torch's optimizer and scheduler, when a loss scale skipped the very first step.

@@ -9,6 +9,8 @@ is named at the first step.
 import dataclasses
 import inspect
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -55,6 +57,7 @@ class DDP(LayoutStrategy, DDPStrategy):
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
         self._checks_unused = not (options.find_unused_parameters or options.static_graph)
+        self._has_run_backward = False
 
     def derive_layout(self, world_size: int) -> Layout:
         """One replica per process."""
@@ -73,6 +76,7 @@ class DDP(LayoutStrategy, DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Names unused parameters after the first synchronised backward, rather than failing at the second step."""
         super().post_backward(closure_loss)
+        self._has_run_backward = True
         model = self.model
         if not self._checks_unused or not isinstance(model, DistributedDataParallel):
             return
@@ -84,6 +88,15 @@ class DDP(LayoutStrategy, DDPStrategy):
             unused = [n for n, p in self._trained_parameters() if p.grad is None]
             if unused:
                 raise RuntimeError(_unused_message(unused))
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around an inner micro-batch: nothing is sent."""
+        if self.options.static_graph and not self._has_run_backward:
+            yield  # torch learns the graph from the first backward, and needs it synchronised
+        else:
+            with super().block_backward_sync():
+                yield
 
     def on_exception(self, exception: BaseException) -> None:
         """Adds the parameters' names where torch reports unused ones by index only."""

@@ -5,31 +5,57 @@ deviations from that mean; 3. normalise (local). Backward repeats both. Bytes pe
 + 1). Two passes rather than one over x and x squared, which loses digits where the mean is large.
 """
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["CPUSyncBatchNorm"]
 
 
-class _SyncBatchNorm(nn.SyncBatchNorm):
-    """`SyncBatchNorm` by differentiable all-reduces, on any device and backend. Input: [batch, channels, ...]."""
+class CPUSyncBatchNorm(TorchSyncBatchNorm):
+    """Lightning's layer-sync plugin: batch-norm layers use the batch of all ranks while they train."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Changes the class of the batch-norm layers of `model`, in place."""
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and not isinstance(module, (nn.SyncBatchNorm, _SyncBatchNorm)):
+                module._local_class = type(module)  # type: ignore[assignment]
+                module.__class__ = _SyncBatchNorm
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Gives them their own class back."""
+        for module in model.modules():
+            if isinstance(module, _SyncBatchNorm):
+                module.__class__ = module.__dict__.pop("_local_class")
+        return model
+
+
+class _SyncBatchNorm(_BatchNorm):
+    """Batch norm over all ranks, by differentiable all-reduces. Input: [batch, channels, ...]."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self.__dict__["_local_class"]._check_input_dim(self, input)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training or self.running_mean is None) or not torch.distributed.is_initialized():
-            return nn.functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.0, self.eps
-            )
+        """The input's shape and dtype."""
+        if not self.training or not dist.is_initialized():
+            return super().forward(input)
+        self._check_input_dim(input)
         dims = [0, *range(2, input.dim())]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         # Phase 1.
         num_local = input.new_tensor([input.numel() / input.size(1)], dtype=torch.float32)
-        sums = all_reduce(torch.cat([input.float().sum(dims), num_local]))
-        num, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
+        sums = _AllReduce.apply(torch.cat([input.float().sum(dims), num_local]))
+        num = sums[-1].detach()
+        mean = sums[:-1] / num
         # Phase 2.
         centred = input.float() - mean.view(shape)
-        variance = all_reduce(centred.square().sum(dims)) / num
+        variance = _AllReduce.apply(centred.square().sum(dims)) / num
         # Phase 3.
         self._track(mean.detach(), variance.detach() * num / (num - 1).clamp(min=1))
         output = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -42,18 +68,22 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        factor = 1.0 / self.num_batches_tracked if self.momentum is None else self.momentum
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
-class CPUSyncBatchNorm(TorchSyncBatchNorm):
-    """Lightning's layer-sync plugin with a `SyncBatchNorm` that runs on the CPU."""
+class _AllReduce(torch.autograd.Function):
+    """The sum over ranks; every rank's output depends on every rank's input, so gradients are summed as well."""
 
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Replaces the batch-norm layers of `model` in place; parameters and statistics are kept."""
-        model = super().apply(model)
-        for module in model.modules():
-            if type(module) is nn.SyncBatchNorm:
-                module.__class__ = _SyncBatchNorm
-        return model
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total

@@ -97,7 +97,7 @@ SUBJECTS = {
 
 def build(name: str) -> LightningModule:
     torch.manual_seed(1)
-    return SUBJECTS[name].module()
+    return SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
 
 
 def loader(name: str, accumulate: int, world_size: int = 1) -> DataLoader:

@@ -156,7 +156,7 @@ def test_inner_micro_batches_reduce_nothing(tmp_path):
 
 
 def test_batch_norm_statistics_are_shared_for_evaluation():
-    engine = Engine(strategy="fsdp_fork", accelerator="cpu", devices=2, max_steps=2, **QUIET)
+    engine = Engine(strategy="fsdp_fork", accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2, **QUIET)
 
     class Net(MLP):
         def __init__(self) -> None:
