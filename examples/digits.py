@@ -26,9 +26,10 @@ def main() -> None:
     data = Digits()
     engine: Engine = fit(DigitsClassifier(), data, **flags)
     results = engine.test(engine.lightning_module, datamodule=data, verbose=False)
+    log_dir = engine.log_dir  # on every rank: rank 0 tells the others
     if engine.is_global_zero:
         print(f"test accuracy {results[0]['test/accuracy']:.4f}")
-        print(f"curves: tensorboard --logdir {engine.log_dir}")
+        print(f"curves: tensorboard --logdir {log_dir}")
 
 
 if __name__ == "__main__":

@@ -48,13 +48,14 @@ class _SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         dims = [0, *range(2, input.dim())]
         shape = [1, -1, *[1] * (input.dim() - 2)]
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
         # Phase 1.
-        num_local = input.new_tensor([input.numel() / input.size(1)], dtype=torch.float32)
-        sums = _AllReduce.apply(torch.cat([input.float().sum(dims), num_local]))
+        num_local = wide.new_tensor([input.numel() / input.size(1)])
+        sums = _AllReduce.apply(torch.cat([wide.sum(dims), num_local]))
         num = sums[-1].detach()
         mean = sums[:-1] / num
         # Phase 2.
-        centred = input.float() - mean.view(shape)
+        centred = wide - mean.view(shape)
         variance = _AllReduce.apply(centred.square().sum(dims)) / num
         # Phase 3.
         self._track(mean.detach(), variance.detach() * num / (num - 1).clamp(min=1))

@@ -1,14 +1,17 @@
 """The `polyphase` command as a user types it."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from polyphase.engine.cli import SHORT, expand, main
+from polyphase.engine.version import __version__
 from tests.distributed import run_command
 
-COMMAND = [sys.executable, "-m", "polyphase.engine"]
+MODULE = [sys.executable, "-m", "polyphase.engine"]
+SCRIPT = Path(sys.executable).parent / "polyphase"
 GPT = ["--model", "ByteGPT", "--data", "PythonSource", "--accelerator", "cpu"]
 SMALL = [
     "--model.dim=16",
@@ -18,11 +21,41 @@ SMALL = [
     "--data.max_bytes=20000",
     "--data.max_val_bytes=4000",
 ]
+QUIET = ["--trainer.logger=false", "--trainer.enable_model_summary=false", "--trainer.enable_checkpointing=false"]
+OWN = """
+from polyphase.models import Digits, DigitsClassifier
+
+class Mine(DigitsClassifier):
+    def __init__(self, fail: str = ""):
+        super().__init__()
+        self.fail = fail
+        if fail == "constructor":
+            raise ValueError("a broken constructor")
+
+    def training_step(self, batch, batch_idx):
+        if self.fail == "step":
+            raise ValueError("a broken step")
+        return super().training_step(batch, batch_idx)
+"""
 
 
-def command(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["polyphase", *arguments])
-    main()
+@pytest.fixture
+def command(monkeypatch):
+    """Calls the command in this process, which is left as it was."""
+
+    def call(*arguments: str | Path) -> None:
+        monkeypatch.setattr(sys, "argv", ["polyphase", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        main()
+
+    # Lightning still calls jsonargparse by its former names.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    yield call
+    sys.modules.pop("mine", None)
+
+
+def own_module() -> None:
+    Path("mine.py").write_text(OWN)
 
 
 def test_short_flags_are_the_engines():
@@ -34,73 +67,141 @@ def test_short_flags_are_the_engines():
     assert expand([f"--{name}" for name in SHORT]) == [f"--trainer.{name}" for name in SHORT]
 
 
+def test_short_flags_may_be_added_to_and_have_options_of_their_own():
+    words = ["fit", "--callbacks+=A", "--callbacks.every_n_steps", "3"]
+    assert expand(words) == ["fit", "--trainer.callbacks+=A", "--trainer.callbacks.every_n_steps", "3"]
+
+
+def test_expanding_twice_changes_nothing():
+    words = expand(["fit", "--strategy", "ddp", "--model.strategy", "x", "--strategy_of_mine", "y", "strategy"])
+    assert expand(words) == words
+    assert words[3:] == ["--model.strategy", "x", "--strategy_of_mine", "y", "strategy"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["fti"], "unknown command 'fti'. Did you mean 'fit'?"),
+        (["strategies", "fsdp"], "strategies takes no arguments, but got fsdp"),
+        (["fit", "--data", "PythonSource"], "are required: --model"),
         (["fit", "--model", "ByteGTP"], "unknown model class 'ByteGTP'. Did you mean 'ByteGPT'?"),
+        (["fit", "--model", "Other"], "A class of your own goes by its import path: --model package.Class."),
         (
             ["fit", "--model=ByteGPT", "--data=PythonSorce"],
             "unknown data class 'PythonSorce'. Did you mean 'PythonSource'",
         ),
+        (["fit", *GPT, "--max_step", "3"], "Did you mean --max_steps?"),
+        (["fit", *GPT, "--limit_val_batches", "3"], "Did you mean --trainer.limit_val_batches?"),
+        (["fit", *GPT, "--max_steps", "some"], 'Parser key "trainer.max_steps"'),
+        (["fit", *GPT, "--model.size", "11M"], "'tiny', '10M', '124M'"),
+        (["fit", "--config", "absent.yaml"], "File does not exist"),
         (["fit", *GPT, "--strategy", "fdsp"], "unknown strategy 'fdsp'. Did you mean 'fsdp'?"),
         (["fit", *GPT, "--strategy", "fsdp", "--compression", "powersgd"], "'fsdp' can't do compression 'powersgd'"),
         (["fit", *GPT, "--strategy", "hsdp:replicate=3", "--devices", "4"], "replicate=3 = 3 does not fit 4"),
+        (["fit", *GPT, "--devices", "some"], "`devices`"),
+        (["verify", *GPT, "--steps", "0"], "steps must be a whole number of at least 1"),
+        (["verify", "--model", "ByteGPT", "--accelerator", "cpu"], "verify needs data"),
     ],
 )
-def test_what_is_wrong_is_said_without_a_traceback(arguments, message, capsys, monkeypatch):
+def test_what_is_wrong_is_said_without_a_traceback(arguments, message, capsys, command):
     with pytest.raises(SystemExit) as ended:
-        command(monkeypatch, *arguments)
+        command(*arguments)
     assert ended.value.code == 2
     error = capsys.readouterr().err
+    assert "polyphase: error: " in error
     assert message in error
     assert "Traceback" not in error
+    assert "usage:" not in error
 
 
-def test_help_teaches(capsys, monkeypatch):
-    command(monkeypatch, "--help")
+@pytest.mark.parametrize("where", ["constructor", "step"])
+def test_errors_of_the_users_own_code_stay_errors(where, command):
+    own_module()
+    with pytest.raises(ValueError, match=f"a broken {where}"):
+        command("fit", "--model", "mine.Mine", "--data", "Digits", f"--model.fail={where}", *QUIET, "--devices=1")
+
+
+def test_without_jsonargparse_it_says_what_to_install(capsys, command, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.cli._JSONARGPARSE_SIGNATURES_AVAILABLE", False)
+    with pytest.raises(SystemExit) as ended:
+        command("fit", *GPT)
+    assert ended.value.code == 2
+    assert 'pip install "polyphase[cli]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_teaches(arguments, capsys, command):
+    command(*arguments)
     assert "polyphase fit --model" in capsys.readouterr().out
 
 
-def test_strategies_prints_all_that_flags_can_be(capsys, monkeypatch):
-    command(monkeypatch, "strategies")
+def test_help_of_a_command_names_the_short_flags(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        command("verify", "--help")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for flag in (*(f"--{name}" for name in SHORT), "--trainer.strategy", "--steps", "--tolerance", "--model.help"):
+        assert flag in shown
+
+
+def test_version(capsys, command):
+    command("--version")
+    assert capsys.readouterr().out == f"polyphase {__version__}\n"
+
+
+def test_strategies_prints_all_that_flags_can_be(capsys, command):
+    command("strategies")
     shown = capsys.readouterr().out
     for word in ("single", "ddp", "fsdp", "hsdp", "reshard_after_forward=true", "16-mixed", "powersgd", "_spawn"):
         assert word in shown
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "hsdp:replicate=2,shard=1"])
-def test_fit_starts_the_other_processes_itself(strategy):
-    flags = ["--strategy", strategy, "--devices", "2", "--precision", "bf16-mixed", "--trainer.max_epochs", "1"]
-    finished = run_command([*COMMAND, "fit", *GPT, *SMALL, *flags])
-    assert finished.returncode == 0, finished.output
-    assert "val/bits_per_byte" in finished.output
+def test_fit_then_test_from_its_checkpoint(capsys, command, tmp_path):
+    digits = ["--model", "DigitsClassifier", "--data", "Digits", "--accelerator", "cpu", "--devices", "1"]
+    command("fit", *digits, "--max_epochs", "1", "--trainer.log_every_n_steps", "5")
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert (checkpoint.parents[1] / "config.yaml").exists()
+    command("test", *digits, "--ckpt_path", checkpoint, "--trainer.logger=false")
+    assert "test/accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_verify_gives_the_certificate(strategy):
-    finished = run_command([*COMMAND, "verify", *GPT, *SMALL, "--strategy", strategy, "--devices", "2", "--steps", "2"])
+def test_print_config_is_a_config_and_runs_over_and_over(capsys, command, tmp_path):
+    flags = ["--max_steps", "1", "--trainer.default_root_dir", tmp_path, *QUIET]
+    with pytest.raises(SystemExit) as ended:
+        command("fit", *GPT, *SMALL, *flags, "--devices", "1", "--print_config")
+    assert ended.value.code == 0
+    config = tmp_path / "run.yaml"
+    config.write_text(capsys.readouterr().out)
+    for _ in range(2):
+        command("fit", "--config", config)
+    assert (tmp_path / "config.yaml").exists()
+
+
+def test_verify_exits_with_1_and_names_the_first_tensor_that_differs(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command("verify", *GPT, *SMALL, "--devices", "1", "--precision", "bf16-true", "--steps", "1")
+    assert ended.value.code == 1
+
+
+def test_verify_gives_the_certificate():
+    flags = ["--strategy", "fsdp", "--devices", "2", "--steps", "2"]
+    finished = run_command([*MODULE, "verify", *GPT, *SMALL, *flags])
     assert finished.returncode == 0, finished.output
     assert "equal to one process within 1e-05" in finished.output
 
 
-def test_verify_names_the_first_tensor_that_differs():
-    finished = run_command([*COMMAND, "verify", *GPT, *SMALL, "--precision", "bf16-true", "--steps", "2"])
-    assert finished.returncode == 1, finished.output
-    assert "differs from one process: first 'net.token_embedding.weight', after step 1" in finished.output
-
-
-def test_a_module_of_the_users_own(tmp_path: Path):
-    (tmp_path / "mine.py").write_text("from polyphase.models import ByteGPT\nclass Mine(ByteGPT): ...\n")
-    arguments = ["fit", "--model", "mine.Mine", *GPT[2:], *SMALL, "--max_steps", "2"]
-    finished = run_command([*COMMAND, *arguments], cwd=tmp_path)
+def test_python_m_starts_the_other_processes_itself():
+    flags = ["--strategy", "hsdp:replicate=2,shard=1", "--devices", "2", "--precision", "bf16-mixed"]
+    finished = run_command([*MODULE, "fit", *GPT, *SMALL, *flags, "--trainer.max_epochs", "1"])
     assert finished.returncode == 0, finished.output
+    assert "Starting with 2 processes" in finished.output
+    assert "val/bits_per_byte" in finished.output
 
 
-def test_print_config_is_a_config(tmp_path: Path):
-    shown = run_command([*COMMAND, "fit", *GPT, *SMALL, "--max_steps", "2", "--print_config"])
-    assert shown.returncode == 0, shown.output
-    config = tmp_path / "run.yaml"
-    config.write_text(shown.output)
-    finished = run_command([*COMMAND, "fit", "--config", config])
+@pytest.mark.skipif(not os.access(SCRIPT, os.X_OK), reason="the package is not installed with its command")
+def test_the_command_starts_the_other_processes_itself_with_a_module_of_the_users_own(tmp_path):
+    own_module()
+    flags = ["--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--max_steps", "2"]
+    finished = run_command([SCRIPT, "fit", "--model", "mine.Mine", "--data", "mine.Digits", *flags, *QUIET])
     assert finished.returncode == 0, finished.output
+    assert "Starting with 2 processes" in finished.output

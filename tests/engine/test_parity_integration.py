@@ -37,6 +37,7 @@ def differences(flag: str, devices: int, subject: str, accumulate: int, clip: fl
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         sync_batchnorm=SUBJECTS[subject].sync_batchnorm and devices > 1,
+        precision=SUBJECTS[subject].precision,
         **QUIET,
         **flags,
     )
