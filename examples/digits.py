@@ -24,7 +24,7 @@ def main() -> None:
 
     seed_everything(0)
     data = Digits()
-    engine: Engine = fit(DigitsClassifier(), data, **flags)
+    engine: Engine = fit(DigitsClassifier(), data, **flags, log_every_n_steps=10)
     results = engine.test(engine.lightning_module, datamodule=data, verbose=False)
     log_dir = engine.log_dir  # on every rank: rank 0 tells the others
     if engine.is_global_zero:

@@ -38,7 +38,8 @@ def main() -> None:
     bits = engine.validate(model, datamodule=data, verbose=False)[0]["val/bits_per_byte"]
     if engine.is_global_zero:
         print(f"validation bits per byte {bits:.3f}")
-        print("  ".join(f"{name} {value:.4g}" for name, value in throughput.last.items()))
+        for name, value in throughput.last.items():
+            print(f"{name} {value:.4g}")
 
 
 if __name__ == "__main__":
