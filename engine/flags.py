@@ -111,8 +111,9 @@ def choose(kind: str, given: str, allowed: Collection[str]) -> str:
     """
     if isinstance(given, str) and given in allowed:
         return given
-    near = difflib.get_close_matches(str(given).lower(), list(allowed), n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    by_lower = {name.lower(): name for name in allowed}
+    near = difflib.get_close_matches(str(given).lower(), by_lower, n=1, cutoff=0.5)
+    hint = f" Did you mean {by_lower[near[0]]!r}?" if near else ""
     raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed)) or 'none'}.")
 
 

@@ -25,6 +25,7 @@ class DigitsClassifier(LightningModule):
     def __init__(self, width: int = 32, lr: float = 5e-3, weight_decay: float = 1e-2) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.lr, self.weight_decay = lr, weight_decay
         self.net = nn.Sequential(
             nn.Conv2d(1, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
@@ -73,10 +74,9 @@ class DigitsClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with a one-cycle schedule per step over the whole run."""
-        lr = self.hparams["lr"]
-        optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=self.hparams["weight_decay"])
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps + 1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps + 1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -54,6 +54,8 @@ class ByteGPT(LightningModule):
         self.save_hyperparameters()
         given = {"num_layers": num_layers, "num_heads": num_heads, "dim": dim, "context_length": context_length}
         shape = SIZES[size] | {name: value for name, value in given.items() if value is not None}
+        # Not read back from `hparams`: a subclass with a constructor of its own records its own arguments there.
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.net = Transformer(num_tokens=256, dropout=dropout, **shape)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -81,15 +83,15 @@ class ByteGPT(LightningModule):
         matrices = [p for p in self.parameters() if p.requires_grad and p.dim() >= 2]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
         groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": self.hparams["weight_decay"]},
+            {"params": matrices, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _lr_factor(self, step: int) -> float:
-        warmup = max(1, self.hparams["warmup_steps"])
+        warmup = max(1, self.warmup_steps)
         total = max(float(self.trainer.estimated_stepping_batches), warmup + 1)
         if step < warmup or math.isinf(total):
             return min(1.0, (step + 1) / warmup)
