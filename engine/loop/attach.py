@@ -5,13 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 # Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
 from lightning.pytorch.utilities.argparse import _parse_env_variables
 
 from .data_connector import DataConnector
+from .evaluation import EvaluationLoop
+from .metrics import LoggerConnector
 from .nonfinite import NonFiniteWatch
-from .optimization import AutomaticOptimization
+from .signals import SignalConnector
+from .training import TrainingEpochLoop
 
 __all__ = ["attach", "defaults_from_environment"]
 
@@ -33,5 +37,16 @@ def attach(trainer: Trainer, watch: NonFiniteWatch) -> None:
         trainer: changed in place.
         watch: sees each loss and gradient norm; also one of the trainer's callbacks.
     """
-    trainer._data_connector = DataConnector(trainer)  # Lightning: Trainer._data_connector
-    trainer.fit_loop.epoch_loop.automatic_optimization = AutomaticOptimization(trainer, watch)
+    # Lightning: the private parts that Trainer.__init__ makes.
+    trainer._data_connector = DataConnector(trainer)
+    trainer._signal_connector = SignalConnector(trainer)
+    # The connector was told its loggers already: they stay.
+    trainer._logger_connector = LoggerConnector(trainer)
+    epochs = trainer.fit_loop.epoch_loop
+    trainer.fit_loop.epoch_loop = TrainingEpochLoop(trainer, epochs.min_steps, epochs.max_steps, watch)
+    for name, fn, stage in (
+        ("validate_loop", TrainerFn.VALIDATING, RunningStage.VALIDATING),
+        ("test_loop", TrainerFn.TESTING, RunningStage.TESTING),
+    ):
+        lightnings = getattr(trainer, name)
+        setattr(trainer, name, EvaluationLoop(trainer, fn, stage, lightnings.verbose, lightnings.inference_mode))

@@ -16,6 +16,9 @@ __all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
 
 NONFINITE_POLICIES = ("warn", "error", "ignore")
 
+_INTERVAL_STEPS = 50
+"""How often to read where `log_every_n_steps=0` says that nothing is logged."""
+
 log = logging.getLogger("polyphase.engine")
 
 
@@ -43,7 +46,7 @@ class NonFiniteWatch(Callback):
         """Keeps a 0-d tensor of optimizer step `step`; reads what was kept once a logging interval has passed."""
         if self.policy == "ignore" or value is None:
             return
-        if step - self._since >= max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
+        if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):  # type: ignore[attr-defined]
             self._read(trainer)
             self._since = step
         self._unread.append((name, step, value))
@@ -61,7 +64,7 @@ class NonFiniteWatch(Callback):
         unread, self._unread = self._unread, []
         if not unread:
             return
-        values = torch.stack([value.detach().float().sum() for _, _, value in unread])
+        values = torch.stack([_scalar(value) for _, _, value in unread])
         bad = [(name, step) for (name, step, _), ok in zip(unread, values.isfinite().tolist(), strict=True) if not ok]
         for name in dict.fromkeys(name for name, _ in bad if name not in self._said):
             self._said.add(name)
@@ -76,3 +79,8 @@ class NonFiniteWatch(Callback):
         if self.policy == "error":
             raise NonFiniteError(message)
         log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)
+
+
+def _scalar(value: Tensor) -> Tensor:
+    value = value.detach() if value.dim() == 0 else value.detach().sum()
+    return value if value.dtype == torch.float32 else value.float()

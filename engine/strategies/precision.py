@@ -6,9 +6,11 @@ there). GradScaler's check for infinities agrees over all ranks: averaged gradie
 for sharded ones torch reduces the finding over the mesh.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +38,13 @@ class _Clipping(Precision):
 
     grad_norm: Tensor | None = None
 
+    # Lightning: Precision.train_step_context and .val_step_context do the same by way of a generator.
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.forward_context()
+
+    def val_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.forward_context()
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val)
 
@@ -43,16 +52,52 @@ class _Clipping(Precision):
         clip_by_value(self.main_params(optimizer), clip_val)
 
 
-class _Full(_Clipping): ...
+class _Hooked(Precision):
+    """Calls the hooks around backward and step by way of `hooks`, where a loop has put some there.
+
+    Comes last in a class's bases: what the others do to the loss or the gradients, they do around it.
+    """
+
+    hooks: Any = None
+    """Has `call(name, *arguments)`; None: Lightning calls the hooks."""
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.hooks is None:
+            return super().pre_backward(tensor, module)
+        self.hooks.call("on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.hooks is None:
+            return super().post_backward(tensor, module)
+        self.hooks.call("on_after_backward")
+        return tensor.detach()
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        # Lightning: Precision._after_closure, once the gradients are there
+        if self.hooks is None:
+            super()._after_closure(model, optimizer)
+            return
+        self.hooks.call("on_before_optimizer_step", optimizer)
+        trainer = model.trainer
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        clips = type(model).configure_gradient_clipping is not LightningModule.configure_gradient_clipping
+        if value is not None or clips:
+            self._clip_gradients(model, optimizer, value, algorithm)
 
 
-class _Mixed(_Clipping, MixedPrecision): ...
+class _Full(_Clipping, _Hooked): ...
 
 
-class _Half(_Clipping, HalfPrecision): ...
+class _Mixed(_Clipping, MixedPrecision, _Hooked):
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.autocast_context_manager()
 
 
-class _Double(_Clipping, DoublePrecision): ...
+class _Half(_Clipping, HalfPrecision, _Hooked): ...
+
+
+class _Double(_Clipping, DoublePrecision, _Hooked): ...
 
 
 def canonical_precision(flag: Any) -> str:

@@ -1,0 +1,91 @@
+"""Validation and test, a batch at a time without what is not asked for."""
+
+from typing import Any
+
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from .hooks import Hooks
+from .log import attach_log, detach_log
+from .transfer import Transfer
+
+__all__ = ["EvaluationLoop"]
+
+
+class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .test_loop and epoch_loop.val_loop
+    """Lightning's, with a flat way through the usual batch."""
+
+    _flat: "_Evaluation | None" = None
+
+    def run(self) -> list[Any]:
+        """All data loaders, once."""
+        trainer: Any = self.trainer
+        if not isinstance(trainer.profiler, PassThroughProfiler):  # which times every call of Lightning's loop
+            return super().run()
+        module = trainer.lightning_module
+        is_ours = "log" not in module.__dict__  # else a training loop put it there, and takes it away
+        if is_ours:
+            attach_log(module, trainer._logger_connector)
+        try:
+            return super().run()
+        finally:
+            self._flat = None
+            if is_ours:
+                detach_log(module)
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        # Lightning: _EvaluationLoop._evaluation_step
+        trainer: Any = self.trainer
+        if dataloader_iter is not None or not isinstance(trainer.profiler, PassThroughProfiler):
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        if self._flat is None:
+            self._flat = _Evaluation(self)
+        self._flat.step(batch, batch_idx, dataloader_idx)
+
+
+class _Evaluation:
+    """What the batches of one evaluation need, looked up once."""
+
+    def __init__(self, loop: _EvaluationLoop) -> None:
+        trainer: Any = loop.trainer
+        self._loop = loop
+        self._trainer = trainer
+        self._connector = trainer._logger_connector
+        self._hooks = Hooks(trainer)
+        self._transfer = Transfer(trainer)
+        stage = "test" if trainer.testing else "validation"
+        self._step_name = f"{stage}_step"
+        self._on_start, self._on_end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
+        self._step = getattr(trainer.strategy, self._step_name)
+        step_of_module = getattr(trainer.lightning_module, self._step_name)
+        self._has_idx = is_param_in_hook_signature(step_of_module, "batch_idx", min_args=2)
+        self._names_loader = loop._is_sequential and loop.num_dataloaders > 1
+
+    def step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """One batch."""
+        trainer, loop, hooks, connector = self._trainer, self._loop, self._hooks, self._connector
+        if hooks.is_stale():
+            hooks.refresh()
+        progress = loop.batch_progress
+        batch = self._transfer(batch, dataloader_idx)
+        loader = (dataloader_idx,) if self._names_loader else ()
+        progress.increment_ready()
+        connector.begin_batch(loop._results, batch, *loader)
+        hooks.call(self._on_start, batch, batch_idx, *loader)
+        progress.increment_started()
+        arguments = (batch, batch_idx, *loader) if self._has_idx else (batch, *loader)
+        output = hooks.within(self._step_name, self._step, *arguments)
+        progress.increment_processed()
+        hooks.call(self._on_end, output, batch, batch_idx, *loader)
+        connector.end_batch()
+        progress.increment_completed()
+        if not trainer.sanity_checking:
+            loop._has_run = True
+            seen = loop._seen_batches_per_dataloader
+            connector.log_metrics(connector.metrics["log"], step=seen[dataloader_idx])
+            seen[dataloader_idx] += 1
+        if not progress.is_last_batch and trainer.received_sigterm:
+            raise SIGTERMException

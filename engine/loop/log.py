@@ -1,0 +1,157 @@
+"""`LightningModule.log` for the second and every further call.
+
+The first call of a call site, and all calls in the first batch of an epoch, go through Lightning's own `log`, which
+validates the arguments and makes the place for the values. A call with the same arguments needs no second validation:
+it only updates that place, with the arithmetic of Lightning's `_ResultMetric`, value for value.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+# Lightning: where logged values are accumulated, and the dtype they have at least.
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _get_default_dtype,
+    _ResultCollection,
+    _ResultMetric,
+)
+from torch import Tensor
+from torchmetrics import Metric
+
+from .metrics import LoggerConnector
+
+__all__ = ["Log", "attach_log", "detach_log"]
+
+
+def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
+    """Puts a `Log` before the module's own `log`, unless its class has one of its own."""
+    if type(module).log is LightningModule.log:
+        module.__dict__["log"] = Log(module, connector)
+
+
+def detach_log(module: LightningModule) -> None:
+    """Takes it away again."""
+    if isinstance(module.__dict__.get("log"), Log):
+        del module.__dict__["log"]
+
+
+class Log:
+    """Stands before `LightningModule.log` while a loop runs."""
+
+    def __init__(self, module: LightningModule, connector: LoggerConnector) -> None:
+        self._module = module
+        self._connector = connector
+        self._sites: dict[Any, tuple[_ResultCollection, _ResultMetric]] = {}
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Any], Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """See `LightningModule.log`."""
+        if torch.compiler.is_compiling():  # the trace of a compiled step goes around the bookkeeping below
+            _call_outside_of_graph(
+                self._first, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
+                sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+            )  # fmt: skip
+            return
+        connector, results = self._connector, self._connector.results
+        hook = self._module.__dict__["_current_fx_name"]
+        site: Any = None
+        if results is not None and connector._first_loop_iter is False:
+            site = (
+                hook, name, results.dataloader_idx, type(value), prog_bar, logger, on_step, on_epoch, reduce_fx,
+                enable_graph, sync_dist, sync_dist_group, add_dataloader_idx, metric_attribute, rank_zero_only,
+            )  # fmt: skip
+            try:
+                known = self._sites.get(site)
+            except TypeError:  # an argument that can't be hashed, which Lightning has its own words for
+                known = None
+            if known is not None and known[0] is results and self._update(results, known[1], value, batch_size):
+                connector._current_fx = hook
+                return
+        self._first(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
+            sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+        if results is not None and site is not None and not enable_graph:
+            key = f"{hook}.{name}"  # Lightning: _ResultCollection.log builds its keys so
+            if add_dataloader_idx and results.dataloader_idx is not None:
+                key += f".{results.dataloader_idx}"
+            item = results.get(key)
+            # A value that is reduced over the ranks at each step stays with Lightning.
+            if item is not None and not item.meta.sync.should:
+                self._sites[site] = results, item
+
+    def _first(self, name: str, value: Any, *arguments: Any) -> None:
+        LightningModule.log(self._module, name, value, *arguments)
+
+    def _update(self, results: _ResultCollection, item: _ResultMetric, value: Any, batch_size: int | None) -> bool:
+        """What a validated call does; False for a value that Lightning must look at."""
+        # Lightning: LightningModule.log, _ResultCollection.log and _ResultMetric.update.
+        if not item.is_tensor:
+            if item.value is not value or not isinstance(value, Metric):
+                return False
+            item._forward_cache = value._forward_cache
+        else:
+            tensor = self._as_tensor(value)
+            if tensor is None or tensor.device != item.value.device:
+                return False
+            meta = item.meta
+            if meta.on_step:
+                item._forward_cache = value.detach().clone() if tensor is value else tensor
+                if not meta.on_epoch:
+                    item.value = item._forward_cache
+            if meta.on_epoch:
+                tensor = tensor.detach()
+                if meta.is_mean_reduction:
+                    size = results._extract_batch_size(item, batch_size, meta)
+                    item.value = item.value + tensor * size
+                    item.cumulated_batch_size = item.cumulated_batch_size + size
+                elif meta.is_sum_reduction:
+                    item.value = item.value + tensor
+                else:
+                    item.value = meta.reduce_fx(item.value, tensor)
+        item._computed = None
+        item._update_count += 1
+        item.has_reset = False
+        return True
+
+    def _as_tensor(self, value: Any) -> Tensor | None:
+        """A 0-d tensor of float32 or float64 (`value` itself if it is one); None if Lightning has to say something."""
+        kind = type(value)
+        if kind is Tensor:
+            if value.dim() != 0 or not value.is_floating_point():
+                return None
+            dtype = value.dtype
+            return (
+                value if dtype is torch.float32 or dtype is torch.float64 else value.detach().to(_get_default_dtype())
+            )
+        if kind is float or kind is int or kind is bool:
+            # Filled in on the device: a copy from the host would wait for it.
+            return torch.full((), value, dtype=_get_default_dtype(), device=self._module.device)
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A module that is copied or pickled in mid-run leaves this one's trainer behind.
+        return types.MethodType, (LightningModule.log, self._module)
+
+
+@torch.compiler.disable
+def _call_outside_of_graph(function: Callable[..., None], *arguments: Any) -> None:
+    function(*arguments)

@@ -1,0 +1,109 @@
+"""What `self.log` was given becomes numbers when somebody reads it, not at every step.
+
+Lightning rebuilds the dicts behind `callback_metrics`, `logged_metrics` and `progress_bar_metrics` after every batch,
+and reads each progress-bar value from the device then. The properties rebuild them anyway whenever they are read, so it
+is enough to do so then, and once before a state is left in which the values could still have been read.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
+from torch import Tensor
+
+__all__ = ["LoggerConnector"]
+
+
+class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
+    """Lightning's, with metrics collected on demand."""
+
+    results: _ResultCollection | None = None
+    """Where the batch that runs now logs to; None between batches, and in loops that are Lightning's own."""
+
+    def begin_batch(self, results: _ResultCollection, batch: Any, dataloader_idx: int | None = None) -> None:
+        """What Lightning's `on_batch_start` does, for a loop that knows its results."""
+        self._first_loop_iter = self._first_loop_iter is None
+        results.batch = batch
+        results.batch_size = None
+        results.dataloader_idx = dataloader_idx
+        self.results = results
+
+    def end_batch(self) -> None:
+        """Lets go of the batch."""
+        results, self.results = self.results, None
+        assert results is not None
+        results.batch = results.batch_size = None
+
+    def collect(self) -> None:
+        """Brings the three dicts up to date."""
+        if self.trainer._results:
+            metrics = self.metrics
+            self._progress_bar_metrics.update(metrics["pbar"])
+            self._callback_metrics.update(metrics["callback"])
+            self._logged_metrics.update(metrics["log"])
+
+    def epoch_end_reached(self) -> None:
+        """Called by Lightning where values of a step are no longer current."""
+        if self._first_loop_iter is not None:
+            self.collect()
+        super().epoch_end_reached()
+
+    def teardown(self) -> None:
+        """Called by Lightning at the end, of a run that was interrupted in mid-epoch too."""
+        if self._first_loop_iter is not None:
+            self.collect()
+        super().teardown()
+
+    @property
+    def metrics(self) -> _METRICS:
+        """Those of the batch or of the epoch; the progress bar's are tensors still."""
+        # Lightning: _ResultCollection.metrics, which turns the progress bar's into numbers at once.
+        on_step = self._first_loop_iter is not None
+        results = self.trainer._results
+        assert results is not None
+        metrics = _METRICS(callback={}, log={}, pbar={})
+        for _, item in results.valid_items():
+            meta = item.meta
+            if on_step and not meta.on_step:
+                continue
+            value = results._get_cache(item, on_step)
+            if not isinstance(value, Tensor):
+                continue
+            name, forked_name = results._forked_name(item, on_step)
+            if meta.logger:
+                metrics["log"][forked_name] = value
+            if results.training or (meta.on_epoch and not on_step):
+                metrics["callback"][name] = value
+                metrics["callback"][forked_name] = value
+            if meta.prog_bar:
+                metrics["pbar"][forked_name] = value  # type: ignore[assignment]
+        return metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Numbers; each value is read from the device once."""
+        metrics = super().progress_bar_metrics
+        metrics.update(_numbers(metrics))
+        return metrics
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Sends `metrics` to the loggers; tensors of a device are read together."""
+        if not self.trainer.loggers or not metrics:
+            return
+        super().log_metrics(_numbers(metrics), step)
+        self._logged_metrics.update(metrics)  # as they are, where the line above put the numbers
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """`metrics` with numbers for scalar tensors: one read from the device for all tensors of a kind."""
+    numbers = dict(metrics)
+    kinds: dict[Any, list[str]] = defaultdict(list)
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            kinds[value.device, value.dtype].append(name)
+    for names in kinds.values():
+        values = [metrics[name].detach().reshape(()) for name in names]
+        numbers.update(zip(names, torch.stack(values).tolist() if len(values) > 1 else [values[0].item()], strict=True))
+    return numbers

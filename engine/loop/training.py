@@ -1,0 +1,243 @@
+"""The training epoch as a short, flat loop: what is not asked for is not called.
+
+Lightning's order of things, as its documentation has it: fetch, transfer, `on_train_batch_start`, the optimization of
+`optimization.py`, learning-rate schedulers, `on_train_batch_end`, logging, validation. What needs more than that, or
+was stopped in mid-epoch and has to find its way back, runs in Lightning's own loop: see `why_not_flat`.
+"""
+
+import logging
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+# Lightning: the parts of Trainer.fit_loop.epoch_loop.
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from .evaluation import EvaluationLoop
+from .hooks import Hooks, overridden
+from .log import attach_log, detach_log
+from .nonfinite import NonFiniteWatch
+from .optimization import AutomaticOptimization
+from .transfer import Transfer
+
+__all__ = ["TrainingEpochLoop", "fetch", "why_not_flat"]
+
+log = logging.getLogger("polyphase.engine")
+
+
+class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoch_loop
+    """Lightning's, with a flat way through the usual case."""
+
+    automatic_optimization: AutomaticOptimization
+
+    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
+        super().__init__(trainer, min_steps, max_steps)
+        self.automatic_optimization = AutomaticOptimization(trainer, watch)
+        self.val_loop = EvaluationLoop(
+            trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
+        )
+
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        """One epoch."""
+        reason = why_not_flat(self.trainer, data_fetcher)
+        if reason is not None:
+            log.debug("the epoch runs in Lightning's own loop, because of %s", reason)
+            super().run(data_fetcher)
+            return
+        self.reset()
+        self.on_run_start(data_fetcher)
+        trainer: Any = self.trainer
+        attach_log(trainer.lightning_module, trainer._logger_connector)
+        flat = _Epoch(self, data_fetcher)
+        try:
+            # The first batch after a resumption is Lightning's: it knows what was done before.
+            if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
+                if self.done:
+                    return
+                try:
+                    self.advance(data_fetcher)
+                    self.on_advance_end(data_fetcher)
+                finally:
+                    self.on_iteration_done()
+            self.val_loop.restarting = False
+            while not flat.is_done():
+                flat.advance()
+        except StopIteration:
+            pass
+        finally:
+            flat.close()
+            detach_log(trainer.lightning_module)
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, called by its own loop before each batch.
+        if not self._should_accumulate():
+            self.look_for_signals()
+
+    def look_for_signals(self) -> None:
+        """Stops here if all ranks agreed to."""
+        signals: Any = self.trainer._signal_connector
+        signals.look(self.batch_progress.total.ready)
+        # If training is over, the loop above this one stops: after what an end of an epoch still does.
+        if signals.received_sigterm and not self._is_training_done:
+            raise SIGTERMException
+
+
+def why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
+    """What keeps a loop from being run flat; None if nothing does."""
+    if not isinstance(trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
+        return "a profiler, which times every call"
+    if isinstance(fetcher, _DataLoaderIterDataFetcher):
+        return "a `dataloader_iter` argument"
+    if not trainer.lightning_module.automatic_optimization:
+        return "manual optimization"
+    if trainer.strategy.handles_gradient_accumulation:
+        return f"{type(trainer.strategy).__name__}, which accumulates gradients itself"
+    return None
+
+
+def fetch(fetcher: _DataFetcher) -> Any:
+    """The next batch of a training fetcher."""
+    # Lightning: _DataFetcher.__next__, CombinedLoader.__next__ and _MaxSizeCycle.__next__, for a single loader of known
+    # length: the usual case, in which all three only count.
+    combined: Any = fetcher._combined_loader
+    cycle = combined._iterator
+    if (
+        type(fetcher) is _PrefetchDataFetcher
+        and fetcher.length is not None
+        and not fetcher.done
+        and type(cycle) is _MaxSizeCycle
+        and combined._iterables is cycle.iterables[0]
+    ):
+        try:
+            batch = next(cycle.iterators[0])
+        except StopIteration:
+            fetcher.done = cycle._consumed[0] = True
+            raise
+        cycle._idx += 1
+        fetcher.fetched += 1
+        fetcher.done = fetcher.fetched >= fetcher.length
+        return batch
+    return next(fetcher)[0]
+
+
+class _Epoch:
+    """What one epoch needs, looked up once."""
+
+    def __init__(self, loop: TrainingEpochLoop, fetcher: _DataFetcher) -> None:
+        trainer: Any = loop.trainer
+        self._loop = loop
+        self._trainer = trainer
+        self._fetcher = fetcher
+        self._fit_loop = trainer.fit_loop
+        self._connector = trainer._logger_connector
+        self._hooks = Hooks(trainer)
+        self._transfer = Transfer(trainer)
+        self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
+        self._strategy_hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
+        self._precision: Any = trainer.precision_plugin
+        self._precision.hooks = self._hooks
+
+    def close(self) -> None:
+        """Takes away what was attached."""
+        del self._precision.hooks
+
+    def is_done(self) -> bool:
+        # Lightning: _TrainingEpochLoop.done
+        loop = self._loop
+        progress = loop.batch_progress
+        if progress.is_last_batch or progress.current.ready == self._fit_loop.max_batches or self._trainer.should_stop:
+            return loop.done
+        return loop.max_steps != -1 and loop.automatic_optimization.num_steps >= loop.max_steps
+
+    def advance(self) -> None:
+        """One batch.
+
+        Raises:
+            StopIteration: the epoch is over, for want of data or because `on_train_batch_start` said so.
+        """
+        # Lightning: _TrainingEpochLoop.advance
+        trainer, loop, hooks, connector = self._trainer, self._loop, self._hooks, self._connector
+        if hooks.is_stale():
+            hooks.refresh()
+        progress: Any = loop.batch_progress
+        total, current = progress.total, progress.current
+        batch_idx = current.ready
+        batch = fetch(self._fetcher)
+        progress.is_last_batch = self._fetcher.done
+        batch = self._transfer(batch)
+        total.ready += 1
+        current.ready += 1
+        connector.begin_batch(loop._results, batch)
+        is_last = progress.is_last_batch or current.ready == self._fit_loop.max_batches
+        ends_window = is_last or current.ready % trainer.accumulate_grad_batches == 0
+
+        outputs: Any = None
+        is_cancelled = False
+        if batch is None:
+            loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            is_cancelled = hooks.call("on_train_batch_start", batch, batch_idx) == -1
+            if self._strategy_hook is not None:
+                hooks.within("on_train_batch_start", self._strategy_hook, batch, batch_idx)
+            if is_cancelled:
+                progress.is_last_batch = is_last = ends_window = True
+            else:
+                total.started += 1
+                current.started += 1
+                arguments = (batch, batch_idx) if self._has_idx else (batch,)
+                outputs = loop.automatic_optimization.run_flat(hooks, batch_idx, arguments, ends_window)
+        total.processed += 1
+        current.processed += 1
+
+        has_schedulers = bool(trainer.strategy.lr_scheduler_configs)
+        if has_schedulers:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if is_last:
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if is_cancelled:
+            raise StopIteration
+        hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        connector.end_batch()
+        total.completed += 1
+        current.completed += 1
+        if ends_window and (connector.should_update_logs or trainer.fast_dev_run):
+            connector.log_metrics(connector.metrics["log"])
+
+        # Lightning: _TrainingEpochLoop.on_advance_end
+        if is_last or trainer.should_stop or self._may_validate(total.ready, current.ready):
+            self._validate(ends_window)
+        if has_schedulers:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if ends_window:
+            loop._batches_that_stepped += 1
+        if trainer.should_stop:
+            loop._save_loggers_on_train_batch_end()
+        if ends_window:
+            loop.look_for_signals()
+
+    def _may_validate(self, num_total: int, num_current: int) -> bool:
+        """Whether validation can be due after this batch, which Lightning then decides."""
+        every = self._trainer.val_check_batch
+        if self._trainer._val_check_time_interval is not None or not isinstance(every, int):
+            return True
+        return num_total % every == 0 or num_current % every == 0
+
+    def _validate(self, ends_window: bool) -> None:
+        trainer, loop, connector = self._trainer, self._loop, self._connector
+        if not loop._should_check_val_fx(self._fetcher):
+            return
+        connector.collect()  # what the batch logged can still be read while validating
+        first_loop_iter = connector._first_loop_iter
+        trainer.validating = True
+        if ends_window:
+            self._hooks.within("on_validation_model_zero_grad", trainer.lightning_module.on_validation_model_zero_grad)
+        loop.val_loop.run()
+        trainer.training = True
+        connector._first_loop_iter = first_loop_iter
