@@ -3,6 +3,14 @@
 from .console import ConsoleLogger, default_progress_bar
 from .gradient_norm import GradientNormMonitor
 from .memory import MemoryMonitor
+from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 
-__all__ = ["ConsoleLogger", "GradientNormMonitor", "MemoryMonitor", "ThroughputMonitor", "default_progress_bar"]
+__all__ = [
+    "ConsoleLogger",
+    "GradientNormMonitor",
+    "MemoryMonitor",
+    "ProgressBar",
+    "ThroughputMonitor",
+    "default_progress_bar",
+]

@@ -7,16 +7,20 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from torch import Tensor
 
 from ._interval import positive_steps
+from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 
 __all__ = ["ConsoleLogger", "default_progress_bar"]
 
+_INTERVAL_STEPS = 50
+"""Steps between two lines where `log_every_n_steps=0` says that nothing is logged."""
 
-class ConsoleLogger(ProgressBar):
+
+class ConsoleLogger(LightningProgressBar):
     """Prints one line every so many optimizer steps, and one with the metrics at the end of each evaluation.
 
     ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``; rank 0 only. The line of a step has what
@@ -27,15 +31,16 @@ class ConsoleLogger(ProgressBar):
     It is the trainer's one progress bar (Lightning allows no second); see `default_progress_bar`.
 
     Args:
-        every_n_steps: optimizer steps between two lines.
+        every_n_steps: optimizer steps between two lines; None for the trainer's `log_every_n_steps`, at which the
+            values are read anyway.
 
     Raises:
         ValueError: `every_n_steps` is no positive whole number.
     """
 
-    def __init__(self, every_n_steps: int = 50) -> None:
+    def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__()
-        self.every_n_steps = positive_steps(every_n_steps)
+        self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
         self._enabled = True
         self._known: dict[str, Any] = {}  # metrics from before the evaluation
 
@@ -52,12 +57,19 @@ class ConsoleLogger(ProgressBar):
         self._first_step = self._printed_step = trainer.global_step
         self._started = time.perf_counter()
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks where the run ends; the trainer takes a while to say so."""
+        steps = trainer.estimated_stepping_batches
+        # -1: a loader of unknown length, without max_steps
+        self._last_step = None if steps in (float("inf"), -1) else int(steps)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Prints a line where one is due."""
         step = trainer.global_step
         if not self._enabled or step == self._printed_step:
             return
-        if step % self.every_n_steps == 0 or step == self._last_step(trainer):
+        every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS  # type: ignore[attr-defined]
+        if step % every == 0 or step == self._last_step:
             self._printed_step = step
             self._print(
                 self._progress(trainer), self._values(self.get_metrics(trainer, pl_module)), self._speed(trainer)
@@ -91,7 +103,7 @@ class ConsoleLogger(ProgressBar):
 
     def _progress(self, trainer: Trainer) -> str:
         epochs = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        last = self._last_step(trainer)
+        last = self._last_step
         return f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}{f'/{last}' if last else ''}"
 
     def _speed(self, trainer: Trainer) -> str:
@@ -99,17 +111,11 @@ class ConsoleLogger(ProgressBar):
         monitors = (c for c in trainer.callbacks if isinstance(c, ThroughputMonitor))  # type: ignore[attr-defined]
         samples_per_s = next((m.last.get("throughput/samples_per_s") for m in monitors), None)
         speed = f"{steps_per_s:.1f} steps/s" if samples_per_s is None else f"{samples_per_s:.1f} samples/s"
-        last = self._last_step(trainer)
+        last = self._last_step
         if last is None:
             return speed
         # An estimate: with several optimizers `global_step` runs past it.
         return f"{speed}  eta {timedelta(seconds=round(max(0, last - trainer.global_step) / steps_per_s))}"
-
-    @staticmethod
-    def _last_step(trainer: Trainer) -> int | None:
-        """The optimizer step at which the run ends; None where that is not known."""
-        steps = trainer.estimated_stepping_batches
-        return None if steps in (float("inf"), -1) else int(steps)  # -1: a loader of unknown length, without max_steps
 
     def _evaluated(self, trainer: Trainer) -> str:
         """What the evaluation logged: the metrics whose value is another object than before it."""
@@ -123,6 +129,6 @@ class ConsoleLogger(ProgressBar):
         return "  ".join(f"{name} {float(v):.4g}" for name, v in shown.items() if isinstance(v, (int, float, Tensor)))
 
 
-def default_progress_bar() -> ProgressBar:
+def default_progress_bar() -> LightningProgressBar:
     """A rich progress bar where the output is a terminal, plain lines where it is not."""
-    return RichProgressBar() if sys.stdout.isatty() else ConsoleLogger()
+    return ProgressBar() if sys.stdout.isatty() else ConsoleLogger()

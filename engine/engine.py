@@ -2,6 +2,7 @@
 
 import copy
 import math
+import signal
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -145,10 +147,15 @@ class Engine(Trainer):
 
         Raises:
             MisconfigurationException: the module can't be trained as it is, before any process starts.
+            SIGTERMException: the process was sent SIGTERM; all ranks stop after the same step, with exit code 143.
         """
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision))
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+        try:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+        except SIGTERMException as stopped:
+            stopped.code = 128 + signal.SIGTERM  # as shells have it; Lightning's 0 looks like success
+            raise
 
     def verify(
         self,

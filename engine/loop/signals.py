@@ -75,7 +75,7 @@ class Agreement:
         if self._rank == 0:
             if self._store.check(self._ranks):
                 self._store.set("frozen", "1")
-                self._stop_at = max(int(written) for written in self._store.multi_get(self._ranks)) + 1
+                self._stop_at = max(int(self._store.get(key)) for key in self._ranks) + 1
                 self._store.set("stop_at", str(self._stop_at))
         elif self._store.check(["frozen"]):
             self._stop_at = int(self._store.get("stop_at"))  # waits for rank 0's two lines above, for nothing else

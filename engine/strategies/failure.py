@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 __all__ = ["FailFast", "announce"]
 
@@ -49,6 +50,8 @@ def announce(exception: BaseException, *, print_traceback: bool = True) -> None:
         print_traceback: False where the launcher carries the traceback to the user itself.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    if isinstance(exception, SIGTERMException):  # no failure: all ranks agreed to stop here
         return
     rank = dist.get_rank()
     first = _first_failure(rank, exception)

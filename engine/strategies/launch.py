@@ -2,6 +2,9 @@
 
 import atexit
 import gc
+import signal
+import sys
+from collections.abc import Callable
 from typing import Any
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
@@ -12,11 +15,16 @@ from lightning.pytorch import Trainer
 # Lightning: the two private launchers are the ones its own DDPStrategy uses.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing import ProcessExitedException
 
 from ..flags import LAUNCHERS, Layout
 from .failure import announce
 
 __all__ = ["LayoutStrategy", "end_group_at_exit"]
+
+_STOPPED = 128 + signal.SIGTERM
+"""Exit code of a process that was asked to stop, as shells have it."""
 
 
 def end_group_at_exit() -> None:
@@ -67,11 +75,21 @@ class LayoutStrategy:
 class _WorkerLauncher(_MultiProcessingLauncher):
     """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
 
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessExitedException as ended:
+            if ended.exit_code == _STOPPED:
+                raise SIGTERMException(_STOPPED) from None
+            raise
+
     # Lightning: _MultiProcessingLauncher._wrapping_function runs in each worker, outside of the trainer's own handling
     # of exceptions, so callbacks don't see them there.
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._wrapping_function(*args, **kwargs)
+        except SIGTERMException:
+            sys.exit(_STOPPED)  # with its own code of 0, the parent would wait for a result
         except BaseException as exception:
             announce(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
             raise

@@ -2,10 +2,9 @@ import re
 import sys
 
 import pytest
-from lightning.pytorch.callbacks import RichProgressBar
 from torch.utils.data import DataLoader
 
-from polyphase.callbacks import ConsoleLogger, ThroughputMonitor, default_progress_bar
+from polyphase.callbacks import ConsoleLogger, ProgressBar, ThroughputMonitor, default_progress_bar
 
 from .runs import Stream, TinyModule, batches, loader, quiet_trainer
 
@@ -102,7 +101,7 @@ def test_each_line_is_flushed(monkeypatch):
     assert out.flushed == "a line\n"
 
 
-@pytest.mark.parametrize(("is_terminal", "expected"), [(True, RichProgressBar), (False, ConsoleLogger)])
+@pytest.mark.parametrize(("is_terminal", "expected"), [(True, ProgressBar), (False, ConsoleLogger)])
 def test_the_default_bar_depends_on_the_output(monkeypatch, is_terminal, expected):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     assert type(default_progress_bar()) is expected
