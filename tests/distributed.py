@@ -1,5 +1,6 @@
 """The only place in the tests that starts processes: each has a deadline and takes its whole tree along."""
 
+import gc
 import os
 import signal
 import socket
@@ -99,3 +100,4 @@ def _rank(rank: int, function: Callable[..., Any], num_ranks: int, port: int, ar
         function(rank, *arguments)
     finally:
         dist.destroy_process_group()
+        gc.collect()  # FSDP leaves cycles that hold finished collectives; freed at exit, they may end it in SIGABRT

@@ -95,7 +95,7 @@ class Log:
                 key += f".{results.dataloader_idx}"
             item = results.get(key)
             # A value that is reduced over the ranks at each step stays with Lightning.
-            if item is not None and not item.meta.sync.should:
+            if item is not None and not (item.meta.sync.should and item.meta.on_step):
                 self._sites[site] = results, item
 
     def _first(self, name: str, value: Any, *arguments: Any) -> None:

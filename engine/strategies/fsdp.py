@@ -11,7 +11,7 @@ all-reduce of the 4 P/S bytes of a shard. Phase 3 happens once per accumulation 
 
 import dataclasses
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -92,6 +92,7 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         self.options = options
         self.launcher_suffix = launcher
         self.reduce_dtype = reduce_dtype
+        self._is_in_step = False
 
     def derive_layout(self, world_size: int) -> Layout:
         """All processes on the axis `shard`, or as the options of hsdp have it."""
@@ -165,9 +166,30 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
                 offload_policy=policy,
             )
 
+        before = {*model._forward_pre_hooks, *model._forward_hooks}
         materialize(model, on_complete=shard)
-        for step in _STEPS:  # Lightning calls these rather than `forward`, whose hooks gather the parameters
+        # Lightning calls these rather than `forward`, whose hooks gather the parameters.
+        for step in _STEPS:
+            setattr(model, step, self._marked(getattr(model, step)))
             register_fsdp_forward_method(model, step)
+        # A step that calls `self(batch)` would have these hooks run in each other, and gather all once more.
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key in hooks.keys() - before:
+                hooks[key] = functools.partial(self._unless_in_step, hooks[key])
+
+    def _marked(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_step = True
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._is_in_step = False
+
+        return marked
+
+    def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
+        return None if self._is_in_step else hook(*arguments)
 
     def _equalise(self, part: nn.Module) -> None:
         """Moves what of `part` is not sharded yet to the device, and gives every rank rank 0's values, as DDP does."""

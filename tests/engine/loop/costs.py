@@ -1,0 +1,83 @@
+"""Counts what a step costs: reads of the host from tensors, and collectives of every process group."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# On a CPU `tolist` and `numpy` read memory without any operator, on a device they wait for it.
+_READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__}
+_READING_OPS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, reads: Counter) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _READS:
+            self.reads[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, reads: Counter) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator in _READING_OPS:
+            self.reads[str(operator)] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+class Costs(Callback):
+    """What each micro-batch cost, from its start to the start of the next one; the last one to the end of its epoch.
+
+    Args:
+        folder: where each rank writes `costs-<rank>.json`; None for no file.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.reads: list[int] = []
+        self.collectives: list[int] = []
+        self._marks: list[tuple[int, int]] = []
+        self._counted = Counter()
+
+    def on_train_start(self, trainer, pl_module):
+        self._modes = [_Calls(self._counted), _Operators(self._counted)]
+        for mode in self._modes:
+            mode.__enter__()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._marks.append((self._counted.total(), num_collectives()))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.on_train_batch_start(trainer, pl_module, None, 0)
+        for before, after in zip(self._marks, self._marks[1:], strict=False):
+            self.reads.append(after[0] - before[0])
+            self.collectives.append(after[1] - before[1])
+        self._marks.clear()
+
+    def on_train_end(self, trainer, pl_module):
+        for mode in reversed(self._modes):
+            mode.__exit__(None, None, None)
+        if self.folder is not None:
+            costs = {"reads": self.reads, "collectives": self.collectives}
+            (self.folder / f"costs-{trainer.global_rank}.json").write_text(json.dumps(costs))
+
+
+def num_collectives() -> int:
+    """Collectives that this process has started so far, in all of its groups."""
+    if not dist.is_initialized():
+        return 0
+    groups = dist.distributed_c10d._world.pg_map  # torch: every group of the process
+    return sum(group._get_sequence_number_for_group() for group in groups)

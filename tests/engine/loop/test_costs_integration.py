@@ -1,0 +1,88 @@
+"""A step's collectives are those of a loop written by hand with the same wrapper, and no more."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed import run_ranks
+
+from ..tiny import engine
+from .costs import Costs, num_collectives
+
+NUM_BATCHES = 12
+SETTLED = 6  # in its first steps DistributedDataParallel arranges its buckets
+
+
+class Logs(LightningModule):
+    """Two layers (no repeated blocks, so one unit to shard), no buffers, two logged values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh()).pow(2).mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch[0])
+        self.log("loss", loss, prog_bar=True)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)  # a collective when the epoch ends
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _loop_by_hand(rank: int, strategy: str, window: int, folder: Path) -> None:
+    module = Logs()
+    model = DistributedDataParallel(module) if strategy == "ddp" else fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for batch in range(NUM_BATCHES):
+        before = num_collectives()
+        is_inner = (batch + 1) % window != 0
+        if strategy == "fsdp":
+            model.set_requires_gradient_sync(not is_inner)
+        with model.no_sync() if strategy == "ddp" and is_inner else nullcontext():
+            model(torch.randn(3, 4)).backward()
+        if not is_inner:
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(num_collectives() - before)
+    dist.barrier()
+    (folder / f"hand-{rank}.json").write_text(json.dumps(counts))
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_collectives_are_those_of_a_loop_by_hand(strategy, window, tmp_path):
+    costs = Costs(tmp_path)
+    trainer = engine(
+        strategy=f"{strategy}_fork",
+        devices=2,
+        accumulate_grad_batches=window,
+        callbacks=[costs],
+        logger=True,
+        log_every_n_steps=3,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Logs(), DataLoader(TensorDataset(torch.randn(6 * NUM_BATCHES, 4)), batch_size=3))
+    run_ranks(_loop_by_hand, 2, strategy, window, tmp_path)
+    for rank in range(2):
+        ours = json.loads((tmp_path / f"costs-{rank}.json").read_text())
+        hand = json.loads((tmp_path / f"hand-{rank}.json").read_text())
+        assert len(ours["collectives"]) == NUM_BATCHES
+        # The last batch is followed by the end of the epoch.
+        assert ours["collectives"][SETTLED:-1] == hand[SETTLED:-1]
+        assert sum(hand[SETTLED:-1]) > 0, "the counter counts"
+        if strategy == "ddp":
+            expected = [int((batch + 1) % window == 0) for batch in range(NUM_BATCHES)]
+            assert hand[SETTLED:] == expected[SETTLED:], "one bucket, and none on inner micro-batches"
