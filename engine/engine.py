@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from . import verify as verification
 from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number
-from .loop import NonFiniteWatch, attach, defaults_from_environment
+from .loop import CompileSteps, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
 from .strategies import FailFast, select
 
@@ -28,6 +28,7 @@ __all__ = ["Engine", "fit"]
 
 _SPREADING = {
     "callbacks",
+    "compile",
     "compression",
     "devices",
     "nonfinite",
@@ -52,6 +53,7 @@ class Engine(Trainer):
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
             on every device and under every strategy.
         compression: how gradients are sent: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd:rank"``.
+        compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
             ``"ignore"``.
         **trainer_flags: all other arguments of `Trainer`.
@@ -70,6 +72,7 @@ class Engine(Trainer):
         num_nodes: int = 1,
         precision: str | int | None = None,
         compression: str = "none",
+        compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False,
         nonfinite: Literal["warn", "error", "ignore"] = "warn",
         callbacks: list[Callback] | Callback | None = None,
         enable_progress_bar: bool | None = None,
@@ -87,6 +90,7 @@ class Engine(Trainer):
             check_number("gradient_clip_val", gradient_clip_val, most=math.inf)
         devices, num_nodes = resolve_sizes(devices, num_nodes)
         watch = NonFiniteWatch(nonfinite)
+        mode = compile_mode(compile)
         parts = select(
             strategy=strategy,
             accelerator=accelerator,
@@ -100,6 +104,7 @@ class Engine(Trainer):
         given = _as_list(callbacks)
         if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
             given.append(_progress_bar())
+        ours = [FailFast(), watch, *([CompileSteps(mode)] if mode else [])]
         self._parts = parts
         super().__init__(
             accelerator=accelerator,
@@ -107,7 +112,7 @@ class Engine(Trainer):
             devices=parts.devices,
             num_nodes=num_nodes,
             precision=parts.precision,
-            callbacks=[FailFast(), watch, *given],
+            callbacks=[*ours, *given],
             enable_progress_bar=enable_progress_bar,
             accumulate_grad_batches=accumulate_grad_batches,
             gradient_clip_val=gradient_clip_val,

@@ -3,9 +3,17 @@
 import warnings
 
 from .attach import attach, defaults_from_environment
+from .compile import CompileSteps, compile_mode
 from .nonfinite import NonFiniteError, NonFiniteWatch
 
-__all__ = ["NonFiniteError", "NonFiniteWatch", "attach", "defaults_from_environment"]
+__all__ = [
+    "CompileSteps",
+    "NonFiniteError",
+    "NonFiniteWatch",
+    "attach",
+    "compile_mode",
+    "defaults_from_environment",
+]
 
 # Lightning 2.6 asks `isinstance(spec, LeafSpec)`, which torch 2.13 deprecates; nothing a user could change.
 warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", module=r"lightning\.pytorch\..*")

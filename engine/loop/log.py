@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor
 from torchmetrics import Metric
 
+from .compile import LOGGING
 from .metrics import LoggerConnector
 
 __all__ = ["Log", "attach_log", "detach_log"]
@@ -29,12 +30,16 @@ __all__ = ["Log", "attach_log", "detach_log"]
 def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
     """Puts a `Log` before the module's own `log`, unless its class has one of its own."""
     if type(module).log is LightningModule.log:
-        module.__dict__["log"] = Log(module, connector)
+        log = Log(module, connector)
+        # A compiled step's graph then ends at the user's line, not somewhere in here.
+        is_compiled = getattr(connector.trainer.strategy, "compile", None) is not None
+        module.__dict__["log"] = log.outside_of_graph if is_compiled else log
 
 
 def detach_log(module: LightningModule) -> None:
     """Takes it away again."""
-    if isinstance(module.__dict__.get("log"), Log):
+    log = module.__dict__.get("log")
+    if isinstance(getattr(getattr(log, "__wrapped__", None), "__self__", log), Log):
         del module.__dict__["log"]
 
 
@@ -45,6 +50,7 @@ class Log:
         self._module = module
         self._connector = connector
         self._sites: dict[Any, tuple[_ResultCollection, _ResultMetric]] = {}
+        self.outside_of_graph = torch.compiler.disable(self.__call__, reason=LOGGING)
 
     def __call__(
         self,
@@ -64,9 +70,9 @@ class Log:
         rank_zero_only: bool = False,
     ) -> None:
         """See `LightningModule.log`."""
-        if torch.compiler.is_compiling():  # the trace of a compiled step goes around the bookkeeping below
-            _call_outside_of_graph(
-                self._first, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
+        if torch.compiler.is_compiling():  # a part that the user compiles
+            self.outside_of_graph(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
                 sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
             )  # fmt: skip
             return
@@ -150,8 +156,3 @@ class Log:
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in mid-run leaves this one's trainer behind.
         return types.MethodType, (LightningModule.log, self._module)
-
-
-@torch.compiler.disable
-def _call_outside_of_graph(function: Callable[..., None], *arguments: Any) -> None:
-    function(*arguments)

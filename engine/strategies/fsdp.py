@@ -94,6 +94,11 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self._is_in_step = False
 
+    compile: Callable[..., Any] | None = None
+    """Compiles a function; None for no compilation."""
+    compiles_units = False
+    """Whether the units are compiled, so that whole steps need not be."""
+
     def derive_layout(self, world_size: int) -> Layout:
         """All processes on the axis `shard`, or as the options of hsdp have it."""
         if not isinstance(self.options, HSDPOptions):
@@ -149,6 +154,7 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
     def _shard(self, model: nn.Module) -> None:
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
         units = set(shard_units(model))
+        self.compiles_units = self.compile is not None and bool(units)
         policy = CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy()
 
         def shard(part: nn.Module) -> None:
@@ -157,6 +163,8 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
             self._equalise(part)
             if part in units and self.options.activation_checkpointing:
                 part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+            if part in units and self.compile is not None:
+                part.forward = self.compile(part.forward)
             fully_shard(
                 part,
                 mesh=self.device_mesh,

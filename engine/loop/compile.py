@@ -1,0 +1,156 @@
+"""`compile=`: the module's steps through `torch.compile`, in the place where it helps under every strategy.
+
+A step is compiled inside of DistributedDataParallel, whose buckets then cut the graph so that gradients are still sent
+while backward runs (https://docs.pytorch.org/docs/stable/notes/ddp.html). Where a strategy shards units, each unit's
+forward is compiled instead, inside of its sharding hooks: all units of one class share one graph.
+
+The processes of a node share inductor's cache on disk, and its first process compiles each graph before the others look
+there. What splits a graph is said once, with the line of the user's code.
+"""
+
+import functools
+import itertools
+import logging
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+
+from ..flags import choose
+from .hooks import overridden
+
+__all__ = ["COMPILE_MODES", "CompileSteps", "compile_mode"]
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
+LOGGING = "self.log stays outside of the graph"
+"""The reason given for the one function of ours that is never compiled."""
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_PATIENCE_S = 300.0
+"""How long a process waits for the first one of its node to have compiled the same graph."""
+
+_RUNS = itertools.count()  # all processes of a job make as many
+
+log = logging.getLogger("polyphase.engine")
+
+
+def compile_mode(flag: bool | str | None) -> str | None:
+    """The mode of `torch.compile` that the flag stands for; None for none.
+
+    Raises:
+        ValueError: no such mode.
+    """
+    if flag is None or isinstance(flag, bool):
+        return "default" if flag else None
+    return choose("value of compile", flag, COMPILE_MODES)
+
+
+class CompileSteps(Callback):
+    """Has the module's steps compiled while a trainer runs.
+
+    Args:
+        mode: one of `COMPILE_MODES`.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Puts compiled steps before the module's own; a strategy with units compiles those, and says so."""
+        strategy: Any = trainer.strategy
+        backend = _Backend(self.mode, dist.is_initialized() and trainer.world_size > 1, trainer)
+        strategy.compile = functools.partial(torch.compile, backend=backend)
+        for name in _STEPS:
+            step = overridden(pl_module, LightningModule, name)
+            if step is not None and name not in pl_module.__dict__:
+                pl_module.__dict__[name] = _Compiled(pl_module, step, backend, strategy)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the module as it was."""
+        for name in _STEPS:
+            if isinstance(pl_module.__dict__.get(name), _Compiled):
+                del pl_module.__dict__[name]
+        vars(trainer.strategy).pop("compile", None)
+
+
+class _Compiled:
+    """A step that is compiled, unless the strategy turns out to compile its parts."""
+
+    def __init__(
+        self, module: LightningModule, step: Callable[..., Any], backend: "_Backend", strategy: Strategy
+    ) -> None:
+        functools.update_wrapper(self, step)
+        self._module = module
+        self._step = step
+        self._compiled = torch.compile(step, backend=backend)
+        self._backend = backend
+        self._strategy = strategy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._backend.unsaid.clear()  # what ended the last graph of the last step split nothing
+        # Known only once the strategy has set the module up.
+        step = self._step if getattr(self._strategy, "compiles_units", False) else self._compiled
+        return step(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A module that is copied or pickled in mid-run has its own step back.
+        return types.MethodType, (getattr(self._step, "__func__", self._step), self._module)
+
+
+class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compile(mode=...)` makes of "inductor"
+    """Inductor, one process of a node after the other; reports what ended a graph."""
+
+    def __init__(self, mode: str, is_shared: bool, trainer: Trainer) -> None:
+        super().__init__(mode, None, None)
+        self._num_graphs = 0
+        self._is_first = trainer.local_rank == 0
+        self._says = trainer.is_global_zero
+        self._said: set[str] = set()
+        self.unsaid: list[str] = []  # where logging ended a graph, if another one follows
+        # torch: the store under the default process group; there is no public way to it.
+        store = dist.distributed_c10d._get_default_store() if is_shared else None
+        place = f"polyphase/compile/{next(_RUNS)}/{trainer.node_rank}"
+        self._store = None if store is None else dist.PrefixStore(place, store)
+
+    def __call__(self, model_: Any, inputs_: Any) -> Any:
+        self._report(model_)
+        key = str(self._num_graphs)
+        self._num_graphs += 1
+        if self._store is not None and not self._is_first:
+            self._wait(self._store, key)
+        # The graph of backward with that of forward, so that one process does both first.
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            compiled = super().__call__(model_, inputs_)
+        if self._store is not None and self._is_first:
+            self._store.set(key, "1")
+        return compiled
+
+    def _wait(self, store: dist.Store, key: str) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                log.warning("this node's first process has no graph %s; compiling it here", key)
+                return
+            time.sleep(0.02)
+
+    def _report(self, graph: Any) -> None:
+        """Says what ended an earlier graph before this one, and what ends this one before the step is over."""
+        # torch: set by dynamo on each graph, and what `torch._dynamo.explain` reads.
+        unsaid, self.unsaid = self.unsaid, []
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break and "DDPOptimizer" not in reason.reason:  # cuts on purpose
+            where = reason.user_stack[-1] if reason.user_stack else None
+            place = "" if where is None else f' at {where.filename}:{where.lineno} in {where.name}: "{where.line}"'
+            if LOGGING in reason.reason:  # costs nothing where it ends the step, as it mostly does
+                self.unsaid.append(f"self.log{place}; log after what is computed, and the step is one graph")
+            else:
+                unsaid.append(f"{reason.reason.splitlines()[0]}{place}")
+        for text in unsaid:
+            if self._says and text not in self._said:
+                self._said.add(text)
+                log.warning("compile: the graph of a step is split by %s", text)

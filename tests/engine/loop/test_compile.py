@@ -1,0 +1,103 @@
+"""Compiled steps compute the same, leave the module as it was, and say what splits their graph."""
+
+import logging
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ..tiny import engine
+
+pytestmark = [
+    # torch's compiler still has scripted functions of its own,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    # and looks at the gradients of all that enters a graph.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).abs().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class LogsInTheMiddle(Net):
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[0](batch[0])
+        self.log("hidden", hidden.mean())
+        return self.net[2](hidden.relu()).pow(2).mean()
+
+
+class Breaks(Net):
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[0](batch[0])
+        torch._dynamo.graph_break()
+        return self.net[2](hidden.relu()).pow(2).mean()
+
+
+def data() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(24, 4, generator=generator)), batch_size=4)
+
+
+def run(module, **flags):
+    trainer = engine(max_epochs=2, **flags)
+    trainer.fit(module, data(), data())
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_earlier_tests():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, logger="polyphase.engine")
+    return lambda: [r.getMessage() for r in caplog.records if "compile" in r.getMessage()]
+
+
+def test_compiled_steps_compute_the_same(said):
+    plain, compiled = Net(), Net()
+    expected, ours = run(plain), run(compiled, compile=True)
+    torch.testing.assert_close(compiled.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    assert ours.callback_metrics.keys() == expected.callback_metrics.keys()
+    for name, value in expected.callback_metrics.items():
+        torch.testing.assert_close(ours.callback_metrics[name], value, rtol=1e-5, atol=1e-6)
+    assert said() == [], "a log after the computation costs nothing"
+    assert not {"log", "training_step", "validation_step"} & vars(compiled).keys()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "training and validation were compiled"
+
+
+def test_a_log_in_the_middle_is_named_once(said):
+    run(LogsInTheMiddle(), compile=True)
+    (message,) = said()
+    assert message.startswith("compile: the graph of a step is split by self.log at ")
+    assert 'self.log("hidden", hidden.mean())' in message
+
+
+def test_a_graph_break_is_named_once(said):
+    run(Breaks(), compile="reduce-overhead")
+    (message,) = said()
+    assert "torch._dynamo.graph_break()" in message
+    assert "test_compile.py" in message
+
+
+def test_a_wrong_mode_is_an_error_before_anything_runs():
+    with pytest.raises(ValueError, match=r"'reduce-overhed'. Did you mean 'reduce-overhead'\? Allowed: default"):
+        engine(compile="reduce-overhed")
