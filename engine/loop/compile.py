@@ -117,7 +117,7 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
         place = f"polyphase/compile/{next(_RUNS)}/{trainer.node_rank}"
         self._store = None if store is None else dist.PrefixStore(place, store)
 
-    def __call__(self, model_: Any, inputs_: Any) -> Any:
+    def __call__(self, model_: Any, inputs_: Any, **kwargs: Any) -> Any:
         self._report(model_)
         key = str(self._num_graphs)
         self._num_graphs += 1
@@ -125,7 +125,7 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
             self._wait(self._store, key)
         # The graph of backward with that of forward, so that one process does both first.
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            compiled = super().__call__(model_, inputs_)
+            compiled = super().__call__(model_, inputs_, **kwargs)
         if self._store is not None and self._is_first:
             self._store.set(key, "1")
         return compiled
