@@ -6,12 +6,12 @@ are too small by that factor.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torch import Tensor
 from torch.optim import Optimizer
@@ -52,62 +52,24 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on it is Lightning's own.
         trainer = self.trainer
         strategy = trainer.strategy
-        module = trainer.lightning_module
-        optimizer = strategy.optimizers[0]
         self._divisor = self._planned_length(batch_idx)
-        starts_window = batch_idx % trainer.accumulate_grad_batches == 0
-        skips = self._skip_backward  # stochastic weight averaging has a pass without gradients
-        closure = Closure(
-            partial(self._flat_step, hooks, arguments),
-            None if skips else partial(self._flat_backward, hooks, optimizer, ends_window),
-            partial(self._flat_zero_grad, hooks, optimizer, batch_idx) if starts_window and not skips else None,
-        )
+        closure = _MicroBatch(self, hooks, batch_idx, arguments, ends_window)
         if ends_window:
-            done = self.optim_progress.optimizer.step
-            num_done = done.total.completed
-            done.increment_ready()
+            steps = self.optim_progress.optimizer.step
+            num_steps = steps.total.completed
+            steps.total.ready += 1
+            steps.current.ready += 1
+            step = trainer.lightning_module.optimizer_step
             wrapped = strategy._lightning_optimizers[0]
-            hooks.within("optimizer_step", module.optimizer_step, trainer.current_epoch, batch_idx, wrapped, closure)
-            done.increment_completed()
-            self._observe_norm(num_done)
+            hooks.within("optimizer_step", step, trainer.current_epoch, batch_idx, wrapped, closure)
+            steps.total.completed += 1
+            steps.current.completed += 1
+            self._observe_norm(num_steps)
         else:
             with _block_parallel_sync_behavior(strategy):
                 closure()
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
-
-    def _flat_step(self, hooks: Hooks, arguments: tuple[Any, ...]) -> ClosureResult:
-        # Lightning: _AutomaticOptimization._training_step
-        strategy = self.trainer.strategy
-        output = hooks.within("training_step", strategy.training_step, *arguments)
-        if output is None and self.trainer.world_size > 1:
-            raise RuntimeError(
-                "Skipping the `training_step` by returning None in distributed training is not supported: the other"
-                " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
-            )
-        # A division by one would cost a node of the graph in each direction.
-        plain = self._divisor == 1 and isinstance(output, Tensor)
-        result = ClosureResult(output) if plain else ClosureResult.from_training_step_output(output, self._divisor)
-        if result.loss is not None:
-            self.watch.observe(self.trainer, "loss", result.loss, self.num_steps)
-        return result
-
-    def _flat_zero_grad(self, hooks: Hooks, optimizer: Optimizer, batch_idx: int) -> None:
-        # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
-        trainer = self.trainer
-        done = self.optim_progress.optimizer.zero_grad
-        done.increment_ready()
-        hooks.call("on_before_zero_grad", optimizer)
-        done.increment_started()
-        zero_grad = trainer.lightning_module.optimizer_zero_grad
-        hooks.within("optimizer_zero_grad", zero_grad, trainer.current_epoch, batch_idx, optimizer)
-        done.increment_completed()
-
-    def _flat_backward(self, hooks: Hooks, optimizer: Optimizer, ends_window: bool, loss: Tensor) -> None:
-        # Lightning: _AutomaticOptimization._make_backward_fn
-        hooks.within("backward", self.trainer.strategy.backward, loss, optimizer)
-        if ends_window and self.trainer.accumulate_grad_batches != 1:
-            self._correct(optimizer)
 
     def _planned_length(self, batch_idx: int) -> int:
         """Number of micro-batches in this one's window, as far as the length of the epoch is known."""
@@ -161,3 +123,77 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         if length != self._divisor:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(gradients, self._divisor / length)
+
+
+class _MicroBatch(AbstractClosure[ClosureResult]):  # Lightning: the optimizer calls it, or nobody: then it says so
+    """Forward, zeroing of gradients and backward of one micro-batch."""
+
+    def __init__(
+        self,
+        optimization: AutomaticOptimization,
+        hooks: Hooks,
+        batch_idx: int,
+        arguments: tuple[Any, ...],
+        ends_window: bool,
+    ) -> None:
+        self._result = None
+        self._optimization = optimization
+        self._hooks = hooks
+        self._batch_idx = batch_idx
+        self._arguments = arguments
+        self._ends_window = ends_window
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        if torch.is_grad_enabled():
+            self._result = self.closure()
+        else:
+            with torch.enable_grad():
+                self._result = self.closure()
+        return self._result.loss
+
+    def closure(self) -> ClosureResult:
+        # Lightning: Closure.closure
+        optimization, hooks = self._optimization, self._hooks
+        trainer = optimization.trainer
+        optimizer = trainer.strategy.optimizers[0]
+        result = self._forward(trainer)
+        if result.closure_loss is None:
+            Closure.warning_cache.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
+        if optimization._skip_backward:  # stochastic weight averaging has a pass without gradients
+            return result
+        if self._batch_idx % trainer.accumulate_grad_batches == 0:
+            self._zero_grad(trainer, optimizer)
+        if result.closure_loss is not None:
+            hooks.within("backward", trainer.strategy.backward, result.closure_loss, optimizer)
+            if self._ends_window and trainer.accumulate_grad_batches != 1:
+                optimization._correct(optimizer)
+        return result
+
+    def _forward(self, trainer: Trainer) -> ClosureResult:
+        # Lightning: _AutomaticOptimization._training_step
+        optimization = self._optimization
+        output = self._hooks.within("training_step", trainer.strategy.training_step, *self._arguments)
+        if output is None and trainer.world_size > 1:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None in distributed training is not supported: the other"
+                " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
+            )
+        divisor = optimization._divisor
+        # A division by one would cost a node of the graph in each direction.
+        plain = divisor == 1 and isinstance(output, Tensor)
+        result = ClosureResult(output) if plain else ClosureResult.from_training_step_output(output, divisor)
+        if result.loss is not None:
+            optimization.watch.observe(trainer, "loss", result.loss, optimization.num_steps)
+        return result
+
+    def _zero_grad(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
+        zero_grad = trainer.lightning_module.optimizer_zero_grad
+        progress = self._optimization.optim_progress.optimizer.zero_grad
+        progress.increment_ready()
+        self._hooks.call("on_before_zero_grad", optimizer)
+        progress.increment_started()
+        self._hooks.within("optimizer_zero_grad", zero_grad, trainer.current_epoch, self._batch_idx, optimizer)
+        progress.increment_completed()

@@ -207,7 +207,10 @@ class _Epoch:
         connector.end_batch()
         total.completed += 1
         current.completed += 1
-        if ends_window and (connector.should_update_logs or trainer.fast_dev_run):
+        every = trainer.log_every_n_steps
+        # Lightning: _LoggerConnector.should_update_logs
+        is_logged = every and ((loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
+        if ends_window and (is_logged or trainer.fast_dev_run):
             connector.log_metrics(connector.metrics["log"])
 
         # Lightning: _TrainingEpochLoop.on_advance_end

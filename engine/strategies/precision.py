@@ -71,7 +71,7 @@ class _Hooked(Precision):
         if self.hooks is None:
             return super().post_backward(tensor, module)
         self.hooks.call("on_after_backward")
-        return tensor.detach()
+        return tensor
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         # Lightning: Precision._after_closure, once the gradients are there
