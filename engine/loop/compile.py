@@ -12,7 +12,6 @@ import functools
 import itertools
 import logging
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
 from ..flags import choose
-from .hooks import overridden
+from .hooks import bound, overridden
 
 __all__ = ["COMPILE_MODES", "CompileSteps", "compile_mode"]
 
@@ -99,7 +98,7 @@ class _Compiled:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in mid-run has its own step back.
-        return types.MethodType, (getattr(self._step, "__func__", self._step), self._module)
+        return bound, (getattr(self._step, "__func__", self._step), self._module)
 
 
 class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compile(mode=...)` makes of "inductor"

@@ -5,12 +5,18 @@ overridden ones are looked up once, and a step calls nothing else. The order is 
 the module.
 """
 
+import types
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-__all__ = ["Hooks", "overridden"]
+__all__ = ["Hooks", "bound", "overridden"]
+
+
+def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+    """`function` as a method of `owner`; what stands before a module's method for a run turns into this in a copy."""
+    return types.MethodType(function, owner)
 
 
 def overridden(owner: Any, base: type, name: str) -> Callable[..., Any] | None:

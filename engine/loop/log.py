@@ -5,7 +5,6 @@ validates the arguments and makes the place for the values. A call with the same
 it only updates that place, with the arithmetic of Lightning's `_ResultMetric`, value for value.
 """
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from .compile import LOGGING
+from .hooks import bound
 from .metrics import LoggerConnector
 
 __all__ = ["Log", "attach_log", "detach_log"]
@@ -155,4 +155,4 @@ class Log:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in mid-run leaves this one's trainer behind.
-        return types.MethodType, (LightningModule.log, self._module)
+        return bound, (LightningModule.log, self._module)

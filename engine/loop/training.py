@@ -36,6 +36,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     """Lightning's, with a flat way through the usual case."""
 
     automatic_optimization: AutomaticOptimization
+    _announced: str | None = None
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
         super().__init__(trainer, min_steps, max_steps)
@@ -48,7 +49,9 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         """One epoch."""
         reason = why_not_flat(self.trainer, data_fetcher)
         if reason is not None:
-            log.debug("the epoch runs in Lightning's own loop, because of %s", reason)
+            if reason != self._announced:
+                log.debug("epochs run in Lightning's own loop, because of %s", reason)
+            self._announced = reason
             super().run(data_fetcher)
             return
         self.reset()
