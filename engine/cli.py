@@ -175,10 +175,11 @@ def print_strategies() -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    strategies = Table("strategy", "what it is", "options", "compression", title="--strategy name:option=value,...")
+    columns = ("strategy", "what it is", "what it sends", "options", "compression")
+    strategies = Table(*columns, title="--strategy name:option=value,...")
     for name, row in STRATEGIES.items():
         options = "\n".join(f"{f.name}={_text(f.default)}" for f in dataclasses.fields(row.options))
-        strategies.add_row(name, row.description, options, ", ".join(("none", *row.compressions)))
+        strategies.add_row(name, row.description, row.traffic, options, ", ".join(("none", *row.compressions)))
     console.print(strategies)
     suffixes = ", ".join(f"_{suffix}" for suffix in LAUNCHERS if suffix)
     console.print(

@@ -5,6 +5,7 @@ validates the arguments and makes the place for the values. A call with the same
 it only updates that place, with the arithmetic of Lightning's `_ResultMetric`, value for value.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,20 +27,27 @@ from .metrics import LoggerConnector
 
 __all__ = ["Log", "attach_log", "detach_log"]
 
+_SYNCED = (
+    "self.log(%r, ..., sync_dist=True) with on_step=True adds a collective to every step, for which all ranks wait. Log"
+    " it with on_step=False, on_epoch=True to have it reduced once an epoch."
+)
+
+log = logging.getLogger("polyphase.engine")
+
 
 def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
     """Puts a `Log` before the module's own `log`, unless its class has one of its own."""
     if type(module).log is LightningModule.log:
-        log = Log(module, connector)
+        stand_in = Log(module, connector)
         # A compiled step's graph then ends at the user's line, not somewhere in here.
         is_compiled = getattr(connector.trainer.strategy, "compile", None) is not None
-        module.__dict__["log"] = log.outside_of_graph if is_compiled else log
+        module.__dict__["log"] = stand_in.outside_of_graph if is_compiled else stand_in
 
 
 def detach_log(module: LightningModule) -> None:
     """Takes it away again."""
-    log = module.__dict__.get("log")
-    if isinstance(getattr(getattr(log, "__wrapped__", None), "__self__", log), Log):
+    stand_in = module.__dict__.get("log")
+    if isinstance(getattr(getattr(stand_in, "__wrapped__", None), "__self__", stand_in), Log):
         del module.__dict__["log"]
 
 
@@ -87,7 +95,7 @@ class Log:
             try:
                 known = self._sites.get(site)
             except TypeError:  # an argument that can't be hashed, which Lightning has its own words for
-                known = None
+                known = site = None
             if known is not None and known[0] is results and self._update(results, known[1], value, batch_size):
                 connector._current_fx = hook
                 return
@@ -100,9 +108,15 @@ class Log:
             if add_dataloader_idx and results.dataloader_idx is not None:
                 key += f".{results.dataloader_idx}"
             item = results.get(key)
-            # A value that is reduced over the ranks at each step stays with Lightning.
-            if item is not None and not (item.meta.sync.should and item.meta.on_step):
+            if item is not None and item.meta.sync.should and item.meta.on_step:
+                self._say_synced(name)  # and leave it to Lightning, which reduces the value in the call
+            elif item is not None:
                 self._sites[site] = results, item
+
+    def _say_synced(self, name: str) -> None:
+        if name not in self._connector.said and self._connector.trainer.is_global_zero:
+            self._connector.said.add(name)
+            log.warning(_SYNCED, name)
 
     def _first(self, name: str, value: Any, *arguments: Any) -> None:
         LightningModule.log(self._module, name, value, *arguments)

@@ -5,15 +5,32 @@ and reads each progress-bar value from the device then. The properties rebuild t
 is enough to do so then, and once before a state is left in which the values could still have been read.
 """
 
+import inspect
+import logging
 from collections import defaultdict
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
 from torch import Tensor
 
-__all__ = ["LoggerConnector"]
+__all__ = ["LoggerConnector", "is_asynchronous"]
+
+_MANY = 3
+"""Readings at successive steps that are no coincidence."""
+_READS = (
+    "%s reads `progress_bar_metrics` at every step, and the device stands still each time. Read them at logging"
+    " intervals, as polyphase.callbacks.ProgressBar does."
+)
+
+log = logging.getLogger("polyphase.engine")
+
+
+def is_asynchronous(value: Any) -> bool:
+    """Whether reading `value` waits for a device that runs behind the host."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
@@ -21,6 +38,13 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     results: _ResultCollection | None = None
     """Where the batch that runs now logs to; None between batches, and in loops that are Lightning's own."""
+    _read_step = -1
+    _num_reads = 0
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.said: set[str] = set()
+        """What was warned of already."""
 
     def begin_batch(self, results: _ResultCollection, batch: Any, dataloader_idx: int | None = None) -> None:
         """What Lightning's `on_batch_start` does, for a loop that knows its results."""
@@ -83,10 +107,22 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Numbers; each value is read from the device once."""
+        """Numbers, all read from the device together."""
         metrics = super().progress_bar_metrics
-        metrics.update(_numbers(metrics))
-        return metrics
+        if self.results is not None and any(is_asynchronous(value) for value in metrics.values()):
+            self._count_read()
+        return _numbers(metrics)
+
+    def _count_read(self) -> None:
+        """Says so once if the host waits for the device between two logging intervals, step after step."""
+        step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+        if step == self._read_step or self.should_update_logs:
+            return
+        self._num_reads = self._num_reads + 1 if step == self._read_step + 1 else 1
+        self._read_step = step
+        if self._num_reads == _MANY and _READS not in self.said:
+            self.said.add(_READS)
+            log.warning(_READS, _reader())
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Sends `metrics` to the loggers; tensors of a device are read together."""
@@ -94,6 +130,14 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
             return
         super().log_metrics(_numbers(metrics), step)
         self._logged_metrics.update(metrics)  # as they are, where the line above put the numbers
+
+
+def _reader() -> str:
+    """The class of the callback that is being called."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Callback):
+        frame = frame.f_back
+    return "A callback" if frame is None else type(frame.f_locals["self"]).__name__
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ class Row:
     """One way of running, and what it can do."""
 
     description: str
+    traffic: str
+    """The collectives of a step: these and no more, see `tests/engine/loop/test_costs_integration.py`."""
     options: type
     """Frozen dataclass of what may follow the colon."""
     make: Callable[[Any, str, CommHook | None], Strategy] | None
@@ -34,6 +36,10 @@ class Row:
 
 
 _CASTS = tuple(name for name, hook in COMM_HOOKS.items() if hook.reduce_dtype is not None)
+_GATHERS = (
+    "per micro-batch: an all-gather of each unit in forward, and in backward but for the last unit; per optimizer step:"
+    " a reduce-scatter of each"
+)
 _SHARDED = "gradients are reduced shard by shard there, which allows a reduced dtype but no DDP comm hook"
 
 
@@ -44,18 +50,21 @@ def _sharded(options: Any, launcher: str, comm_hook: CommHook | None) -> Strateg
 STRATEGIES: dict[str, Row] = {
     "single": Row(
         description="one process, one device",
+        traffic="none",
         options=NoOptions,
         make=None,
         why_not="one process sends no gradients",
     ),
     "ddp": Row(
         description="a full copy of the module per device, gradients averaged",
+        traffic="per optimizer step: an all-reduce of each bucket of gradients",
         options=DDPOptions,
         make=DDP,
         compressions=tuple(COMM_HOOKS),
     ),
     "fsdp": Row(
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
+        traffic=_GATHERS,
         options=FSDPOptions,
         make=_sharded,
         compressions=_CASTS,
@@ -63,6 +72,7 @@ STRATEGIES: dict[str, Row] = {
     ),
     "hsdp": Row(
         description="shards within groups of devices, gradients averaged over the groups (2-D mesh)",
+        traffic=f"{_GATHERS}, then an all-reduce of its shards",
         options=HSDPOptions,
         make=_sharded,
         compressions=_CASTS,

@@ -1,6 +1,7 @@
 """A step's collectives are those of a loop written by hand with the same wrapper, and no more."""
 
 import json
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -86,3 +87,21 @@ def test_collectives_are_those_of_a_loop_by_hand(strategy, window, tmp_path):
         if strategy == "ddp":
             expected = [int((batch + 1) % window == 0) for batch in range(NUM_BATCHES)]
             assert hand[SETTLED:] == expected[SETTLED:], "one bucket, and none on inner micro-batches"
+
+
+class Syncs(Logs):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("synced", loss, sync_dist=True)
+        return loss
+
+
+def test_a_log_call_that_adds_a_collective_to_each_step_is_named(tmp_path):
+    handler = logging.FileHandler(tmp_path / "said")  # the forked ranks have it too
+    logging.getLogger("polyphase.engine").addHandler(handler)
+    trainer = engine(strategy="ddp_fork", devices=2, max_epochs=2)
+    trainer.fit(Syncs(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=3))
+    logging.getLogger("polyphase.engine").removeHandler(handler)
+    handler.close()
+    said = (tmp_path / "said").read_text()
+    assert said.count("self.log('synced', ..., sync_dist=True) with on_step=True adds a collective to every step") == 1
