@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch>=2.11,<2.14
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check clean
+.PHONY: help install demo test bench lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,10 @@ demo: install  ## handwritten digits with DDP on 2 CPU processes
 
 test: install  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+bench: install  ## what the engine costs per step, into benchmarks/results
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]"
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .
