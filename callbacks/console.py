@@ -56,9 +56,7 @@ class ConsoleLogger(LightningProgressBar):
         """Starts the clock."""
         self._first_step = self._printed_step = trainer.global_step
         self._started = time.perf_counter()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks where the run ends; the trainer takes a while to say so."""
+        # Where the run ends; asked once, as the trainer takes a while to say so.
         steps = trainer.estimated_stepping_batches
         # -1: a loader of unknown length, without max_steps
         self._last_step = None if steps in (float("inf"), -1) else int(steps)

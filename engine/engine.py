@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from . import verify as verification
 from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number
-from .loop import CompileSteps, NonFiniteWatch, attach, compile_mode, defaults_from_environment
+from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
-from .strategies import FailFast, select
+from .strategies import select
 
 __all__ = ["Engine", "fit"]
 
@@ -41,7 +41,7 @@ _SPREADING = {
 """Flags that `Engine.verify` compares against their absence."""
 
 
-class Engine(Trainer):
+class Engine(LoopTrainer):
     """A `lightning.pytorch.Trainer` that runs any module under any strategy, with the same result.
 
     Every argument of `Trainer` keeps its name, default and meaning; those below are new or can do more.
@@ -86,7 +86,7 @@ class Engine(Trainer):
         named = {name: value for name, value in locals().items() if name not in ("self", "trainer_flags", "__class__")}
         self._flags = {**named, **trainer_flags}
         check_count("accumulate_grad_batches", accumulate_grad_batches)
-        if gradient_clip_val is not None:
+        if isinstance(gradient_clip_val, (int, float)):  # of anything else Lightning says that it should be one
             check_number("gradient_clip_val", gradient_clip_val, most=math.inf)
         devices, num_nodes = resolve_sizes(devices, num_nodes)
         watch = NonFiniteWatch(nonfinite)
@@ -104,7 +104,8 @@ class Engine(Trainer):
         given = _as_list(callbacks)
         if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
             given.append(_progress_bar())
-        ours = [FailFast(), watch, *([CompileSteps(mode)] if mode else [])]
+        if mode is not None:
+            given.insert(0, CompileSteps(mode))
         self._parts = parts
         super().__init__(
             accelerator=accelerator,
@@ -112,7 +113,7 @@ class Engine(Trainer):
             devices=parts.devices,
             num_nodes=num_nodes,
             precision=parts.precision,
-            callbacks=[*ours, *given],
+            callbacks=given,
             enable_progress_bar=enable_progress_bar,
             accumulate_grad_batches=accumulate_grad_batches,
             gradient_clip_val=gradient_clip_val,

@@ -8,13 +8,15 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 __all__ = ["GlobalOrder"]
 
 
-class GlobalOrder(Sampler[int]):
+class GlobalOrder(DistributedSampler[int]):
     """This rank's part of the order that `sampler` yields.
+
+    A `DistributedSampler` to whoever asks, with its attributes; none of its code is used.
 
     Args:
         sampler: the order of one process: the DataLoader's own sampler. One that draws from torch's global generator
@@ -29,7 +31,9 @@ class GlobalOrder(Sampler[int]):
     def __init__(
         self, sampler: Iterable[int], *, num_replicas: int = 1, rank: int = 0, seed: int = 0, drop_last: bool = False
     ) -> None:
+        # Not the constructor of DistributedSampler, which wants a data set and makes an order of its own.
         self.sampler = sampler
+        self.shuffle = isinstance(sampler, RandomSampler)
         self.num_replicas = num_replicas
         self.rank = rank
         self.seed = seed

@@ -2,12 +2,13 @@
 
 import warnings
 
-from .attach import attach, defaults_from_environment
+from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
 from .nonfinite import NonFiniteError, NonFiniteWatch
 
 __all__ = [
     "CompileSteps",
+    "LoopTrainer",
     "NonFiniteError",
     "NonFiniteWatch",
     "attach",

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 # Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
 from lightning.pytorch.utilities.argparse import _parse_env_variables
 
+from ..strategies import announce
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
@@ -17,7 +18,7 @@ from .nonfinite import NonFiniteWatch
 from .signals import SignalConnector
 from .training import TrainingEpochLoop
 
-__all__ = ["attach", "defaults_from_environment"]
+__all__ = ["LoopTrainer", "attach", "defaults_from_environment"]
 
 
 def defaults_from_environment(init: Callable[..., None]) -> Callable[..., None]:
@@ -30,12 +31,24 @@ def defaults_from_environment(init: Callable[..., None]) -> Callable[..., None]:
     return with_defaults
 
 
+class LoopTrainer(Trainer):
+    """A trainer that names a failed rank before any callback can wait for the others."""
+
+    # Lightning: Trainer._run, within the trainer's own handling of exceptions.
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._run(*args, **kwargs)
+        except BaseException as exception:
+            announce(exception)
+            raise
+
+
 def attach(trainer: Trainer, watch: NonFiniteWatch) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
     Args:
         trainer: changed in place.
-        watch: sees each loss and gradient norm; also one of the trainer's callbacks.
+        watch: sees each loss and gradient norm.
     """
     # Lightning: the private parts that Trainer.__init__ makes.
     trainer._data_connector = DataConnector(trainer)

@@ -62,6 +62,10 @@ class Hooks:
         state["_current_fx_name"] = outer
         return result
 
+    def has_own(self, name: str) -> bool:
+        """Whether the module overrides hook `name`."""
+        return overridden(self._module, LightningModule, name) is not None
+
     def within(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `method` while `self.log` sees `name` as the place it is called from."""
         state = self._module.__dict__

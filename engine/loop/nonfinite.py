@@ -7,7 +7,7 @@ an epoch, so that no step waits for the device.
 import logging
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from ..flags import choose
@@ -26,7 +26,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient norm was infinite or not a number, and the flag `nonfinite` says to stop then."""
 
 
-class NonFiniteWatch(Callback):
+class NonFiniteWatch:
     """Watches scalars for infinities and NaN.
 
     Args:
@@ -51,14 +51,14 @@ class NonFiniteWatch(Callback):
             self._since = step
         self._unread.append((name, step, value))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forgets an earlier run."""
+    def begin_epoch(self, trainer: Trainer) -> None:
+        """Forgets an epoch that was cut off, and what was said."""
         self._unread, self._since = [], trainer.global_step
+        self._said.clear()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def end_epoch(self, trainer: Trainer) -> None:
         """Reads what the last interval left."""
         self._read(trainer)
-        self._said.clear()
 
     def _read(self, trainer: Trainer) -> None:
         unread, self._unread = self._unread, []

@@ -47,6 +47,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """One epoch."""
+        watch = self.automatic_optimization.watch
+        watch.begin_epoch(self.trainer)
+        self._run(data_fetcher)
+        watch.end_epoch(self.trainer)
+
+    def _run(self, data_fetcher: _DataFetcher) -> None:
         reason = why_not_flat(self.trainer, data_fetcher)
         if reason is not None:
             if reason != self._announced:
@@ -90,6 +96,9 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         # If training is over, the loop above this one stops: after what an end of an epoch still does.
         if signals.received_sigterm and not self._is_training_done:
             raise SIGTERMException
+
+
+TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # by which a profile names its entries
 
 
 def why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:

@@ -18,28 +18,15 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-__all__ = ["FailFast", "announce"]
+__all__ = ["announce"]
 
 _KEY = "polyphase/first_failure"
 _GRACE_S = 2.0
 """How long a rank that stops because of another waits for its launcher to see the other's exit first."""
-
-
-class FailFast(Callback):
-    """Announces this rank's exception before any other callback can wait for the other ranks.
-
-    Callbacks run in order, so the engine puts this one first.
-    """
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Called by Lightning in the process that raised."""
-        announce(exception)
 
 
 def announce(exception: BaseException, *, print_traceback: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
@@ -52,6 +53,10 @@ class LayoutStrategy:
     layout: Layout
     launcher_suffix: str = ""
 
+    def __repr__(self) -> str:  # as a flag, in Lightning's messages
+        suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
+        return repr(f"{type(self).__name__.lower()}{suffix}")
+
     def derive_layout(self, world_size: int) -> Layout:
         """The layout of `world_size` processes.
 
@@ -68,6 +73,11 @@ class LayoutStrategy:
         # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
         if start_method == "popen" or environment.creates_processes_externally:
             self._launcher: Any = _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+        elif start_method not in multiprocessing.get_all_start_methods():
+            raise ValueError(
+                f"strategy {self!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
+                " none."
+            )
         else:
             self._launcher = _WorkerLauncher(self, start_method=start_method)  # type: ignore[arg-type]
 

@@ -59,7 +59,7 @@ class _Hooked(Precision):
     """
 
     hooks: Any = None
-    """Has `call(name, *arguments)`; None: Lightning calls the hooks."""
+    """The loop's, with `call(name, *arguments)` and `has_own(name)`; None: Lightning calls the hooks."""
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if self.hooks is None:
@@ -81,8 +81,8 @@ class _Hooked(Precision):
         self.hooks.call("on_before_optimizer_step", optimizer)
         trainer = model.trainer
         value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        clips = type(model).configure_gradient_clipping is not LightningModule.configure_gradient_clipping
-        if value is not None or clips:
+        hooks = ("configure_gradient_clipping", "clip_gradients")
+        if value is not None or any(self.hooks.has_own(hook) for hook in hooks):
             self._clip_gradients(model, optimizer, value, algorithm)
 
 
@@ -107,7 +107,10 @@ def canonical_precision(flag: Any) -> str:
         ValueError: no such precision.
     """
     text = "32-true" if flag is None else str(flag)
-    return choose("precision", _ALIASES.get(text, text), PRECISIONS)
+    try:
+        return choose("precision", _ALIASES.get(text, text), PRECISIONS)
+    except ValueError as unknown:  # begins as Lightning's does
+        raise ValueError(f"Precision {flag!r} is invalid: {unknown}") from None
 
 
 def make_precision(name: str, device_type: str) -> Precision:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import re
-import sys
 from typing import Any
 
 # Lightning: what accelerator="auto" and "gpu" mean there.
 from lightning.fabric.utilities.device_parser import _select_auto_accelerator
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from ..compression import CommHook, make_comm_hook
 from ..flags import LAUNCHERS, Flag, choose, parse_flag, parse_options, split_launcher
@@ -18,6 +20,10 @@ from .registry import STRATEGIES
 from .sync_batchnorm import CPUSyncBatchNorm
 
 __all__ = ["Parts", "select"]
+
+
+class InvalidDevicesError(ValueError, MisconfigurationException):
+    """No number of devices; both ours and Lightning's kind of error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ def select(
         devices = "auto"  # Lightning knows "all of them" for accelerators only
     device_type, num_devices = _devices(accelerator, devices)
     flag = _strategy_flag(strategy, device_type, num_devices * num_nodes)
-    name, launcher = split_launcher(flag.name)
+    name, launcher = split_launcher(flag.name if flag.name in StrategyRegistry else flag.name.lower())
     if name not in STRATEGIES or (name == "single" and launcher):
         return _lightnings_own(_known(flag), devices, precision, comm_hook, plugins)
     row = STRATEGIES[name]
@@ -78,7 +84,9 @@ def select(
 def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnorm: bool) -> dict[str, Any]:
     """The plugins with ours added, and what is left of `precision` for Lightning to do."""
     if sync_batchnorm and device_type == "cpu":
-        plugins = [*plugins, CPUSyncBatchNorm()]
+        # In the place of Lightning's own; another plugin of the user's for this stays.
+        plugins = [p for p in plugins if type(p) is not TorchSyncBatchNorm]
+        plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [CPUSyncBatchNorm()]
     if any(isinstance(plugin, Precision) for plugin in plugins):
         return {"plugins": plugins, "precision": precision}  # Lightning refuses a second one
     return {"plugins": [*plugins, make_precision(canonical_precision(precision), device_type)], "precision": None}
@@ -106,9 +114,10 @@ def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
     if flag.name == "auto" and device_type in ("cpu", "cuda", "mps"):
         if flag.options or flag.value:
             raise ValueError(f"strategy {text!r}: auto has no options; name the strategy to give it some.")
-        several = "ddp_notebook" if hasattr(sys, "ps1") else "ddp"  # an interactive session can't be started again
+        # An interactive session can't be started once more. Lightning: what its own choice depends on.
+        several = "ddp_notebook" if accelerator_connector._IS_INTERACTIVE else "ddp"
         return Flag(name="single" if num_processes == 1 else several)
-    long_name = re.fullmatch(r"(ddp(?:_[a-z]+)?)_find_unused_parameters_(true|false)", flag.name)
+    long_name = re.fullmatch(r"(ddp(?:_[a-z]+)?)_find_unused_parameters_(true|false)", flag.name.lower())
     if long_name:
         return Flag(name=long_name[1], options={"find_unused_parameters": long_name[2], **flag.options})
     return flag
@@ -130,15 +139,20 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
     """The type of the devices, ``"cpu"``, ``"cuda"``, ..., and how many of them `devices` asks for on this node."""
     if isinstance(accelerator, str):
         name = _select_auto_accelerator() if accelerator in ("auto", "gpu") else accelerator
-        choose("accelerator", name, AcceleratorRegistry.available_accelerators())
+        try:
+            choose("accelerator", name, AcceleratorRegistry.available_accelerators())
+        except ValueError as unknown:  # begins as Lightning's does
+            prefix = f"You selected an invalid accelerator name: `accelerator={name!r}`"
+            raise ValueError(f"{prefix}. {unknown}") from None
         kind: Any = AcceleratorRegistry[name]["accelerator"]
     else:
         kind, name = type(accelerator), "cpu" if isinstance(accelerator, CPUAccelerator) else accelerator.name()
     if devices == "auto":
         return name, kind.auto_device_count()
     if devices in (0, "0", []) or (isinstance(devices, int) and devices < -1):
-        raise ValueError(
-            f"devices must be a whole number of at least 1, -1 for all, a list or 'auto': got {devices!r}."
+        raise InvalidDevicesError(
+            f"`Trainer(devices={devices!r})` value is not a valid input using {name} accelerator: devices must be a"
+            f" whole number of at least 1, -1 for all, a list or 'auto', but got {devices!r}."
         )
     parsed = kind.parse_devices(devices)
     return name, len(parsed) if isinstance(parsed, (list, tuple)) else int(parsed)

@@ -165,7 +165,6 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
     ("flags", "message"),
     [
         ({"strategy": "fdsp"}, r"unknown strategy 'fdsp'\. Did you mean 'fsdp'\? Allowed: auto, ddp, ddp_fork"),
-        ({"strategy": "DDP"}, r"unknown strategy 'DDP'\. Did you mean 'ddp'\?"),
         ({"strategy": "ddp_spwan"}, r"Did you mean 'ddp_spawn'\?"),
         ({"strategy": "single_spawn"}, r"unknown strategy 'single_spawn'\. Did you mean 'single'\?"),
         ({"strategy": "ddp_foo_find_unused_parameters_true"}, "unknown strategy 'ddp_foo'"),
@@ -198,10 +197,10 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
         ({"precision": "bf16-mixe"}, r"Did you mean 'bf16-mixed'\?"),
         ({"precision": 16, "plugins": DoublePrecision()}, "Received both `precision=16-mixed` and `plugins="),
         ({"accelerator": "cpuu"}, r"unknown accelerator 'cpuu'\. Did you mean 'cpu'\?"),
-        ({"devices": 0}, "devices must be a whole number of at least 1, -1 for all, a list or 'auto': got 0"),
-        ({"devices": "0"}, "devices must be a whole number of at least 1.*: got '0'"),
-        ({"devices": []}, r"devices must be a whole number of at least 1.*: got \[\]"),
-        ({"devices": -2}, "devices must be a whole number of at least 1.*: got -2"),
+        ({"devices": 0}, "devices must be a whole number of at least 1, -1 for all, a list or 'auto', but got 0"),
+        ({"devices": "0"}, "devices must be a whole number of at least 1.*but got '0'"),
+        ({"devices": []}, r"devices must be a whole number of at least 1.*but got \[\]"),
+        ({"devices": -2}, "devices must be a whole number of at least 1.*but got -2"),
         ({"num_nodes": 0}, "num_nodes must be a whole number of at least 1, but got 0"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be a whole number of at least 1, but got 0"),
         ({"accumulate_grad_batches": 1.5}, r"accumulate_grad_batches must be a whole number .*, but got 1\.5"),
@@ -276,3 +275,8 @@ def test_each_row_makes_a_strategy_of_lightnings_kind(name):
     made = row.make(row.options(), "spawn", None)
     assert isinstance(made, Strategy)
     assert made.derive_layout(1).world_size == 1
+
+
+@pytest.mark.parametrize("flag", ["DDP", "ddp", "Ddp_Spawn", "DDP_FIND_UNUSED_PARAMETERS_TRUE"])
+def test_names_may_be_written_in_capitals(flag):
+    assert isinstance(engine(strategy=flag, devices=2).strategy, DDP)
