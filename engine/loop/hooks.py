@@ -36,11 +36,13 @@ class Hooks:
     def refresh(self) -> None:
         """Looks again which hooks there are."""
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
+        self._num_attributes = len(self._module.__dict__)
         self._found: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
 
     def is_stale(self) -> bool:
-        """Whether callbacks were added, taken away or swapped since the last look."""
-        return self._trainer.callbacks != self._callbacks  # type: ignore[attr-defined]
+        """Whether callbacks were added, taken away or swapped since the last look, or the module got an attribute."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks != self._callbacks or len(self._module.__dict__) != self._num_attributes
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns what the module's returned."""

@@ -32,6 +32,8 @@ _SYNCED = (
     " it with on_step=False, on_epoch=True to have it reduced once an epoch."
 )
 
+_MAX_INT = 2**63 - 1
+
 log = logging.getLogger("polyphase.engine")
 
 
@@ -99,31 +101,33 @@ class Log:
             if known is not None and known[0] is results and self._update(results, known[1], value, batch_size):
                 connector._current_fx = hook
                 return
-        self._first(
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
+        key = f"{hook}.{name}"  # Lightning: _ResultCollection.log builds its keys so
+        if results is not None and add_dataloader_idx and results.dataloader_idx is not None:
+            key += f".{results.dataloader_idx}"
+        item = None if results is None else results.get(key)
+        before = None if item is None or item.has_reset else item._forward_cache
+        LightningModule.log(
+            self._module, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
             sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
         )  # fmt: skip
-        if results is not None and site is not None and not enable_graph:
-            key = f"{hook}.{name}"  # Lightning: _ResultCollection.log builds its keys so
-            if add_dataloader_idx and results.dataloader_idx is not None:
-                key += f".{results.dataloader_idx}"
-            item = results.get(key)
-            if item is not None and item.meta.sync.should and item.meta.on_step:
-                self._say_synced(name)  # and leave it to Lightning, which reduces the value in the call
-            elif item is not None:
-                self._sites[site] = results, item
+        if results is None:
+            return
+        item = results[key]
+        connector.overwritten.append((item, before))
+        if item.meta.sync.should and item.meta.on_step:
+            self._say_synced(name)  # and leave it to Lightning, which reduces the value in the call
+        elif site is not None and not enable_graph:
+            self._sites[site] = results, item
 
     def _say_synced(self, name: str) -> None:
         if name not in self._connector.said and self._connector.trainer.is_global_zero:
             self._connector.said.add(name)
             log.warning(_SYNCED, name)
 
-    def _first(self, name: str, value: Any, *arguments: Any) -> None:
-        LightningModule.log(self._module, name, value, *arguments)
-
     def _update(self, results: _ResultCollection, item: _ResultMetric, value: Any, batch_size: int | None) -> bool:
         """What a validated call does; False for a value that Lightning must look at."""
         # Lightning: LightningModule.log, _ResultCollection.log and _ResultMetric.update.
+        before = item._forward_cache
         if not item.is_tensor:
             if item.value is not value or not isinstance(value, Metric):
                 return False
@@ -146,7 +150,9 @@ class Log:
                 elif meta.is_sum_reduction:
                     item.value = item.value + tensor
                 else:
-                    item.value = meta.reduce_fx(item.value, tensor)
+                    extreme = meta.reduce_fx(item.value, tensor)
+                    item.value = tensor.clone() if extreme is tensor else extreme  # Python's own pick one of the two
+        self._connector.overwritten.append((item, before))
         item._computed = None
         item._update_count += 1
         item.has_reset = False
@@ -164,9 +170,13 @@ class Log:
             )
         if kind is float or kind is int or kind is bool:
             # Filled in on the device: a copy from the host would wait for it.
-            return torch.full((), value, dtype=_get_default_dtype(), device=self._module.device)
+            fits = kind is not int or -_MAX_INT <= value <= _MAX_INT
+            return torch.full((), value, dtype=_get_default_dtype(), device=self._module.device) if fits else None
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in mid-run leaves this one's trainer behind.
         return bound, (LightningModule.log, self._module)
+
+
+Log.__call__.__qualname__ = LightningModule.log.__qualname__  # which the interpreter names in its errors

@@ -11,9 +11,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
 from torch import Tensor
 
 __all__ = ["LoggerConnector", "is_asynchronous"]
@@ -45,6 +46,10 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         super().__init__(trainer)
         self.said: set[str] = set()
         """What was warned of already."""
+        self.overwritten: list[tuple[_ResultMetric, Any]] = []
+        """Places that the batch that runs now has logged to, each with what the last step left there."""
+        self._read: set[str] = set()  # which of the three dicts were read in it
+        self._is_behind = False  # whether a batch ended since the dicts were brought up to date
 
     def begin_batch(self, results: _ResultCollection, batch: Any, dataloader_idx: int | None = None) -> None:
         """What Lightning's `on_batch_start` does, for a loop that knows its results."""
@@ -59,25 +64,35 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         results, self.results = self.results, None
         assert results is not None
         results.batch = results.batch_size = None
+        self.overwritten.clear()
+        self._read.clear()
+        self._is_behind = True
 
     def collect(self) -> None:
-        """Brings the three dicts up to date."""
-        if self.trainer._results:
+        """Brings the three dicts up to date with the last batch that ended."""
+        if self.results is not None:  # this one was cancelled, or raised
+            for item, value in reversed(self.overwritten):
+                item._forward_cache = value
+        if self._is_behind and self.trainer._results:
             metrics = self.metrics
-            self._progress_bar_metrics.update(metrics["pbar"])
-            self._callback_metrics.update(metrics["callback"])
-            self._logged_metrics.update(metrics["log"])
+            if "pbar" not in self._read:
+                self._progress_bar_metrics.update(metrics["pbar"])
+            if "callback" not in self._read:
+                self._callback_metrics.update(metrics["callback"])
+            if "log" not in self._read:
+                self._logged_metrics.update(metrics["log"])
+        if self.results is not None:
+            self.end_batch()
+        self._is_behind = False
 
     def epoch_end_reached(self) -> None:
         """Called by Lightning where values of a step are no longer current."""
-        if self._first_loop_iter is not None:
-            self.collect()
+        self.collect()
         super().epoch_end_reached()
 
     def teardown(self) -> None:
         """Called by Lightning at the end, of a run that was interrupted in mid-epoch too."""
-        if self._first_loop_iter is not None:
-            self.collect()
+        self.collect()
         super().teardown()
 
     @property
@@ -106,12 +121,29 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         return metrics
 
     @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """As of now."""
+        self._note_read("callback")
+        return super().callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """As of now."""
+        self._note_read("log")
+        return super().logged_metrics
+
+    @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Numbers, all read from the device together."""
+        self._note_read("pbar")
         metrics = super().progress_bar_metrics
         if self.results is not None and any(is_asynchronous(value) for value in metrics.values()):
             self._count_read()
         return _numbers(metrics)
+
+    def _note_read(self, metrics: str) -> None:
+        if self.results is not None:
+            self._read.add(metrics)
 
     def _count_read(self) -> None:
         """Says so once if the host waits for the device between two logging intervals, step after step."""
@@ -126,10 +158,20 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Sends `metrics` to the loggers; tensors of a device are read together."""
+        # Lightning: _LoggerConnector.log_metrics, which reads one after the other.
         if not self.trainer.loggers or not metrics:
             return
-        super().log_metrics(_numbers(metrics), step)
-        self._logged_metrics.update(metrics)  # as they are, where the line above put the numbers
+        self._logged_metrics.update(metrics)
+        numbers = convert_tensors_to_scalars(_numbers(metrics))  # which has a word to say about other tensors
+        if step is None:
+            step = numbers.pop("step", None)
+            if step is None:
+                numbers.setdefault("epoch", self.trainer.current_epoch)
+                step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+            step = int(step)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics=numbers, step=step)
+            logger.save()
 
 
 def _reader() -> str:

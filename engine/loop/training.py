@@ -150,11 +150,16 @@ class _Epoch:
         self._fit_loop = trainer.fit_loop
         self._connector = trainer._logger_connector
         self._hooks = Hooks(trainer)
-        self._transfer = Transfer(trainer)
-        self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
+        self._look()
         self._strategy_hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
         self._precision: Any = trainer.precision_plugin
         self._precision.hooks = self._hooks
+
+    def _look(self) -> None:
+        trainer = self._trainer
+        self._hooks.refresh()
+        self._transfer = Transfer(trainer)
+        self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
 
     def close(self) -> None:
         """Takes away what was attached."""
@@ -177,7 +182,7 @@ class _Epoch:
         # Lightning: _TrainingEpochLoop.advance
         trainer, loop, hooks, connector = self._trainer, self._loop, self._hooks, self._connector
         if hooks.is_stale():
-            hooks.refresh()
+            self._look()
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
         batch_idx = current.ready
