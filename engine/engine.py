@@ -102,8 +102,9 @@ class Engine(LoopTrainer):
             plugins=_as_list(plugins),
         )
         given = _as_list(callbacks)
+        default_bar: Callback | None = None
         if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
-            given.append(_progress_bar())
+            given.append(default_bar := _progress_bar())
         if mode is not None:
             given.insert(0, CompileSteps(mode))
         self._parts = parts
@@ -122,7 +123,7 @@ class Engine(LoopTrainer):
             barebones=barebones,
             **trainer_flags,
         )
-        attach(self, watch)
+        attach(self, watch, default_bar)
 
     @property
     def layout(self) -> Layout:

@@ -47,6 +47,12 @@ class GlobalOrder(DistributedSampler[int]):
         if callable(inner):
             inner(epoch)
 
+    @property
+    def num_repeated(self) -> int:
+        """Samples that are dealt twice, so that all ranks have as many."""
+        size = len(self.sampler)  # type: ignore[arg-type]
+        return 0 if self.drop_last else -size % self.num_replicas
+
     def __len__(self) -> int:
         size = len(self.sampler)  # type: ignore[arg-type]
         return size // self.num_replicas if self.drop_last else -(-size // self.num_replicas)

@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 # Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
@@ -43,14 +45,30 @@ class LoopTrainer(Trainer):
             raise
 
 
-def attach(trainer: Trainer, watch: NonFiniteWatch) -> None:
+class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector
+    """Lightning's; a progress bar that the module brings takes the place of the default one, of whatever class."""
+
+    def __init__(self, trainer: Trainer, default_bar: Callback | None) -> None:
+        super().__init__(trainer)
+        self._default_bar = default_bar
+
+    def _attach_model_callbacks(self) -> None:
+        super()._attach_model_callbacks()
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(c, ProgressBar) and c is not self._default_bar for c in callbacks):
+            self.trainer.callbacks = [c for c in callbacks if c is not self._default_bar]  # type: ignore[attr-defined]
+
+
+def attach(trainer: Trainer, watch: NonFiniteWatch, default_bar: Callback | None = None) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
     Args:
         trainer: changed in place.
         watch: sees each loss and gradient norm.
+        default_bar: the progress bar that nobody asked for by name; None for none.
     """
     # Lightning: the private parts that Trainer.__init__ makes.
+    trainer._callback_connector = CallbackConnector(trainer, default_bar)
     trainer._data_connector = DataConnector(trainer)
     trainer._signal_connector = SignalConnector(trainer)
     # The connector was told its loggers already: they stay.

@@ -4,9 +4,10 @@ import copy
 from typing import Any
 
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
@@ -30,6 +31,12 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             drop_last=mode == RunningStage.TRAINING and getattr(dataloader.batch_sampler, "drop_last", False),
             **ranks,
         )
+        if self.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING) and sampler.num_repeated:
+            rank_zero_warn(
+                f"Using `DistributedSampler` with the dataloaders: {sampler.num_repeated} sample(s) are evaluated"
+                f" twice, so that all {sampler.num_replicas} ranks have as many. Evaluate on one device for exact"
+                " figures."
+            )
         if dataloader.batch_sampler is None or hasattr(dataloader.batch_sampler, "sampler"):
             return _with_sampler(dataloader, sampler)
         return _update_dataloader(dataloader, sampler, mode=mode)  # says what it needs of such a batch sampler

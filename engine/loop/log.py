@@ -38,8 +38,8 @@ log = logging.getLogger("polyphase.engine")
 
 
 def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
-    """Puts a `Log` before the module's own `log`, unless its class has one of its own."""
-    if type(module).log is LightningModule.log:
+    """Puts a `Log` before the module's own `log`, unless its class or it has one of its own."""
+    if type(module).log is LightningModule.log and "log" not in module.__dict__:
         stand_in = Log(module, connector)
         # A compiled step's graph then ends at the user's line, not somewhere in here.
         is_compiled = getattr(connector.trainer.strategy, "compile", None) is not None

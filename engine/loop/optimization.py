@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torch import Tensor
 from torch.optim import Optimizer
@@ -125,7 +124,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             torch._foreach_mul_(gradients, self._divisor / length)
 
 
-class _MicroBatch(AbstractClosure[ClosureResult]):  # Lightning: the optimizer calls it, or nobody: then it says so
+class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: then it says so
     """Forward, zeroing of gradients and backward of one micro-batch."""
 
     def __init__(

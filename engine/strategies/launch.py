@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
 # outlive `destroy_process_group` and abort the process at exit under gloo.
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from lightning.pytorch import Trainer
 
 # Lightning: the two private launchers are the ones its own DDPStrategy uses.
@@ -73,7 +73,7 @@ class LayoutStrategy:
         # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
         if start_method == "popen" or environment.creates_processes_externally:
             self._launcher: Any = _SubprocessScriptLauncher(environment, num_processes, num_nodes)
-        elif start_method not in multiprocessing.get_all_start_methods():
+        elif start_method not in mp.get_all_start_methods():
             raise ValueError(
                 f"strategy {self!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
                 " none."

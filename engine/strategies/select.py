@@ -148,7 +148,9 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
     else:
         kind, name = type(accelerator), "cpu" if isinstance(accelerator, CPUAccelerator) else accelerator.name()
     if devices == "auto":
-        return name, kind.auto_device_count()
+        num_devices = kind.auto_device_count()
+        # Lightning: _set_devices_flag_if_auto_passed takes one GPU only in an interactive session.
+        return name, min(1, num_devices) if name == "cuda" and accelerator_connector._IS_INTERACTIVE else num_devices
     if devices in (0, "0", []) or (isinstance(devices, int) and devices < -1):
         raise InvalidDevicesError(
             f"`Trainer(devices={devices!r})` value is not a valid input using {name} accelerator: devices must be a"
