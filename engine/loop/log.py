@@ -110,9 +110,9 @@ class Log:
             self._module, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
             sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
         )  # fmt: skip
-        if results is None:
+        item = None if results is None else results.get(key)
+        if results is None or item is None:  # `barebones` logs nothing
             return
-        item = results[key]
         connector.overwritten.append((item, before))
         if item.meta.sync.should and item.meta.on_step:
             self._say_synced(name)  # and leave it to Lightning, which reduces the value in the call

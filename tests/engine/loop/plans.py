@@ -62,6 +62,7 @@ PER_STEP = {"training_step", "validation_step", "on_test_batch_end", *STEP_HOOKS
 PER_EPOCH = {"on_test_epoch_end", *EPOCH_HOOKS, *VAL_EPOCH_HOOKS}
 
 VALUES = ("float", "int", "bool", "tensor", "loss", "view", "float64", "bfloat16", "int64", "vector", "numpy", "nan")
+REDUCTIONS = ("mean", "mean", "mean", "min", "max", "sum", "builtin_max", "builtin_min")
 METRIC_VALUES = ("metric", "updated metric", "collection")
 """Logged as torchmetrics objects."""
 
@@ -115,6 +116,8 @@ class Hook(_Short):
     """`stop` sets `trainer.should_stop`, `raise` raises."""
     at: int = 0
     """The call in which it does so."""
+    late: bool = False
+    """Whether a module's hook first does what it usually does."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -129,7 +132,7 @@ class Plan(_Short):
     surplus: int = 0
     """Batches that `limit_train_batches` cuts off."""
     sized: bool = True
-    """Whether the loader knows its length."""
+    """Whether the loaders know their length."""
     batch: str = "tensor"
     returns: str = "tensor"
     """What `training_step` does: `tensor`, `dict`."""
@@ -148,14 +151,16 @@ class Plan(_Short):
     optimizer: str = "sgd"
     scheduler: str | None = None
     frequency: int = 1
-    monitor: str = "a"
+    monitor: str = "watched"
+    """What a plateau scheduler looks at; `watched` is always logged."""
     log_every_n_steps: int = 1
-    logger: bool = True
+    logger: str | None = "writes"
+    """`reads`: it looks at `trainer.logged_metrics` as well."""
     clip: float | None = None
     clip_algorithm: str | None = None
     precision: str = "32-true"
     then: str | None = None
-    """What follows `fit`: `validate`, `test` or `fit` for one more epoch."""
+    """What follows, even a run that raised: `validate`, `test`, or one more epoch by `fit` or of an `other module`."""
 
 
 _T = TypeVar("_T")
@@ -170,7 +175,7 @@ _levels = st.sampled_from([(None, None), (True, None), (True, True), (False, Tru
 
 @st.composite
 def _entries(draw: Callable, hook: str) -> Entry:
-    value = draw(_mostly(*VALUES, *METRIC_VALUES)) if draw(st.booleans()) else draw(st.sampled_from(VALUES[:6]))
+    value = draw(st.sampled_from(VALUES + METRIC_VALUES))
     on_step, on_epoch = draw(_levels) if hook in PER_STEP else (None, None)
     is_metric = value in METRIC_VALUES
     return Entry(
@@ -180,7 +185,7 @@ def _entries(draw: Callable, hook: str) -> Entry:
         logger=draw(_mostly(None, True, False)),
         on_step=on_step,
         on_epoch=on_epoch,
-        reduce_fx="mean" if is_metric else draw(_mostly("mean", "min", "max", "sum", "builtin_max", "builtin_min")),
+        reduce_fx="mean" if is_metric else draw(st.sampled_from(REDUCTIONS)),
         enable_graph=draw(_mostly(False, True)),
         add_dataloader_idx=draw(_mostly(True, False)),
         batch_size=draw(_mostly(None, 3)),
@@ -195,17 +200,19 @@ def _entries(draw: Callable, hook: str) -> Entry:
 
 @st.composite
 def _hooks(draw: Callable, name: str) -> Hook:
-    logs = name in PER_STEP | PER_EPOCH and draw(st.booleans())
+    logs = name in PER_STEP | PER_EPOCH
     entries = draw(st.lists(_entries(name), max_size=3, unique_by=lambda e: e.name)) if logs else ()
     reads = draw(st.lists(st.sampled_from(READS), max_size=2, unique=True)) if draw(st.booleans()) else ()
     does = draw(_mostly(None, None, None, "stop", None, None, "stop", "raise"))
     at = draw(st.integers(0, 3)) if does else 0
-    return Hook(name=name, entries=tuple(entries), reads=tuple(reads), does=does, at=at)
+    late = draw(st.booleans()) if name in MODULE_STEP_HOOKS else False
+    return Hook(name=name, entries=tuple(entries), reads=tuple(reads), does=does, at=at, late=late)
 
 
 def _owner(draw: Callable, names: tuple[str, ...], most: int) -> tuple[Hook, ...]:
     chosen = draw(st.lists(st.sampled_from(names), max_size=most, unique=True))
-    return tuple(draw(_hooks(name)) for name in chosen)
+    always = [name for name in ("training_step", "validation_step") if name in names and name not in chosen]
+    return tuple(draw(_hooks(name)) for name in (*always, *chosen))
 
 
 def _agreed(owners: list[tuple[Hook, ...]]) -> list[tuple[Hook, ...]]:
@@ -226,12 +233,13 @@ def plans(draw: Callable) -> Plan:
     size = windows * accumulate
     sized = draw(_mostly(True, False))
     vals = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
-    interval = draw(st.one_of(st.none(), st.integers(1, size), *([st.just(0.5)] if sized else []))) if vals else None
-    can_skip = vals and isinstance(interval, int)
+    by_batches = draw(_mostly(False, True)) if vals else False
+    intervals = [st.integers(1, size), *([st.none(), st.just(0.5)] if sized else [st.none()])]
+    interval = draw(st.integers(1, size + 2) if by_batches else st.one_of(intervals)) if vals else None
     clip = draw(_mostly(None, 0.1, 10.0))
     algorithm = draw(st.sampled_from(["norm", "value"])) if clip else None
     owners = [_owner(draw, MODULE_HOOKS, 8), *(_owner(draw, CALLBACK_HOOKS, 6) for _ in range(draw(st.integers(0, 3))))]
-    module, *callbacks = _agreed(owners)
+    module, *callbacks = _agreed(owners) if draw(st.integers(0, 9)) else owners
     arguments: dict[str, Any] = {
         "surplus": draw(_mostly(0, 2)),
         "batch": draw(_mostly("tensor", "dict", "list", "ragged")),
@@ -242,17 +250,17 @@ def plans(draw: Callable) -> Plan:
         "max_epochs": draw(st.integers(1, 3)),
         "max_steps": draw(_mostly(-1, windows, windows + 1)),
         "min_epochs": draw(_mostly(None, 2)),
-        "check_val_every_n_epoch": draw(st.sampled_from([1, 2, *([None] if can_skip else [])])),
+        "check_val_every_n_epoch": None if by_batches else draw(_mostly(1, 2)),
         "num_sanity_val_steps": draw(_mostly(0, 1, 2)),
         "optimizer": draw(st.sampled_from(["sgd", "momentum", "adam"])),
         "scheduler": draw(st.sampled_from([None, "step", "epoch", "plateau step", "plateau epoch"])),
         "frequency": draw(_mostly(1, 2)),
-        "monitor": draw(st.sampled_from(["a", "b", "watched"])),
+        "monitor": draw(_mostly("watched", "a")),
         "log_every_n_steps": draw(st.integers(1, 5)),
-        "logger": draw(_mostly(True, False)),
+        "logger": draw(_mostly("writes", "reads", None)),
         "clip_algorithm": algorithm,
         "precision": draw(_mostly("32-true", "64-true", "bf16-mixed")),
-        "then": draw(_mostly(None, "validate", "test", "fit")),
+        "then": draw(_mostly(None, "validate", "test", "fit", "other module")),
     }
     return Plan(
         module=module,

@@ -45,7 +45,7 @@ def replay(trainer_class: type[pl.Trainer], plan: Plan) -> Trace:
     logger = _Recorder(player)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer = _trainer(trainer_class, plan, player, logger)
+        trainer = logger.trainer = _trainer(trainer_class, plan, player, logger)
         outcome = _run(trainer, module, plan)
     # Where a warning is from differs; that it comes once or at each step is up to its filter.
     texts = {f"{w.category.__name__}: {w.message}" for w in said if "treespec, LeafSpec" not in str(w.message)}
@@ -59,36 +59,43 @@ def replay(trainer_class: type[pl.Trainer], plan: Plan) -> Trace:
     return Trace(player.events, end)
 
 
-def describe(value: Any) -> Any:
-    """`value` in numbers and strings; a tensor by all that two could differ in."""
+def describe(value: Any, most: int = 4) -> Any:
+    """`value` in numbers and strings; a tensor by all that two could differ in, beyond `most` numbers by their sum."""
     if isinstance(value, Tensor):
         shown = value.detach().flatten()
-        numbers = [repr(number) for number in (shown if len(shown) <= 4 else shown.sum()[None]).tolist()]
+        numbers = [repr(number) for number in (shown if len(shown) <= most else shown.sum()[None]).tolist()]
         return f"{value.dtype}{list(value.shape)}{' with graph' * value.requires_grad} {' '.join(numbers)}"
     if isinstance(value, dict):
-        return {key: describe(item) for key, item in value.items()}
+        return {key: describe(item, most) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [describe(item) for item in value]
+        return [describe(item, most) for item in value]
     if isinstance(value, float):
         return repr(value)  # NaN equals itself then
-    return value if value is None or isinstance(value, int | str | bool) else type(value).__name__
+    if value is None or isinstance(value, int | str | bool):
+        return value
+    return "closure" if callable(value) else type(value).__name__
 
 
-def _run(trainer: pl.Trainer, module: pl.LightningModule, plan: Plan) -> Any:
-    train = _loader(plan, plan.windows * plan.accumulate + plan.surplus, plan.sized)
-    val = [_loader(plan, size, True) for size in plan.val_batches]
+def _run(trainer: pl.Trainer, module: "_Module", plan: Plan) -> list[Any]:
+    train = _loader(plan, plan.windows * plan.accumulate + plan.surplus)
+    val = [_loader(plan, size) for size in plan.val_batches]
+    outcomes = [_outcome(trainer.fit, module, train, val or None)]
+    if plan.then in ("fit", "other module"):  # also after a run that raised
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        trainer.should_stop = False
+        next_module = module if plan.then == "fit" else type(module)(module.player)
+        outcomes.append(_outcome(trainer.fit, next_module, train, val or None))
+    elif plan.then is not None and val:
+        outcomes.append(_outcome(getattr(trainer, plan.then), module, val, verbose=False))
+    return outcomes
+
+
+def _outcome(function: Any, *arguments: Any, **named: Any) -> Any:
     try:
-        trainer.fit(module, train, val or None)
-        if plan.then == "fit":
-            trainer.fit_loop.max_epochs += 1
-            trainer.fit_loop.epoch_loop.max_steps = -1
-            trainer.should_stop = False
-            trainer.fit(module, train, val or None)
-        elif plan.then is not None and val:
-            return describe(getattr(trainer, plan.then)(module, val, verbose=False))
+        return describe(function(*arguments, **named))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _trainer(trainer_class: type[pl.Trainer], plan: Plan, player: "_Player", logger: Logger) -> pl.Trainer:
@@ -285,10 +292,11 @@ def _module_hook(hook: Hook) -> Any:
     base = getattr(_Module, hook.name)
 
     def method(self: _Module, *arguments: Any, **named: Any) -> Any:
+        usual = base(self, *arguments, **named) if hook.late else None
         self.player.visit("module", hook, self.trainer, self, *arguments, *named.values())
         if hook.name == "on_train_batch_start" and arguments[1] == self.player.plan.cancel_at:
             return -1
-        return base(self, *arguments, **named)
+        return usual if hook.late else base(self, *arguments, **named)
 
     def evaluation_batch(self: _Module, *arguments: Any, dataloader_idx: int = 0) -> None:
         method(self, *arguments)  # Lightning wants to see the argument's name
@@ -312,9 +320,13 @@ class _Recorder(Logger):
     def __init__(self, player: _Player) -> None:
         super().__init__()
         self._events = player.events
+        self._reads = player.plan.logger == "reads"
+        self.trainer: Any = None
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._events.append(("logger", step, describe(metrics)))
+        if self._reads:
+            self._events.append(("    logged_metrics", describe(self.trainer.logged_metrics)))
 
     def log_hyperparams(self, *arguments: Any, **named: Any) -> None: ...
 
@@ -343,6 +355,6 @@ class _Stream(IterableDataset[Any]):
         return (self.rows[i] for i in range(len(self.rows)))
 
 
-def _loader(plan: Plan, num_batches: int, sized: bool) -> DataLoader:
+def _loader(plan: Plan, num_batches: int) -> DataLoader:
     rows = _Rows(plan, num_batches * BATCH_SIZE - (plan.batch == "ragged"))
-    return DataLoader(rows if sized else _Stream(rows), batch_size=BATCH_SIZE)
+    return DataLoader(rows if plan.sized else _Stream(rows), batch_size=BATCH_SIZE)

@@ -1,0 +1,136 @@
+"""A run that was stopped under one trainer goes on under the other as if nothing had been."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks as stock
+from torch.utils.data import DataLoader
+
+from .both import TRAINERS, Small, exactly, rows, trainer_of
+
+PAIRS = [(first, second) for first in TRAINERS for second in TRAINERS]
+
+
+class Resumable(DataLoader):
+    """Goes on after the batches that were taken before."""
+
+    def __init__(self, num_batches: int) -> None:
+        super().__init__(rows(num_batches).dataset, batch_size=4)
+        self.num_taken = 0
+
+    def __iter__(self) -> Any:
+        skipped, self.num_taken = self.num_taken % len(self), 0
+        for i, batch in enumerate(super().__iter__()):
+            if i >= skipped:
+                self.num_taken = i + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_taken": self.num_taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_taken = state["num_taken"]
+
+
+class Scheduled(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step, batch))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+class SavesIn(pl.Callback):
+    """Saves a checkpoint the n-th time that a hook is called."""
+
+    def __init__(self, hook: str, at: int, path: Path) -> None:
+        self.num_calls = 0
+
+        def save(trainer: Any, *_: Any, **__: Any) -> None:
+            self.num_calls += 1
+            if self.num_calls == at:
+                trainer.save_checkpoint(path)
+
+        setattr(self, hook, save)
+
+
+def run(trainer_class: type[pl.Trainer], folder: Path, checkpoint: Path | None = None, **flags: Any) -> dict[str, Any]:
+    module, loader = Scheduled(), Resumable(4)
+    trainer = trainer_of(trainer_class, folder, **{"max_epochs": 3, **flags})
+    trainer.fit(module, loader, rows(2), ckpt_path=checkpoint, weights_only=False if checkpoint else None)
+    return {
+        "weights": exactly(module.state_dict()),
+        "optimizers": exactly([optimizer.state_dict() for optimizer in trainer.optimizers]),
+        "progress": exactly(trainer.fit_loop.state_dict()),
+        "epoch": trainer.current_epoch,
+        "step": trainer.global_step,
+        "metrics": exactly(trainer.callback_metrics),
+        "seen": exactly(module.seen),
+    }
+
+
+@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("hook", "at"),
+    [
+        ("on_train_batch_end", 2),
+        ("on_train_batch_end", 4),
+        ("on_train_batch_end", 6),
+        ("on_train_batch_start", 6),
+        ("on_validation_end", 1),
+        ("on_validation_batch_end", 3),
+        ("on_train_epoch_start", 2),
+        ("on_train_epoch_end", 1),
+        ("on_train_end", 1),
+    ],
+)
+def test_a_run_goes_on_where_it_was(tmp_path, hook, at, flags):
+    """All four pairs of trainers leave the same weights, after the same batches."""
+    found = []
+    for i, (first, second) in enumerate(PAIRS):
+        saved = tmp_path / f"{i}.ckpt"
+        whole = run(first, tmp_path / f"whole {i}", callbacks=[SavesIn(hook, at, saved)], **flags)
+        rest = run(second, tmp_path / f"rest {i}", saved, **flags)
+        found.append((rest, whole["weights"], whole["progress"]))
+    assert found[1:] == found[:1] * 3
+
+
+def test_it_is_the_run_that_was_not_stopped(tmp_path):
+    saved = tmp_path / "saved.ckpt"
+    whole = run(TRAINERS[1], tmp_path / "whole", callbacks=[SavesIn("on_train_batch_end", 6, saved)])
+    rest = run(TRAINERS[1], tmp_path / "rest", saved)
+    assert rest["weights"] == whole["weights"]
+    assert rest["seen"] == whole["seen"][6:]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")  # Lightning's; that is how one resumes
+@pytest.mark.parametrize(("first", "second"), PAIRS[1:], ids=lambda trainer: trainer.__name__)
+def test_callbacks_and_counters_go_on(tmp_path, first, second):
+    kept = {"save_last": True, "save_top_k": -1, "monitor": "loss_step", "every_n_train_steps": 3}
+    histories = []
+    for pair in ((first, second), (pl.Trainer, pl.Trainer)):
+        folder = tmp_path / " ".join(trainer.__name__ for trainer in pair)
+        folder.mkdir(exist_ok=True)
+        for trainer, steps, resumed in zip(pair, (6, 11), (None, folder / "kept" / "last.ckpt"), strict=True):
+            callbacks = [
+                stock.ModelCheckpoint(folder / "kept", **kept),
+                stock.EarlyStopping("val_loss", patience=1, min_delta=10.0),
+                stock.EMAWeightAveraging(decay=0.5),
+            ]
+            last = run(trainer, folder / str(steps), resumed, callbacks=callbacks, max_steps=steps, max_epochs=9)
+        states = [_without_paths(exactly(callback.state_dict())) for callback in callbacks]
+        histories.append((last, states, sorted(path.name for path in (folder / "kept").iterdir())))
+    assert histories[0] == histories[1]
+
+
+def _without_paths(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if "path" not in key and key not in ("dirpath", "best_k_models")}
