@@ -180,8 +180,8 @@ class _Epoch:
             StopIteration: the epoch is over, for want of data or because `on_train_batch_start` said so.
         """
         # Lightning: _TrainingEpochLoop.advance
-        trainer, loop, hooks, connector = self._trainer, self._loop, self._hooks, self._connector
-        if hooks.is_stale():
+        trainer, loop, connector = self._trainer, self._loop, self._connector
+        if self._hooks.is_stale():
             self._look()
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
@@ -199,17 +199,13 @@ class _Epoch:
         is_cancelled = False
         if batch is None:
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        elif self._is_cancelled(batch, batch_idx):
+            progress.is_last_batch = is_last = ends_window = is_cancelled = True
         else:
-            is_cancelled = hooks.call("on_train_batch_start", batch, batch_idx) == -1
-            if self._strategy_hook is not None:
-                hooks.within("on_train_batch_start", self._strategy_hook, batch, batch_idx)
-            if is_cancelled:
-                progress.is_last_batch = is_last = ends_window = True
-            else:
-                total.started += 1
-                current.started += 1
-                arguments = (batch, batch_idx) if self._has_idx else (batch,)
-                outputs = loop.automatic_optimization.run_flat(hooks, batch_idx, arguments, ends_window)
+            total.started += 1
+            current.started += 1
+            arguments = (batch, batch_idx) if self._has_idx else (batch,)
+            outputs = loop.automatic_optimization.run_flat(self._hooks, batch_idx, arguments, ends_window)
         total.processed += 1
         current.processed += 1
 
@@ -220,10 +216,21 @@ class _Epoch:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if is_cancelled:
             raise StopIteration
-        hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_batch()
         total.completed += 1
         current.completed += 1
+        self._end(is_last, ends_window, has_schedulers)
+
+    def _is_cancelled(self, batch: Any, batch_idx: int) -> bool:
+        response = self._hooks.call("on_train_batch_start", batch, batch_idx)
+        if self._strategy_hook is not None:
+            self._hooks.within("on_train_batch_start", self._strategy_hook, batch, batch_idx)
+        return response == -1
+
+    def _end(self, is_last: bool, ends_window: bool, has_schedulers: bool) -> None:
+        """What follows a batch: logging, validation, schedulers that wait for it, signals."""
+        trainer, loop, connector = self._trainer, self._loop, self._connector
         every = trainer.log_every_n_steps
         # Lightning: _LoggerConnector.should_update_logs
         is_logged = every and ((loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
@@ -231,7 +238,7 @@ class _Epoch:
             connector.log_metrics(connector.metrics["log"])
 
         # Lightning: _TrainingEpochLoop.on_advance_end
-        if is_last or trainer.should_stop or self._may_validate(total.ready, current.ready):
+        if is_last or trainer.should_stop or self._may_validate():
             self._validate(ends_window)
         if has_schedulers:
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
@@ -242,12 +249,13 @@ class _Epoch:
         if ends_window:
             loop.look_for_signals()
 
-    def _may_validate(self, num_total: int, num_current: int) -> bool:
+    def _may_validate(self) -> bool:
         """Whether validation can be due after this batch, which Lightning then decides."""
         every = self._trainer.val_check_batch
         if self._trainer._val_check_time_interval is not None or not isinstance(every, int):
             return True
-        return num_total % every == 0 or num_current % every == 0
+        progress = self._loop.batch_progress
+        return progress.total.ready % every == 0 or progress.current.ready % every == 0
 
     def _validate(self, ends_window: bool) -> None:
         trainer, loop, connector = self._trainer, self._loop, self._connector
