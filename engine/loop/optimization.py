@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -64,9 +64,11 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             steps.total.completed += 1
             steps.current.completed += 1
             self._observe_norm(num_steps)
-        else:
-            with _block_parallel_sync_behavior(strategy):
+        elif isinstance(strategy, ParallelStrategy):
+            with strategy.block_backward_sync():
                 closure()
+        else:
+            closure()
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
 

@@ -1,5 +1,6 @@
 """What few modules and loaders do comes out as under the stock trainer."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from .both import TRAINERS, Notes, Small, exactly, outcome, rows, trainer_of
+from .both import TRAINERS, Notes, Small, error_of, exactly, outcome, rows, trainer_of
 
 
 class ByHand(Notes):
@@ -177,6 +178,62 @@ def test_hooks_that_are_attributes_of_the_object_and_change_in_mid_epoch(same, l
     found = same(make)
     assert found["seen"].count("zero") == 8
     assert found["seen"].count("late") == (6 if late.startswith("on_") else 0)
+
+
+class LogsItsWay(Notes):
+    """Its class has a `log` of its own."""
+
+    def log(self, name, value, *args, **kwargs):
+        self.seen.append((name, value))
+        super().log(f"my_{name}", value, *args, **kwargs)
+
+
+def logs_by_its_object():
+    module = Notes()
+    usual = module.log
+
+    def log(name, value, **named):
+        module.seen.append((name, value))
+        usual(name, value, **named)
+
+    module.log = log
+    return module
+
+
+@pytest.mark.parametrize("make", [LogsItsWay, logs_by_its_object])
+def test_a_log_of_the_users(same, make):
+    assert len(same(make)["seen"]) == 12
+
+
+def test_a_copy_made_in_mid_run_is_like_the_module(same):
+    class Copies(Notes):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            trainer, self.trainer = self.trainer, None
+            other = copy.deepcopy(self)
+            self.trainer = trainer
+            self.seen = [exactly(other.state_dict()), other.training, error_of(other.log, "a", "text")]
+
+    assert same(Copies)["seen"]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "max_size", "min_size", "max_size_cycle"])
+def test_several_validation_loaders(tmp_path, mode):
+    class Takes(Notes):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            parts = [part for part in (batch if isinstance(batch, list) else [batch]) if part is not None]
+            self.seen.append((len(parts), batch_idx, dataloader_idx))
+            loss = sum(self.loss(part) for part in parts)
+            self.log("val_loss", loss, on_step=True, on_epoch=True, batch_size=4)
+            self.log(f"alone_{dataloader_idx}", loss, add_dataloader_idx=False, batch_size=2)
+
+    found = []
+    for trainer_class in TRAINERS:
+        module, folder = Takes(), tmp_path / trainer_class.__name__
+        trainer = trainer_of(trainer_class, folder, val_check_interval=2)
+        trainer.fit(module, rows(), CombinedLoader([rows(2), rows(3)], mode))
+        found.append((exactly(module.seen), outcome(trainer, module, folder)))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 4 * {"sequential": 5, "min_size": 2}.get(mode, 3)
 
 
 class LBFGS(Notes):
