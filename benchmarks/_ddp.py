@@ -1,0 +1,94 @@
+"""DDP on two CPU processes over gloo: the loop by hand, Engine and Trainer take turns in the same two processes.
+
+`overhead.py` runs this file under torchrun. The trainers attach to the process group that is there, so that a
+round is paired: the same processes, the same connections, the same neighbours on the machine.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from _contestants import MLP, QUIET, Case, Clock, make_loader, settle, trainers
+from lightning.pytorch import Trainer
+from report import Table
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+__all__ = ["ddp"]
+
+CASE = Case(key="ddp", name="one logged value", num_logged=1)
+
+
+def by_hand(steps: int) -> float:
+    """Keeps each loss, which is its log."""
+    clock = Clock(steps)
+    module = MLP(CASE, clock)
+    model = DistributedDataParallel(module)
+    optimizer = module.configure_optimizers()
+    logged = []
+    for batch in make_loader(steps, DistributedSampler, 2):
+        clock.tick()
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logged.append(loss.detach())
+    return clock.us_per_step
+
+
+def by(make: type[Trainer], steps: int) -> float:
+    module = MLP(CASE, Clock(steps))
+    make(accelerator="cpu", devices=2, strategy="ddp", **QUIET).fit(module, make_loader(steps, None, 2))
+    return module.clock.us_per_step
+
+
+def rank(rounds: int, steps: int, output: Path) -> None:
+    """What each of the two processes does; rank 0 writes its times."""
+    dist.init_process_group("gloo")
+    runs: dict[str, Callable[[int], float]] = {"by hand": by_hand}
+    runs |= {name: lambda steps, make=make: by(make, steps) for name, make in trainers().items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order = random.Random(0)  # the same on both ranks
+    for _ in range(rounds):
+        for name in order.sample(list(runs), len(runs)):
+            gc.collect()
+            dist.barrier()
+            times[name].append(runs[name](steps))
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def ddp(rounds: int, steps: int) -> Table:
+    """Runs the above, and makes a table of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "times.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+        arguments = [*launcher, str(rounds), str(steps), str(result)]
+        subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+        times = json.loads(result.read_text())
+    rows = []
+    for name, us in times.items():
+        ratios = [hand / own for hand, own in zip(times["by hand"], us, strict=True)]
+        spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        rows.append(
+            {"contestant": name, "steps/s": f"{1e6 / statistics.median(us):.0f}", "of the loop by hand": spread}
+        )
+    return Table(title="DDP, two processes over gloo, one logged value (steps/s; share of the loop by hand)", rows=rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("output", type=Path)
+    settle()
+    rank(**vars(parser.parse_args()))
