@@ -116,7 +116,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=_positive, help="alternating rounds (default: 7; at least 5 for a claim)")
-    parser.add_argument("--steps", type=_positive, help="steps that are timed in each run (default: 1000)")
+    parser.add_argument("--steps", type=_positive, help="steps that are timed in each run (default: 600)")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 50 steps, where these are not given")
     parser.add_argument("--cases", nargs="+", metavar="CASE", choices=[c.key for c in CASES] + list(OTHERS), help=keys)
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
@@ -127,7 +127,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.accelerator == "cuda" and set(options.cases or ()) & set(OTHERS):
         parser.error(f"--accelerator cuda has no {' or '.join(OTHERS)}: those two are measured on the CPU.")
     options.rounds = options.rounds or (2 if options.quick else 7)
-    options.steps = options.steps or (50 if options.quick else 1000)
+    options.steps = options.steps or (50 if options.quick else 600)
     return options
 
 
@@ -165,7 +165,7 @@ def main() -> None:
         where += f"\nGPU: {torch.cuda.get_device_name()}\n"
         tables = [cuda_steps(cases, options.rounds, options.steps), waits()]
     else:
-        if not importlib.util.find_spec("accelerate"):
+        if cases and not importlib.util.find_spec("accelerate"):
             where += "\nAccelerate is not installed, so it is not among the contestants.\n"
         if cases:
             tables.append(cpu_steps(cases, options.rounds, options.steps))

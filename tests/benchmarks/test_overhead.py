@@ -62,7 +62,7 @@ def test_cases_choose_what_runs(tmp_path):
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],
-    ids=" ".join,
+    ids=["rounds", "cases", "accelerator"],
 )
 def test_what_can_not_be_measured_is_an_error(tmp_path, arguments, message):
     finished = overhead(*arguments, "--output", tmp_path)
