@@ -4,6 +4,7 @@ from .console import ConsoleLogger, default_progress_bar
 from .gradient_norm import GradientNormMonitor
 from .memory import MemoryMonitor
 from .progress import ProgressBar
+from .snapshot import Snapshot, default_snapshot
 from .throughput import ThroughputMonitor
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "GradientNormMonitor",
     "MemoryMonitor",
     "ProgressBar",
+    "Snapshot",
     "ThroughputMonitor",
     "default_progress_bar",
+    "default_snapshot",
 ]

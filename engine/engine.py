@@ -27,6 +27,7 @@ from .strategies import select
 __all__ = ["Engine", "fit"]
 
 _SPREADING = {
+    "async_checkpoints",
     "callbacks",
     "compile",
     "compression",
@@ -35,6 +36,7 @@ _SPREADING = {
     "num_nodes",
     "plugins",
     "precision",
+    "resume",
     "strategy",
     "sync_batchnorm",
 }
@@ -53,6 +55,10 @@ class Engine(LoopTrainer):
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
             on every device and under every strategy.
         compression: how gradients are sent: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd:rank"``.
+        resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
+            damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
+            the number of processes changes.
+        async_checkpoints: save while training goes on; a step waits until its state is copied.
         compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
             ``"ignore"``.
@@ -73,6 +79,8 @@ class Engine(LoopTrainer):
         precision: str | int | None = None,
         compression: str = "none",
         compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False,
+        resume: str | Path | None = None,
+        async_checkpoints: bool = True,
         nonfinite: Literal["warn", "error", "ignore"] = "warn",
         callbacks: list[Callback] | Callback | None = None,
         enable_progress_bar: bool | None = None,
@@ -105,6 +113,8 @@ class Engine(LoopTrainer):
         default_bar: Callback | None = None
         if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
             given.append(default_bar := _progress_bar())
+        if resume == "auto" and not any(hasattr(callback, "snapshot_folder") for callback in given):
+            given.append(_snapshot())
         if mode is not None:
             given.insert(0, CompileSteps(mode))
         self._parts = parts
@@ -123,7 +133,14 @@ class Engine(LoopTrainer):
             barebones=barebones,
             **trainer_flags,
         )
-        attach(self, watch, default_bar)
+        self._resume = resume
+        attach(
+            self,
+            watch,
+            default_bar,
+            async_checkpoints=async_checkpoints,
+            keeps_global_batch=resume == "auto",
+        )
 
     @property
     def layout(self) -> Layout:
@@ -159,7 +176,8 @@ class Engine(LoopTrainer):
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision))
         try:
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            resume = self._resume if ckpt_path is None else ckpt_path
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)
         except SIGTERMException as stopped:
             stopped.code = 128 + signal.SIGTERM  # as shells have it; Lightning's 0 looks like success
             raise
@@ -201,7 +219,7 @@ class Engine(LoopTrainer):
         order = generator.get_state() if generator is not None else None
         with tempfile.TemporaryDirectory() as folder:
             recorder = verification.Recorder(Path(folder) / "states.pt")
-            engine = type(self)(**{**self._flags, **quiet, "callbacks": [recorder]})
+            engine = type(self)(**{**self._flags, **quiet, "callbacks": [recorder], "resume": None})
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             certificate: Any = None  # on the other ranks, which wait for it below
             if engine.is_global_zero:
@@ -234,8 +252,14 @@ def _as_list(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, Iterable) else [given]
 
 
+# Callbacks import the engine, never the other way round; these two are the exception, and by name.
 def _progress_bar() -> Callback:
-    # Callbacks import the engine, never the other way round; this is the one exception, and it is by name.
     from polyphase.callbacks import default_progress_bar
 
     return default_progress_bar()
+
+
+def _snapshot() -> Callback:
+    from polyphase.callbacks import default_snapshot
+
+    return default_snapshot()

@@ -32,10 +32,22 @@ class CommHook(ABC):
     def __init__(self) -> None:
         self.num_calls = 0
         self.num_bytes = 0
+        self.names: dict[Tensor, str] = {}
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Registers the hook on `model`, whatever its device."""
+        self.names = {parameter: name for name, parameter in model.module.named_parameters()}
         model.register_comm_hook(state=None, hook=self._run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the method remembers from step to step, by the names of parameters; empty if nothing.
+
+        Under ``"residuals"`` is what each rank has not sent yet; everything else is the same on all ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most methods remember nothing
+        """Goes on with a `state_dict` of the same method; ``"residuals"`` are this rank's."""
 
     @abstractmethod
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -2,6 +2,7 @@
 
 import warnings
 
+from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
 from .nonfinite import NonFiniteError, NonFiniteWatch

@@ -11,8 +11,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 # Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
 from lightning.pytorch.utilities.argparse import _parse_env_variables
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..strategies import announce
+from .checkpoint_connector import CheckpointConnector
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
@@ -33,16 +35,81 @@ def defaults_from_environment(init: Callable[..., None]) -> Callable[..., None]:
     return with_defaults
 
 
+_LAST_SAVE_S = 5.0
+"""How long a rank that failed waits for the save in flight, which is its peers' as well."""
+
+
 class LoopTrainer(Trainer):
-    """A trainer that names a failed rank before any callback can wait for the others."""
+    """A trainer that saves in the background, and names a failed rank before any callback can wait for the others."""
 
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        checkpoints.is_ending = False
         try:
-            return super()._run(*args, **kwargs)
+            results = super()._run(*args, **kwargs)
+            checkpoints.saver.finish()
+            return results
         except BaseException as exception:
+            checkpoints.is_ending = True
+            checkpoints.saver.finish(None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S)
             announce(exception)
             raise
+
+    def request_snapshot(self) -> None:
+        """Has all ranks save a snapshot after the same step; any rank may ask."""
+        self._signal_connector.request_snapshot()  # type: ignore[attr-defined]
+
+    @property
+    def snapshots_path(self) -> str | None:
+        """The folder in which a callback saves snapshots; None if none does."""
+        folders = [getattr(callback, "snapshot_folder", None) for callback in self.callbacks]  # type: ignore[attr-defined]
+        return next((folder(self) for folder in folders if folder is not None), None)
+
+    def on_rank_zero(self, function: Callable[[], Any]) -> Any:
+        """Calls `function` on rank 0, whose result it returns there; what it raises there, all ranks raise."""
+        kept: list[Any] = []
+        self._checkpoint_connector.saver.agree(lambda: kept.append(function()))  # type: ignore[attr-defined]
+        return kept[0] if kept else None
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The newest checkpoint that this run has saved, once it is on the disk."""
+        return self._checkpoint_connector.saver.newest  # type: ignore[attr-defined]
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Removes a checkpoint, as soon as the save in flight has succeeded; called by one rank."""
+        self._checkpoint_connector.saver.remove(path)  # type: ignore[attr-defined]
+
+    def save_checkpoint(
+        self,
+        filepath: Any,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+        *,
+        link: str | None = None,
+    ) -> None:
+        """Saves the state of the run as the directory `filepath`; all ranks call it.
+
+        While training goes on, it returns when the state is copied, and the disk is written to in the background.
+
+        Args:
+            filepath: local path or fsspec URL.
+            weights_only: leave out what only training needs.
+            storage_options: for a CheckpointIO of the user's.
+            link: name of a link beside `filepath` that shall point at it.
+        """
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        if self.model is None or not checkpoints.is_portable:
+            super().save_checkpoint(filepath, weights_only, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
+                " one, name the storage by an fsspec URL as the path."
+            )
+        with self.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
+            checkpoints.save(str(filepath), weights_only, link=link)
 
 
 class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector
@@ -59,16 +126,28 @@ class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_con
             self.trainer.callbacks = [c for c in callbacks if c is not self._default_bar]  # type: ignore[attr-defined]
 
 
-def attach(trainer: Trainer, watch: NonFiniteWatch, default_bar: Callback | None = None) -> None:
+def attach(
+    trainer: Trainer,
+    watch: NonFiniteWatch,
+    default_bar: Callback | None = None,
+    *,
+    async_checkpoints: bool = True,
+    keeps_global_batch: bool = False,
+) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
     Args:
         trainer: changed in place.
         watch: sees each loss and gradient norm.
         default_bar: the progress bar that nobody asked for by name; None for none.
+        async_checkpoints: save while training goes on.
+        keeps_global_batch: where another number of processes resumes, change the accumulation to match.
     """
     # Lightning: the private parts that Trainer.__init__ makes.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
+    trainer._checkpoint_connector = CheckpointConnector(
+        trainer, in_background=async_checkpoints, keeps_global_batch=keeps_global_batch
+    )
     trainer._data_connector = DataConnector(trainer)
     trainer._signal_connector = SignalConnector(trainer)
     # The connector was told its loggers already: they stay.

@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -65,6 +66,8 @@ class _Evaluation:
         self._step = getattr(trainer.strategy, self._step_name)
         step_of_module = getattr(trainer.lightning_module, self._step_name)
         self._has_idx = is_param_in_hook_signature(step_of_module, "batch_idx", min_args=2)
+        # In mid-training all ranks can stop here, if they have as many batches.
+        self._looks = trainer.state.fn == TrainerFn.FITTING and all(isinstance(n, int) for n in trainer.num_val_batches)
         self._names_loader = loop._is_sequential and loop.num_dataloaders > 1
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -90,5 +93,7 @@ class _Evaluation:
             seen = loop._seen_batches_per_dataloader
             connector.log_metrics(connector.metrics["log"], step=seen[dataloader_idx])
             seen[dataloader_idx] += 1
+        if self._looks:
+            trainer._signal_connector.look(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
         if not progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException

@@ -1,10 +1,10 @@
-"""SIGTERM stops all ranks at the same step, without a collective.
+"""Signals are acted on by all ranks at the same step, without a collective: SIGTERM stops, SIGUSR1 saves a snapshot.
 
 A rank that was signalled, and every rank that finds out, goes on training until all have agreed on a step to stop at;
 what they say to each other goes through the process group's key-value store:
 
 1. the signalled rank sets ``requested``; the others look for it once a second;
-2. from then on each rank writes at each boundary between steps how many batches it has done, *then* looks whether
+2. from then on each rank writes at each boundary between steps the number of that boundary, *then* looks whether
    ``frozen`` is set, and goes on if it is not;
 3. rank 0, once all ranks have written, sets ``frozen``, *then* reads what they wrote, and sets ``stop_at`` to the
    largest number plus one;
@@ -15,10 +15,12 @@ tensor, and reads it back, on every step instead.
 """
 
 import logging
+import signal
 import time
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,6 +29,8 @@ __all__ = ["Agreement", "SignalConnector"]
 
 log = logging.getLogger("polyphase.engine")
 
+_END_OF_STEP = 2**32 - 1
+"""After all batches of a validation."""
 _PERIOD_S = 1.0
 """How often a rank looks whether another one was asked to stop."""
 
@@ -48,16 +52,16 @@ class Agreement:
         self._has_joined = False
         self._stop_at: int | None = None
 
-    def reached(self, batches: int, requested: bool) -> bool:
+    def reached(self, place: int, requested: bool) -> bool:
         """Whether to stop here. Called at each boundary between steps.
 
         Args:
-            batches: number of batches done.
+            place: number of the boundary, the same on all ranks and never smaller than the last.
             requested: whether this rank was asked to stop.
         """
         if self._stop_at is None and (self._has_joined or self._join(requested)):
-            self._negotiate(batches)
-        return self._stop_at is not None and batches >= self._stop_at
+            self._negotiate(place)
+        return self._stop_at is not None and place >= self._stop_at
 
     def _join(self, requested: bool) -> bool:
         now = time.monotonic()
@@ -70,8 +74,8 @@ class Agreement:
         self._has_joined = requested or self._store.check(["requested"])
         return self._has_joined
 
-    def _negotiate(self, batches: int) -> None:
-        self._store.set(self._ranks[self._rank], str(batches))
+    def _negotiate(self, place: int) -> None:
+        self._store.set(self._ranks[self._rank], str(place))
         if self._rank == 0:
             if self._store.check(self._ranks):
                 self._store.set("frozen", "1")
@@ -84,8 +88,14 @@ class Agreement:
 class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
     """Lightning's, whose `received_sigterm` is true on all ranks at the same step while they train."""
 
+    requeues = False
+    """Whether a signal of SLURM's has the job saved and started again."""
+    _is_requeued = False
+
     def __init__(self, trainer: Trainer) -> None:
-        self._num_runs = 0
+        self._num_runs = self._num_snapshots = 0
+        self._snapshot_requested = False
+        self._snapshot_agreement: Agreement | None = None
         super().__init__(trainer)
 
     @property
@@ -102,16 +112,56 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         """Called by Lightning when the processes of a run are connected."""
         super().register_signal_handlers()
         self._num_runs += 1
-        fits = self.trainer.state.fn == TrainerFn.FITTING
-        if fits and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # torch: the store under the default process group; there is no public way to it.
-            store = dist.PrefixStore(f"polyphase/stop/{self._num_runs}", dist.distributed_c10d._get_default_store())
-            self._agreement = Agreement(store, dist.get_rank(), dist.get_world_size())
+        self._agreement = self._agreement_on(f"stop/{self._num_runs}")
+        self._num_snapshots = 0
+        self._snapshot_requested = False
+        self._snapshot_agreement = self._agreement_on(f"snapshot/{self._num_runs}/0")
+        environment = self.trainer._accelerator_connector.cluster_environment
+        self.requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        takes_snapshots = any(hasattr(callback, "on_train_step_end") for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        if takes_snapshots and not self._has_already_handler(signal.SIGUSR1):
+            self._register_signal(signal.SIGUSR1, lambda *_: self.request_snapshot())
 
-    def look(self, batches: int) -> None:
-        """Called by the training loop between two steps, with the number of batches done."""
-        if self._agreement is not None and not self._agreed and self._agreement.reached(batches, self._requested):
+    def _agreement_on(self, subject: str) -> Agreement | None:
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        if not (fits and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return None
+        # torch: the store under the default process group; there is no public way to it.
+        store = dist.PrefixStore(f"polyphase/{subject}", dist.distributed_c10d._get_default_store())
+        return Agreement(store, dist.get_rank(), dist.get_world_size())
+
+    def request_snapshot(self) -> None:
+        """Asks all ranks to save after the same step."""
+        self._snapshot_requested = True
+
+    def snapshot_due(self, batches: int) -> bool:
+        """Whether all ranks are to save now. Called by the training loop between two steps, as `look` is."""
+        due = self._snapshot_requested
+        if self._snapshot_agreement is not None:
+            due = self._snapshot_agreement.reached(batches, self._snapshot_requested)
+        if due:
+            self._snapshot_requested = False
+            self._num_snapshots += 1
+            self._snapshot_agreement = self._agreement_on(f"snapshot/{self._num_runs}/{self._num_snapshots}")
+            if self._is_requeued:
+                super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
+        return due
+
+    def look(self, batches: int, evaluated: int = _END_OF_STEP) -> None:
+        """Called by the loops between two steps, or two batches of a validation.
+
+        Args:
+            batches: number of batches trained on.
+            evaluated: number of batches evaluated since, if it is not over.
+        """
+        place = (batches << 32) + evaluated
+        if self._agreement is not None and not self._agreed and self._agreement.reached(place, self._requested):
             self._requested = self._agreed = True
+
+    # Lightning: _SignalConnector._slurm_sigusr_handler_fn saves from within the signal handler, in mid-step.
+    def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:
+        self._is_requeued = True
+        self.request_snapshot()
 
     # Lightning: _SignalConnector._sigterm_notifier_fn starts a collective from within the signal handler.
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:

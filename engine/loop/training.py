@@ -6,6 +6,8 @@ was stopped in mid-epoch and has to find its way back, runs in Lightning's own l
 """
 
 import logging
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -20,6 +22,7 @@ from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from ..checkpoint import get_random_state
 from .evaluation import EvaluationLoop
 from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
@@ -37,6 +40,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     automatic_optimization: AutomaticOptimization
     _announced: str | None = None
+    owes_validation = False
+    """Whether the run that is resumed was stopped in mid-validation: it is done from its start."""
+    random_before_validation: dict[str, Any] | None = None
+    _batches_at_step = 0
+    _steps = 0
+    _on_train_step_end: Sequence[Callable[..., None]] = ()
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
         super().__init__(trainer, min_steps, max_steps)
@@ -68,12 +77,16 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         try:
             # The first batch after a resumption is Lightning's: it knows what was done before.
             if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
-                if self.done:
+                if self.done and not self.owes_validation:
                     return
                 try:
-                    self.advance(data_fetcher)
-                    self.on_advance_end(data_fetcher)
+                    if self.owes_validation:
+                        flat.end_of_batch()
+                    else:
+                        self.advance(data_fetcher)
+                        self.on_advance_end(data_fetcher)
                 finally:
+                    self.owes_validation = False
                     self.on_iteration_done()
             self.val_loop.restarting = False
             while not flat.is_done():
@@ -84,18 +97,58 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             flat.close()
             detach_log(trainer.lightning_module)
 
+    def reset(self) -> None:
+        """Called at the start of each epoch."""
+        with warnings.catch_warnings():
+            if self.restarting and self.trainer._checkpoint_connector.knows_place:  # type: ignore[attr-defined]
+                # Lightning takes only loaders with a state_dict for ones that can go on where they were.
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            super().reset()
+
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Called when the epoch's iterator is there."""
+        data: Any = self.trainer._data_connector
+        if not self.restarting and not self.trainer.fit_loop.is_resuming:
+            data.forget_place()
+        super().on_run_start(data_fetcher)
+        connector: Any = self.trainer._checkpoint_connector
+        connector.restore_random_state()
+        self._mark_step()
+        callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        self._on_train_step_end = [hook for hook in callbacks if hook is not None]
+
+    def _mark_step(self) -> None:
+        self._batches_at_step, self._steps = self.batch_progress.current.ready, self.global_step
+
+    def batches_done(self) -> int:
+        """Batches of this epoch that optimizer steps have used: those of an unfinished window are not among them."""
+        ready = self.batch_progress.current.ready
+        if not self.trainer.lightning_module.automatic_optimization:
+            return self.batch_progress.current.processed
+        return ready if self.global_step > self._steps else self._batches_at_step
+
     def _broadcast_sigterm_tensor(self) -> None:
         # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, called by its own loop before each batch.
-        if not self._should_accumulate():
-            self.look_for_signals()
+        pass
 
-    def look_for_signals(self) -> None:
-        """Stops here if all ranks agreed to."""
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Called by Lightning's own loop after each batch."""
+        super().on_advance_end(data_fetcher)
+        if not self._should_accumulate():
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Between two optimizer steps: stops here if all ranks agreed to, or saves a snapshot if one is due."""
+        self._mark_step()
         signals: Any = self.trainer._signal_connector
         signals.look(self.batch_progress.total.ready)
         # If training is over, the loop above this one stops: after what an end of an epoch still does.
         if signals.received_sigterm and not self._is_training_done:
             raise SIGTERMException
+        if self._on_train_step_end or signals.requeues:
+            is_asked = signals.snapshot_due(self.batch_progress.total.ready)
+            for on_train_step_end in self._on_train_step_end:
+                on_train_step_end(self.trainer, self.trainer.lightning_module, is_asked)
 
 
 TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # by which a profile names its entries
@@ -237,7 +290,17 @@ class _Epoch:
         if ends_window and (is_logged or trainer.fast_dev_run):
             connector.log_metrics(connector.metrics["log"])
 
+        self._after_logging(is_last, ends_window, has_schedulers)
+
+    def end_of_batch(self) -> None:
+        """Does again what follows the last batch, which was not over when the run was stopped."""
+        progress = self._loop.batch_progress
+        is_last = progress.is_last_batch or progress.current.ready == self._fit_loop.max_batches
+        self._after_logging(is_last, True, bool(self._trainer.strategy.lr_scheduler_configs))
+
+    def _after_logging(self, is_last: bool, ends_window: bool, has_schedulers: bool) -> None:
         # Lightning: _TrainingEpochLoop.on_advance_end
+        trainer, loop = self._trainer, self._loop
         if is_last or trainer.should_stop or self._may_validate():
             self._validate(ends_window)
         if has_schedulers:
@@ -247,7 +310,7 @@ class _Epoch:
         if trainer.should_stop:
             loop._save_loggers_on_train_batch_end()
         if ends_window:
-            loop.look_for_signals()
+            loop.end_step()
 
     def _may_validate(self) -> bool:
         """Whether validation can be due after this batch, which Lightning then decides."""
@@ -262,10 +325,12 @@ class _Epoch:
         if not loop._should_check_val_fx(self._fetcher):
             return
         connector.collect()  # what the batch logged can still be read while validating
+        loop.random_before_validation = get_random_state()
         first_loop_iter = connector._first_loop_iter
         trainer.validating = True
         if ends_window:
             self._hooks.within("on_validation_model_zero_grad", trainer.lightning_module.on_validation_model_zero_grad)
         loop.val_loop.run()
         trainer.training = True
+        loop.random_before_validation = None
         connector._first_loop_iter = first_loop_iter

@@ -94,6 +94,13 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self._is_in_step = False
 
+    hands_out_shards = False
+    """Whether optimizer state is handed out as each rank holds it, rather than gathered on rank 0."""
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer, for a checkpoint."""
+        return optimizer.state_dict() if self.hands_out_shards else super().optimizer_state(optimizer)
+
     compile: Callable[..., Any] | None = None
     """Compiles a function; None for no compilation."""
     compiles_units = False

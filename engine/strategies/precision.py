@@ -94,6 +94,10 @@ class _Mixed(_Clipping, MixedPrecision, _Hooked):
         return self.autocast_context_manager()
 
 
+# By this name a checkpoint has the loss scale: Lightning's own files, and those it is to open, have it so.
+_Mixed.__qualname__ = MixedPrecision.__qualname__
+
+
 class _Half(_Clipping, HalfPrecision, _Hooked): ...
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
+from polyphase.engine.checkpoint import NAMES, is_checkpoint, load_checkpoint
 
 from .replay import describe
 
@@ -101,13 +102,19 @@ def outcome(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> di
 
 def files(folder: Path) -> dict[str, Any]:
     """All files below `folder` by their paths in it; checkpoints and tables with what is in them."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    # Engine's checkpoints are directories, Trainer's files.
+    found = sorted(
+        path for path in folder.rglob("*") if is_checkpoint(path) or (path.is_file() and not is_checkpoint(path.parent))
+    )
     return {str(path.relative_to(folder)): _content(path, folder) for path in found}
 
 
 def _content(path: Path, folder: Path) -> Any:
     if path.suffix == ".ckpt":
-        checkpoint = torch.load(path, weights_only=False)
+        is_ours = is_checkpoint(path)
+        checkpoint = load_checkpoint(path) if is_ours else torch.load(path, weights_only=False)
+        for key in ("polyphase", NAMES):
+            assert (checkpoint.pop(key, None) is not None) is is_ours
         return without(exactly(checkpoint), folder)
     return path.read_text() if path.suffix == ".csv" else None
 

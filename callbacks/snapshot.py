@@ -1,0 +1,171 @@
+"""Snapshots from which the same command, run again, goes on: at most one interval is lost to a crash."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from polyphase.engine.checkpoint import find, lock, repair
+from polyphase.engine.flags import check_count, check_number, choose
+
+__all__ = ["Snapshot", "default_snapshot"]
+
+
+class Snapshot(Callback):
+    """Saves the whole state of a run after whole optimizer steps, in the background, and keeps the newest few.
+
+    Also saves when the run ends, when it is sent SIGTERM (and then stops) or SIGUSR1 (and then goes on), and, of one
+    process, when it fails. ``Engine(resume="auto")`` goes on from the newest one that is not damaged.
+
+    Args:
+        dirpath: folder, local or an fsspec URL; None for ``snapshots`` in the trainer's ``default_root_dir``. One run
+            at a time may hold it.
+        every_n_steps: optimizer steps between two snapshots; None for none.
+        every_minutes: minutes between two snapshots, by rank 0's clock; None for none.
+        keep_last: number of snapshots to keep.
+        keep_every_n_steps: keep those of multiples of this step for ever; None for none.
+        monitor: name of a logged metric; the snapshot where it was best is kept as well.
+        mode: whether the best is the ``"min"`` or the ``"max"``.
+
+    Raises:
+        ValueError: an argument that is out of range; neither steps nor minutes are given.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        every_n_steps: int | None = None,
+        every_minutes: float | None = 10.0,
+        keep_last: int = 2,
+        keep_every_n_steps: int | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        for name, steps in (("every_n_steps", every_n_steps), ("keep_every_n_steps", keep_every_n_steps)):
+            if steps is not None:
+                check_count(name, steps)
+        if every_minutes is not None:
+            check_number("every_minutes", every_minutes, above=0)
+        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self.keep_last = check_count("keep_last", keep_last)
+        self.keep_every_n_steps = keep_every_n_steps
+        self.monitor = monitor
+        self.mode = choose("mode", mode, ("min", "max"))
+        self._best: dict[str, Any] = {}
+        self._saved_step: int | None = None
+        self._saved_at = 0.0
+        self._release: Callable[[], None] | None = None
+
+    @property
+    def state_key(self) -> str:
+        """By which its state is found in a checkpoint."""
+        return "Snapshot"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best snapshot so far."""
+        return dict(self._best)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Knows the best snapshot again."""
+        self._best = dict(state_dict)
+
+    def snapshot_folder(self, trainer: Trainer) -> str:
+        """Where the snapshots of `trainer` are."""
+        return self.dirpath or os.path.join(trainer.default_root_dir, "snapshots")
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Takes the folder for this run.
+
+        Raises:
+            CheckpointError: another run saves there.
+        """
+        if stage == "fit" and self._release is None:
+            self._release = trainer.on_rank_zero(lambda: self._take(trainer))
+            self._saved_step = None
+
+    def _take(self, trainer: Trainer) -> Callable[[], None]:
+        folder = self.snapshot_folder(trainer)
+        release = lock(folder)
+        for path in repair(folder):
+            rank_zero_info(f"Found {path}, which was saved but had not got its name yet")
+        return release
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the first interval."""
+        self._saved_at = time.monotonic()
+        # What was resumed from need not be saved again.
+        self._saved_step = trainer.global_step
+
+    def on_train_step_end(self, trainer: Any, pl_module: LightningModule, save_now: bool) -> None:
+        """Called by the engine between two optimizer steps, when all that belongs to the first is over."""
+        if save_now or (self.every_n_steps and trainer.global_step % self.every_n_steps == 0):
+            self._save(trainer)
+        # The ranks' clocks differ, so rank 0's decides, and all agree on a step.
+        elif self.every_minutes and trainer.is_global_zero and self._minutes_since_save() >= self.every_minutes:
+            self._saved_at = time.monotonic()
+            trainer.request_snapshot()
+
+    def _minutes_since_save(self) -> float:
+        return (time.monotonic() - self._saved_at) / 60
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Saves the end of the run."""
+        self._save(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves what can be saved: all ranks agreed to stop, or there is only one."""
+        if trainer.state.fn != "fit" or self._saved_step is None:
+            return
+        if isinstance(exception, SIGTERMException) or trainer.world_size == 1:
+            self._save(trainer)
+        rank_zero_info(f"Training stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Lets another run have the folder."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def _save(self, trainer: Any) -> None:
+        step = trainer.global_step
+        if step == self._saved_step:
+            return
+        self._saved_step, self._saved_at = step, time.monotonic()
+        path = os.path.join(self.snapshot_folder(trainer), f"step={step}")
+        self._note_best(trainer, path)
+        trainer.save_checkpoint(path, link="last")
+        if trainer.is_global_zero:
+            for old in self._superfluous(self.snapshot_folder(trainer), path):
+                trainer.remove_checkpoint(old)
+
+    def _note_best(self, trainer: Trainer, path: str) -> None:
+        if self.monitor is None:
+            return
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            return
+        sign = 1 if self.mode == "min" else -1
+        if not self._best or sign * float(value) < sign * self._best["value"]:
+            self._best = {"path": path, "value": float(value)}
+
+    def _superfluous(self, folder: str, newest: str) -> list[str]:
+        """What is neither among the last few, nor to be kept for ever, nor the best; `newest` is on its way."""
+        older = [(path, manifest) for path, manifest in find(folder) if manifest.name != os.path.basename(newest)]
+        every, best = self.keep_every_n_steps, os.path.basename(self._best.get("path", ""))
+        return [
+            path
+            for path, manifest in older[self.keep_last - 1 :]
+            if not (every and manifest.step % every == 0) and manifest.name != best
+        ]
+
+
+def default_snapshot() -> Snapshot:
+    """What ``resume="auto"`` brings where no snapshots were asked for."""
+    return Snapshot()

@@ -1,0 +1,33 @@
+"""The random state of one process: Python's, numpy's, torch's and its device's, as plain values."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["get_random_state", "set_random_state"]
+
+
+def get_random_state() -> dict[str, Any]:
+    """What `set_random_state` takes; loads with ``weights_only=True``."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Goes on where `get_random_state` was called."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

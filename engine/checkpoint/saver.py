@@ -1,0 +1,334 @@
+"""Saves checkpoints while training goes on, one at a time, and opens them.
+
+Phases of a save:
+1. on the trainer's thread: the tensors are copied to (pinned) host memory, kept for the next time, and all the
+   rest is serialised: that is all a step waits for;
+2. on a thread and over a gloo group of its own: each rank writes its shards; rank 0 collects the checksums and what
+   only the ranks know (random state, place in the data), writes the rest and publishes the directory.
+A save that fails leaves nothing behind; all ranks learn of it, and training goes on.
+"""
+
+import io
+import logging
+import os
+import pickle
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from .shards import Reader, Writer, tensors_in
+from .store import CheckpointError, Files, Manifest, begin, check_files, discard, point, publish, read_manifest, remove
+from .tree import join, like, marks, numbered, split
+
+__all__ = ["RANKS", "REST", "Saver", "load_checkpoint"]
+
+REST = "rest.pt"
+"""What is not sharded: Lightning's own state, by `torch.save`."""
+RANKS = "ranks.pt"
+"""What each rank says of itself, in rank order."""
+
+log = logging.getLogger("polyphase.engine")
+
+# torch says so whenever one process saves or loads; nothing a user could change.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class _Job(NamedTuple):
+    """What a save writes, all of it in host memory."""
+
+    path: str
+    tensors: dict[str, Tensor]
+    rest: bytes
+    of_rank: bytes
+    about: dict[str, Any]
+    link: str | None
+
+
+class Saver:
+    """Writes the checkpoints of one process, which is one of several that all call the same methods in the same order.
+
+    Of a spawned worker's engine, the saver starts afresh: it has no state that outlives a run.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._path = ""
+        self._stager: DefaultStager | None = None
+        self._group: Any = None
+        self._group_of: Any = None
+        self._removals: list[str] = []
+        self._has_checked_rest = False
+        self.newest: str | None = None
+        """The last checkpoint that was published."""
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: str,
+        *,
+        about: dict[str, Any],
+        of_rank: dict[str, Any],
+        link: str | None = None,
+        in_background: bool = True,
+    ) -> None:
+        """Saves `checkpoint` as the directory `path`.
+
+        Args:
+            checkpoint: nested dict; of what is not sharded, rank 0's counts.
+            path: final name, local or URL.
+            about: step, epoch, layout and versions, for the manifest.
+            of_rank: what only this rank knows; goes into ``checkpoint["polyphase"]["ranks"]``.
+            link: name of a link beside `path` that shall point at it.
+            in_background: return when the state is copied; else when it is on the disk.
+
+        Raises:
+            OSError, CheckpointError: it could not be written, and `in_background` is False.
+        """
+        self.finish()  # one at a time
+        group = self._gloo()
+        tensors, rest = split(checkpoint)
+        of_rank_tensors, of_rank = split(of_rank, f"rank{_rank(group)}.")
+        content = b"" if _rank(group) else self._serialised(rest)
+        if self._stager is None:
+            pins = torch.cuda.is_available()
+            options = StagingOptions(pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins)
+            self._stager = DefaultStager(options)
+        job = _Job(path, self._stager.stage({**tensors, **of_rank_tensors}), content, _packed(of_rank), about, link)
+        if not in_background:
+            self._write(job, group)
+            return
+        self._path = path
+        self._thread = threading.Thread(target=self._run, args=(job, group), name="polyphase-save")
+        self._thread.start()
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Waits for the save in flight, at most `timeout_s`; warns if it failed."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            self.report()
+
+    def report(self) -> None:
+        """Warns if a save has failed since the last time; waits for nothing."""
+        if self._thread is None or self._thread.is_alive():
+            return
+        self._thread = None
+        error, self._error = self._error, None
+        removals, self._removals = self._removals, []
+        if error is None:
+            for path in removals:
+                if path != self._path:
+                    remove(path)
+            return
+        newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint yet"
+        rank_zero_warn(
+            f"The checkpoint {self._path} could not be saved: {error}. {newest}; training goes on.", RuntimeWarning
+        )
+
+    def remove(self, path: str) -> None:
+        """Removes a checkpoint; not before the save in flight, which may be to replace it, has succeeded."""
+        if self._thread is None:
+            remove(path)
+        else:
+            self._removals.append(path)
+
+    def load(
+        self,
+        path: str,
+        template: Callable[[str], Tensor | None] = lambda key: None,
+        *,
+        leave_out: tuple[str, ...] = (),
+        weights_only: bool | None = None,
+        alone: bool = False,
+    ) -> dict[str, Any]:
+        """Opens the checkpoint `path`, after all of its files were checked.
+
+        Args:
+            path: of the directory.
+            template: gives for a tensor's key the tensor it is for, which says how it shall be sharded; None for whole,
+                on the CPU.
+            leave_out: top-level keys that are not needed.
+            weights_only: as for `torch.load`; None for True.
+            alone: this rank opens it by itself, rather than all ranks together.
+
+        Returns:
+            The nested dict that was saved, the list of what each rank said under ``checkpoint["polyphase"]["ranks"]``.
+
+        Raises:
+            CheckpointError: it is no checkpoint, damaged, or from a newer version.
+        """
+        self.finish()
+        group = None if alone else self._gloo()
+        manifest = _on_rank_0(group, lambda: read_manifest(path))
+        share = (_rank(group), 1 if group is None else dist.get_world_size(group))
+        wrong = sorted(chain.from_iterable(_gathered(group, check_files(path, manifest, share), to_all=True)))
+        if wrong:
+            raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
+        files = Files(path)
+        rest = _loaded(files, REST, weights_only)
+        for key in leave_out:
+            rest.pop(key, None)
+        ranks = _loaded(files, RANKS, weights_only)
+        if manifest.world_size == share[1]:
+            wanted = [*marks(rest), *marks(ranks[share[0]])]
+        else:
+            wanted = [*marks(rest), *marks(ranks)]  # each rank's are to be dealt anew
+        stored = tensors_in(files)
+        tensors = {key: like(template(key), stored[key].size, stored[key].properties.dtype) for key in wanted}
+        dcp.load(
+            tensors,
+            storage_reader=Reader(files),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,  # each rank reads what it needs; all of them have seen the same files
+        )
+        checkpoint = join(rest, tensors)
+        checkpoint.setdefault("polyphase", {})["ranks"] = join(ranks, tensors)
+        return checkpoint
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What all ranks have, in their order, on each of them."""
+        return _gathered(self._gloo(), mine, to_all=True)
+
+    def agree(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns on rank 0, on each of them; what it raises there, all raise."""
+        return _on_rank_0(self._gloo(), function)
+
+    def _gloo(self) -> Any:
+        """The savers' own group, so that they never meet a collective of training; None for one process."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return None
+        if self._group_of is not dist.group.WORLD:
+            self._group_of = dist.group.WORLD
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def _serialised(self, rest: dict[str, Any]) -> bytes:
+        content = _packed(rest)
+        if not self._has_checked_rest:
+            self._has_checked_rest = True
+            try:
+                torch.load(io.BytesIO(content), weights_only=True)
+            except pickle.UnpicklingError as refused:
+                rank_zero_warn(
+                    "The checkpoint holds objects that are no plain values, so it will open with weights_only=False"
+                    f" only, or after torch.serialization.add_safe_globals([...]): {_first_line(refused)}"
+                )
+        return content
+
+    def _run(self, job: _Job, group: Any) -> None:
+        try:
+            self._write(job, group)
+        except BaseException as error:  # told by `report`, on the trainer's thread
+            self._error = error
+
+    def _write(self, job: _Job, group: Any) -> None:
+        started = time.monotonic()
+        staging = _on_rank_0(group, lambda: begin(job.path))
+        files = Files(staging)
+        try:
+            dcp.save(
+                job.tensors,
+                storage_writer=Writer(files),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+            known = _gathered(group, (files.written, job.of_rank))
+            _on_rank_0(group, lambda: self._publish(job, files, known))
+        except BaseException:
+            if _rank(group) == 0:
+                discard(staging)
+            raise
+        self.newest = job.path
+        log.debug("saved %s in %.2f s", job.path, time.monotonic() - started)
+
+    def _publish(self, job: _Job, files: Files, known: list[Any]) -> None:
+        """On rank 0, when all shards are written."""
+        with files.writing(REST) as stream:
+            stream.write(job.rest)
+        with files.writing(RANKS) as stream:
+            torch.save([torch.load(io.BytesIO(of_rank), weights_only=True) for _, of_rank in known], stream)
+        for written, _ in known:
+            files.written.update(written)
+        manifest = Manifest(
+            name=job.path.rstrip("/").rsplit("/", 1)[-1], time=time.time(), files=dict(files.written), **job.about
+        )
+        publish(files.path, job.path, manifest)
+        if job.link is not None:
+            point(job.path, job.link)
+
+
+def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
+    """Opens a checkpoint by one process, whole, on the CPU, in the form of Lightning's files.
+
+    Raises:
+        CheckpointError: it is no checkpoint, damaged, or from a newer version.
+    """
+    return numbered(Saver().load(os.fspath(path), weights_only=weights_only, alone=True))
+
+
+def _packed(value: Any) -> bytes:
+    """As it is now, whatever becomes of it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _loaded(files: Files, name: str, weights_only: bool | None) -> Any:
+    stream = io.BytesIO(files.read(name))
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
+    except pickle.UnpicklingError as refused:
+        raise CheckpointError(
+            f"The checkpoint {files.path} holds objects that are no plain values: {_first_line(refused)} If you trust"
+            " it, pass weights_only=False, or name the classes: torch.serialization.add_safe_globals([...])."
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """What torch refused, without its advice."""
+    found = re.search(r"Unsupported (?:global|class|operand)[^\n]*?(?= was not| unsupported|\n|$)", str(error))
+    return f"{found[0] if found else str(error).splitlines()[0]}."
+
+
+def _rank(group: Any) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _gathered(group: Any, mine: Any, *, to_all: bool = False) -> list[Any]:
+    """What all ranks have, in their order: on rank 0, or on all."""
+    if group is None:
+        return [mine]
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    if to_all:
+        dist.all_gather_object(everyones, mine, group=group)
+    else:
+        dist.gather_object(mine, everyones if _rank(group) == 0 else None, dst=0, group=group)
+    return everyones
+
+
+def _on_rank_0(group: Any, function: Callable[[], Any]) -> Any:
+    """What `function` returns on rank 0; what it raises there is raised on all ranks."""
+    result: list[Any] = [None, None]
+    if _rank(group) == 0:
+        try:
+            result[0] = function()
+        except Exception as error:
+            result[1] = error
+    if group is not None:
+        dist.broadcast_object_list(result, src=0, group=group)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]

@@ -1,0 +1,422 @@
+"""Every way in which Lightning saves or loads goes through directories of `engine.checkpoint`, under every strategy.
+
+The dict that Lightning gathers, hooks included, stays what it is; parameters and optimizer state are not gathered but
+written as each rank holds them, and what Lightning leaves out is added under the key ``polyphase``: the random state
+and the place in the data of every rank. Files of Lightning's own still load.
+"""
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import __version__ as lightning_version
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+
+# Lightning: how the hooks of a module are called.
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..checkpoint import (
+    NAMES,
+    CheckpointError,
+    Saver,
+    by_name,
+    by_number,
+    find,
+    get_random_state,
+    is_checkpoint,
+    load_checkpoint,
+    numbered,
+    read_manifest,
+    set_random_state,
+)
+from ..flags import Layout
+from ..strategies import LayoutStrategy
+from ..version import __version__
+
+__all__ = ["CheckpointConnector", "DirectoryIO"]
+
+AUTO = "auto"
+"""In place of a path: the newest checkpoint of the run."""
+OURS = "polyphase"
+"""Key of what Lightning's checkpoints do not have."""
+
+
+class DirectoryIO(TorchCheckpointIO):
+    """Lightning's files, and our directories where there are some."""
+
+    def __init__(self, saver: Saver) -> None:
+        super().__init__()
+        self._saver = saver
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens either kind, whole, on the CPU."""
+        self._saver.finish()
+        if is_checkpoint(path):
+            return load_checkpoint(path, weights_only=weights_only)
+        return super().load_checkpoint(path, map_location or "cpu", weights_only)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes either kind; a directory not before its successor is there."""
+        self._saver.remove(str(path))
+
+
+class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoint_connector
+    """Lightning's, with directories in place of files.
+
+    Args:
+        trainer: whose state is saved.
+        in_background: save while training goes on.
+        keeps_global_batch: where another number of processes resumes, change the accumulation to match.
+    """
+
+    def __init__(self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool) -> None:
+        super().__init__(trainer)
+        self.saver = Saver()
+        self._in_background = in_background
+        self._keeps_global_batch = keeps_global_batch
+        self._random_state: dict[str, Any] | None = None
+        self.knows_place = False
+        """Whether the checkpoint that was opened says where in the data it was."""
+        strategy: Any = trainer.strategy
+        # A user's own CheckpointIO writes what it always does, and so do Lightning's strategies with formats of theirs.
+        self.is_portable = (
+            trainer._accelerator_connector.checkpoint_io is None  # Lightning: the plugin that the user gave
+            and (
+                isinstance(strategy, LayoutStrategy)
+                or (
+                    isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+                    and type(strategy).save_checkpoint is Strategy.save_checkpoint
+                )
+            )
+        )
+        if self.is_portable:
+            strategy.checkpoint_io = DirectoryIO(self.saver)
+            strategy.hands_out_shards = True
+
+    # --- saving
+
+    def save(self, path: str, weights_only: bool | None = None, *, link: str | None = None) -> None:
+        """Saves the state of the run; all ranks call it at the same time."""
+        trainer = self.trainer
+        checkpoint = self.dump_checkpoint(bool(weights_only))
+        if "optimizer_states" in checkpoint:
+            names = [self._names(optimizer) for optimizer in trainer.optimizers]
+            states = zip(checkpoint["optimizer_states"], names, strict=True)
+            checkpoint["optimizer_states"] = [by_name(state, of_state) for state, of_state in states]
+        fitting = OURS in checkpoint
+        layout: Layout = getattr(trainer.strategy, "layout", None) or Layout(replicate=trainer.world_size)
+        about = {
+            "step": checkpoint["global_step"],
+            "epoch": checkpoint["epoch"],
+            "layout": {axis: size for axis, size in layout.axes.items() if size > 1},
+            "world_size": trainer.world_size,
+            "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
+        }
+        self.saver.save(
+            checkpoint,
+            path,
+            about=about,
+            of_rank=self._of_rank() if fitting else {},
+            link=link,
+            in_background=self._in_background and self._is_training,
+        )
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether training will go on after this: then nobody can want the directory at once."""
+        trainer = self.trainer
+        return trainer.state.fn == TrainerFn.FITTING and trainer.training and not self.is_ending
+
+    is_ending = False
+    """The run has ended or failed: what is saved now is waited for."""
+
+    @property
+    def _stopped_in_validation(self) -> bool:
+        return self.is_ending and self.trainer.validating
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's dict, with the progress as of the last whole step, and what it leaves out."""
+        checkpoint = super().dump_checkpoint(weights_only)
+        trainer = self.trainer
+        if weights_only or trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        loop = trainer.fit_loop.epoch_loop
+        rewind(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], loop.batches_done())
+        if self._stopped_in_validation:
+            # Half a validation is of no use: it will be done again from its start.
+            start_over(checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"])
+        checkpoint[OURS] = {
+            "in_validation": self._stopped_in_validation,
+            "world_size": trainer.world_size,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+        }
+        if not self.is_portable:
+            checkpoint[OURS]["ranks"] = self.saver.gather(self._of_rank())
+        return checkpoint
+
+    def _of_rank(self) -> dict[str, Any]:
+        trainer = self.trainer
+        epochs = trainer.fit_loop.epoch_progress.current
+        # Between two epochs, nothing of the next one is done.
+        loop = trainer.fit_loop.epoch_loop
+        batches = 0 if epochs.processed == epochs.ready else loop.batches_done()
+        hook = getattr(trainer.strategy, "comm_hook", None)
+        random_state = loop.random_before_validation if self._stopped_in_validation else None
+        return {
+            "random": random_state or get_random_state(),
+            "data": trainer._data_connector.state_dict(batches),
+            "compression": hook.state_dict() if hook is not None else {},
+        }
+
+    def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
+        # Lightning: _CheckpointConnector._get_lightning_module_state_dict, by which a strategy gathers shards.
+        if self.is_portable:
+            return self.trainer.lightning_module.state_dict()
+        return super()._get_lightning_module_state_dict()
+
+    def _names(self, optimizer: Optimizer) -> list[str]:
+        """Names of the parameters of an optimizer, in the order of its groups."""
+        names = {parameter: name for name, parameter in self.trainer.lightning_module.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [names.get(parameter, f"<parameter {i}>") for i, parameter in enumerate(parameters)]
+
+    # --- loading
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Opens a checkpoint, whose files are all checked before anything is changed."""
+        self.saver.finish()
+        if checkpoint_path == AUTO:
+            self._resume_newest(weights_only)
+        elif checkpoint_path and is_checkpoint(checkpoint_path):
+            rank_zero_info(f"Restoring states from the checkpoint path at {checkpoint_path}")
+            self._open(str(checkpoint_path), weights_only)
+        else:
+            if self.is_portable and checkpoint_path and _is_foreign(checkpoint_path):
+                read_manifest(checkpoint_path)  # says what is missing
+            super().resume_start(checkpoint_path, weights_only)
+
+    def _open(self, path: str, weights_only: bool | None) -> None:
+        trainer = self.trainer
+        if not self.is_portable and type(trainer.strategy).load_checkpoint is not Strategy.load_checkpoint:
+            raise CheckpointError(
+                f"{type(trainer.strategy).__name__} has checkpoints of its own kind: turn {path} into a file of"
+                " Lightning's first, with `polyphase ckpt export`."
+            )
+        needless = () if trainer.state.fn == TrainerFn.FITTING else ("optimizer_states",)
+        template = _Templates(trainer.lightning_module)
+        self._loaded_checkpoint = numbered(
+            self.saver.load(path, template, leave_out=needless, weights_only=weights_only)
+        )
+        self._ckpt_path = path
+
+    def _resume_newest(self, weights_only: bool | None) -> None:
+        """Opens the newest checkpoint of the run that is not damaged; none is a fresh start."""
+        folder = self.trainer.snapshots_path  # type: ignore[attr-defined]
+        self._ckpt_path = None
+        for path in self.saver.agree(lambda: [found for found, _ in find(folder)]):
+            try:
+                self._open(path, weights_only)
+            except CheckpointError as damage:
+                rank_zero_warn(f"{damage} An older one is taken.")
+                continue
+            rank_zero_info(f"resume='auto': goes on from {path}")
+            return
+        rank_zero_info(f"resume='auto': no checkpoint in {folder} yet, so training starts afresh")
+
+    # Lightning: _CheckpointConnector._parse_ckpt_path, before there are any processes to agree with.
+    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        return ckpt_path if ckpt_path == AUTO else super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kwargs)
+
+    def restore_model(self) -> None:
+        """Loads the weights, after the module's hook has seen the checkpoint.
+
+        Raises:
+            RuntimeError: the module's parameters are others; lists those missing, unexpected and of another shape.
+        """
+        if not self._is_ours:
+            super().restore_model()
+            return
+        trainer = self.trainer
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", self._loaded_checkpoint)
+        module = trainer.lightning_module
+        try:
+            module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=module.strict_loading)
+        except RuntimeError as mismatch:
+            raise RuntimeError(f"The checkpoint {self._ckpt_path} does not fit the module. {mismatch}") from None
+
+    def restore_loops(self) -> None:
+        """Restores the progress, and remembers what is to be restored when the data is there."""
+        super().restore_loops()
+        ours = self._loaded_checkpoint.get(OURS)
+        if not ours or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        ranks, trainer = ours["ranks"], self.trainer
+        if self._keeps_global_batch:
+            trainer.accumulate_grad_batches = _matching_accumulation(trainer, ours)
+        trainer.fit_loop.epoch_loop.owes_validation = ours["in_validation"]
+        self.knows_place = trainer._data_connector.load_state_dict([rank["data"] for rank in ranks])
+        self._restore_compression([rank["compression"] for rank in ranks])
+        here = trainer.global_rank
+        self._random_state = ranks[here]["random"] if here < len(ranks) else None
+        if len(ranks) != trainer.world_size:
+            rank_zero_info(
+                f"The checkpoint has the random state of {len(ranks)} rank(s), this run has {trainer.world_size}:"
+                " dropout and the like will draw other numbers than an uninterrupted run's."
+            )
+
+    def _restore_compression(self, states: list[dict[str, Any]]) -> None:
+        """Hands each rank's hook what it had not sent yet; of other ranks' number, an equal share of their sum."""
+        trainer = self.trainer
+        hook = getattr(trainer.strategy, "comm_hook", None)
+        if hook is None or not states[0]:
+            if states[0] or (hook is not None and hook.state_dict()):
+                rank_zero_warn(
+                    "The checkpoint was saved under another `compression`: what the hook had not sent yet is lost."
+                )
+            return
+        if len(states) == trainer.world_size:
+            hook.load_state_dict(states[trainer.global_rank])
+            return
+        rank_zero_info(
+            f"What the compression of {len(states)} rank(s) had not sent yet is dealt to {trainer.world_size}: the sum"
+            " stays the same."
+        )
+        residuals = [state["residuals"] for state in states]
+        shares = {name: sum(each[name] for each in residuals) / trainer.world_size for name in residuals[0]}
+        hook.load_state_dict({**states[0], "residuals": shares})
+
+    def restore_optimizers_and_schedulers(self) -> None:
+        """Restores both; of sharded optimizers too, which Lightning leaves to its strategy."""
+        super().restore_optimizers_and_schedulers()
+        if self._is_ours and not self.trainer.strategy.lightning_restore_optimizer:
+            self.restore_optimizers()
+
+    def restore_optimizers(self) -> None:
+        """Restores the optimizers' state by the names of their parameters.
+
+        Raises:
+            CheckpointError: other optimizers, or other parameters in their groups.
+        """
+        if not self._is_ours:
+            super().restore_optimizers()
+            return
+        saved, ours = self._loaded_checkpoint["optimizer_states"], self._loaded_checkpoint.get(OURS, {})
+        optimizers = self.trainer.optimizers
+        then, now = ours.get("optimizers"), [type(optimizer).__name__ for optimizer in optimizers]
+        if then is not None and then != now:
+            raise CheckpointError(
+                f"The checkpoint {self._ckpt_path} has the state of {', '.join(then) or 'no optimizer'}, but"
+                f" configure_optimizers gives {', '.join(now) or 'none'}: use the same, or load the weights alone with"
+                " load_from_checkpoint."
+            )
+        for optimizer, state, names in zip(optimizers, saved, self._loaded_checkpoint[NAMES], strict=True):
+            optimizer.load_state_dict(_in_order_of(by_name(state, names), optimizer, self._names(optimizer)))
+
+    def resume_end(self) -> None:
+        """Called by Lightning when all is restored."""
+        between_epochs = self.trainer.fit_loop.epoch_progress.current
+        super().resume_end()
+        if between_epochs.processed == between_epochs.ready:
+            self.restore_random_state()  # the next epoch's loader draws from it
+
+    def restore_random_state(self) -> None:
+        """Sets the random state of the checkpoint, once; called before the first batch."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.is_portable and NAMES in self._loaded_checkpoint
+
+
+def _is_foreign(path: Any) -> bool:
+    """Whether `path` is a folder that neither we nor Lightning wrote."""
+    return os.path.isdir(path) and not os.path.exists(os.path.join(path, "meta.pt"))  # Lightning: its sharded ones
+
+
+def rewind(progress: dict[str, Any], batches: int) -> None:
+    """Takes back batches that no optimizer step has used, and does not repeat one that has been.
+
+    Args:
+        progress: the state of Lightning's `_BatchProgress`; changed in place.
+        batches: number of batches of the epoch that count.
+    """
+    if progress["current"]["processed"] != batches:
+        total = progress["total"]["ready"] - progress["current"]["ready"] + batches
+        for field in progress["current"]:
+            progress["current"][field] = batches
+            progress["total"][field] = total
+        progress["is_last_batch"] = False
+
+
+def start_over(progress: dict[str, Any]) -> None:
+    """Takes back all of the current batches from the state of a `_BatchProgress`."""
+    for field, count in progress["current"].items():
+        progress["total"][field] -= count
+        progress["current"][field] = 0
+    progress["is_last_batch"] = False
+
+
+class _Templates:
+    """For a tensor's key in a checkpoint, the module's tensor that it is for."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._tensors = dict(module.state_dict())
+        self._tensors.update(module.named_parameters())
+
+    def __call__(self, key: str) -> Tensor | None:
+        # state_dict.<name>; optimizer_states.0.state.<name>.exp_avg; callbacks.EMA.average.module.<name>
+        parts = key.split(".")
+        for end in (len(parts), len(parts) - 1):
+            for start in range(1, end):
+                found = self._tensors.get(".".join(parts[start:end]))
+                if found is not None:
+                    return found
+        return None
+
+
+def _in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
+    """An optimizer's state by name, as `optimizer` wants it: by number, in the order of its own groups."""
+    groups, position = [], 0
+    for number, group in enumerate(optimizer.param_groups):
+        here = names[position : position + len(group["params"])]
+        position += len(here)
+        saved = state["param_groups"][number] if number < len(state["param_groups"]) else {"params": []}
+        if len(state["param_groups"]) != len(optimizer.param_groups) or set(saved["params"]) != set(here):
+            missing, unexpected = sorted(set(here) - set(saved["params"])), sorted(set(saved["params"]) - set(here))
+            raise CheckpointError(
+                f"The checkpoint's state of {type(optimizer).__name__} is for other parameters in group {number}:"
+                f" missing {missing}, unexpected {unexpected}; {len(state['param_groups'])} group(s) there,"
+                f" {len(optimizer.param_groups)} here."
+            )
+        groups.append({**saved, "params": here})
+    return by_number({**state, "param_groups": groups}, names)
+
+
+def _matching_accumulation(trainer: Trainer, ours: dict[str, Any]) -> int:
+    """The accumulation with which this number of processes has the global batch of the checkpoint's."""
+    then, now = ours["world_size"], trainer.world_size
+    per_rank = ours["accumulate_grad_batches"]
+    if then == now or trainer.accumulate_grad_batches != per_rank:
+        return trainer.accumulate_grad_batches
+    if per_rank * then % now:
+        rank_zero_warn(
+            f"{now} process(es) go on where {then} stopped, and no accumulation gives the same global batch:"
+            f" {per_rank * then} micro-batches per step then, {per_rank * now} now."
+        )
+        return per_rank
+    matching = per_rank * then // now
+    rank_zero_info(
+        f"{now} process(es) go on where {then} stopped: accumulate_grad_batches={matching} in place of {per_rank} keeps"
+        " the global batch."
+    )
+    return matching

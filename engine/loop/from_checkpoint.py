@@ -1,0 +1,32 @@
+"""`load_from_checkpoint` of modules and data modules opens our directories as it opens Lightning's files."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.core import saving
+
+from ..checkpoint import is_checkpoint, load_checkpoint
+
+__all__: list[str] = []
+
+_load_file = saving.pl_load  # Lightning: what `_load_from_checkpoint` opens every path with
+
+
+def _load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    if not isinstance(path, (str, Path)) or not is_checkpoint(path):
+        return _load_file(path, map_location, weights_only)
+    checkpoint = load_checkpoint(path, weights_only=weights_only)
+    if map_location is None or map_location is saving._default_map_location:
+        return checkpoint  # on the CPU, where it was opened
+    if isinstance(map_location, (str, torch.device)):
+        return move_data_to_device(checkpoint, torch.device(map_location))
+    stream = io.BytesIO()
+    torch.save(checkpoint, stream)
+    stream.seek(0)
+    return torch.load(stream, map_location=map_location, weights_only=weights_only is not False)
+
+
+saving.pl_load = _load

@@ -1,0 +1,136 @@
+"""Any checkpoint opens anywhere: saved under each layout, opened under each, and trained on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine import Engine
+
+from .parity import TOLERANCE, largest_difference
+
+LAYOUTS = {
+    "single": ("single", 1),
+    "ddp x2": ("ddp_fork:find_unused_parameters=true", 2),
+    "fsdp x2": ("fsdp_fork", 2),
+    "fsdp x4": ("fsdp_fork", 4),
+    "hsdp 2x2": ("hsdp_fork:replicate=2,shard=2", 4),
+}
+SAVED, STEPS = 5, 10
+
+
+class Odd(LightningModule):
+    """Tied, frozen and unused parameters, a buffer, two groups of one optimizer, and a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+        self.table = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.frozen(self.table(batch[:, :-1])) * self.scale
+        for block in self.inner:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1 and p.requires_grad]
+        vectors = [p for p in self.parameters() if p.ndim == 1 and p.requires_grad]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        # The eps of the parity tests: see there.
+        optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def data(world_size: int) -> DataLoader:
+    rows = torch.randint(12, (8 * STEPS, 6), generator=torch.Generator().manual_seed(1))
+    return DataLoader(rows, batch_size=8 // world_size, shuffle=True)  # type: ignore[arg-type]
+
+
+class Dumps(Callback):
+    """Rank 0 writes the whole state, gathered, when training starts, at step `SAVED`, and when it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.dump(trainer, "start")
+
+    def on_train_step_end(self, trainer: Any, pl_module: LightningModule, save_now: bool) -> None:
+        if trainer.global_step == SAVED:
+            self.dump(trainer, "saved")
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.dump(trainer, "end")
+
+    def dump(self, trainer: Any, name: str) -> None:
+        module = trainer.lightning_module
+        state = dict(module.state_dict())
+        for parameter_name, parameter in module.named_parameters():
+            for key, value in trainer.optimizers[0].state.get(parameter, {}).items():
+                state[f"{parameter_name}/{key}"] = value
+        state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+        state["lr"] = torch.tensor([group["lr"] for group in trainer.optimizers[0].param_groups])
+        if trainer.is_global_zero:
+            torch.save({key: value.clone() for key, value in state.items()}, f"{self.path}-{name}")
+
+
+def train(layout: str, folder: Path, **arguments: Any) -> None:
+    strategy, devices = LAYOUTS[layout]
+    folder.mkdir(exist_ok=True)
+    snapshot = Snapshot(folder / "snapshots", every_n_steps=SAVED, every_minutes=None, keep_last=3)
+    engine = Engine(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[snapshot, Dumps(folder / "state")],
+    )
+    torch.manual_seed(7)
+    engine.fit(Odd(), data(devices), **arguments)
+
+
+def dumped(folder: Path, name: str) -> dict[str, Tensor]:
+    return torch.load(folder / f"state-{name}", weights_only=True)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    train(request.param, folder)
+    return request.param, folder
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_opens_bit_for_bit_and_trains_on(saved, target, tmp_path):
+    source, folder = saved
+    train(target, tmp_path, ckpt_path=folder / "snapshots" / f"step={SAVED}")
+    at_save = dumped(folder, "saved")
+    assert {"table.weight/exp_avg", "inner.0.0.bias/exp_avg_sq"} <= at_save.keys()
+    assert same(at_save, dumped(tmp_path, "start"))
+    uninterrupted, resumed = dumped(folder, "end"), dumped(tmp_path, "end")
+    if source == target:
+        assert same(uninterrupted, resumed)
+    else:
+        assert largest_difference(uninterrupted, resumed) < TOLERANCE
