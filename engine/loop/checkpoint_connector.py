@@ -132,7 +132,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     def _is_training(self) -> bool:
         """Whether training will go on after this: then nobody can want the directory at once."""
         trainer = self.trainer
-        return trainer.state.fn == TrainerFn.FITTING and trainer.training and not self.is_ending
+        fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
+        return fits and not self.is_ending
 
     is_ending = False
     """The run has ended or failed: what is saved now is waited for."""
@@ -147,13 +148,10 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         trainer = self.trainer
         if weights_only or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        loop = trainer.fit_loop.epoch_loop
-        rewind(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], loop.batches_done())
-        if self._stopped_in_validation:
-            # Half a validation is of no use: it will be done again from its start.
-            start_over(checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"])
         checkpoint[OURS] = {
+            "between_epochs": self._between_epochs,
             "in_validation": self._stopped_in_validation,
+            "batches": trainer.fit_loop.epoch_loop.batches_done(),
             "world_size": trainer.world_size,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
@@ -164,10 +162,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def _of_rank(self) -> dict[str, Any]:
         trainer = self.trainer
-        epochs = trainer.fit_loop.epoch_progress.current
-        # Between two epochs, nothing of the next one is done.
         loop = trainer.fit_loop.epoch_loop
-        batches = 0 if epochs.processed == epochs.ready else loop.batches_done()
+        batches = 0 if self._between_epochs else loop.batches_done()
         hook = getattr(trainer.strategy, "comm_hook", None)
         random_state = loop.random_before_validation if self._stopped_in_validation else None
         return {
@@ -175,6 +171,12 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             "data": trainer._data_connector.state_dict(batches),
             "compression": hook.state_dict() if hook is not None else {},
         }
+
+    @property
+    def _between_epochs(self) -> bool:
+        """Whether the last epoch is over, or nothing of the next one is done yet."""
+        epochs = self.trainer.fit_loop.epoch_progress.current
+        return epochs.processed == epochs.ready or epochs.started < epochs.ready
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         # Lightning: _CheckpointConnector._get_lightning_module_state_dict, by which a strategy gathers shards.
@@ -254,10 +256,12 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def restore_loops(self) -> None:
         """Restores the progress, and remembers what is to be restored when the data is there."""
-        super().restore_loops()
         ours = self._loaded_checkpoint.get(OURS)
         if not ours or self.trainer.state.fn != TrainerFn.FITTING:
+            super().restore_loops()
             return
+        to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], ours)
+        super().restore_loops()
         ranks, trainer = ours["ranks"], self.trainer
         if self._keeps_global_batch:
             trainer.accumulate_grad_batches = _matching_accumulation(trainer, ours)
@@ -322,9 +326,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def resume_end(self) -> None:
         """Called by Lightning when all is restored."""
-        between_epochs = self.trainer.fit_loop.epoch_progress.current
         super().resume_end()
-        if between_epochs.processed == between_epochs.ready:
+        if self._between_epochs:
             self.restore_random_state()  # the next epoch's loader draws from it
 
     def restore_random_state(self) -> None:
@@ -343,26 +346,34 @@ def _is_foreign(path: Any) -> bool:
     return os.path.isdir(path) and not os.path.exists(os.path.join(path, "meta.pt"))  # Lightning: its sharded ones
 
 
-def rewind(progress: dict[str, Any], batches: int) -> None:
-    """Takes back batches that no optimizer step has used, and does not repeat one that has been.
+def to_last_step(loops: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Puts the state of Lightning's fit loop, saved in whatever hook, to the end of the last optimizer step.
 
     Args:
-        progress: the state of Lightning's `_BatchProgress`; changed in place.
-        batches: number of batches of the epoch that count.
+        loops: changed in place.
+        ours: what the checkpoint says under `OURS`.
     """
-    if progress["current"]["processed"] != batches:
-        total = progress["total"]["ready"] - progress["current"]["ready"] + batches
-        for field in progress["current"]:
-            progress["current"][field] = batches
-            progress["total"][field] = total
+    progress = loops["epoch_loop.batch_progress"]
+    if ours["between_epochs"]:
+        _begin_next(progress)
+        for epochs in loops["epoch_progress"].values():
+            epochs["completed"] = epochs["processed"]
+    elif progress["current"]["processed"] != ours["batches"]:
+        # Batches that no step has used are done again, and one that has been used is not.
+        total = progress["total"]["ready"] - progress["current"]["ready"] + ours["batches"]
+        progress["current"] = dict.fromkeys(progress["current"], ours["batches"])
+        progress["total"] = dict.fromkeys(progress["total"], total)
         progress["is_last_batch"] = False
+    if ours["in_validation"]:
+        # Half a validation is of no use: it is done again from its start.
+        validation = loops["epoch_loop.val_loop.batch_progress"]
+        for field, count in validation["current"].items():
+            validation["total"][field] -= count
+        _begin_next(validation)
 
 
-def start_over(progress: dict[str, Any]) -> None:
-    """Takes back all of the current batches from the state of a `_BatchProgress`."""
-    for field, count in progress["current"].items():
-        progress["total"][field] -= count
-        progress["current"][field] = 0
+def _begin_next(progress: dict[str, Any]) -> None:
+    progress["current"] = dict.fromkeys(progress["current"], 0)
     progress["is_last_batch"] = False
 
 

@@ -82,7 +82,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
                 try:
                     if self.owes_validation:
                         flat.end_of_batch()
-                    else:
+                    elif not self._begins_epoch:
                         self.advance(data_fetcher)
                         self.on_advance_end(data_fetcher)
                 finally:
@@ -111,11 +111,15 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if not self.restarting and not self.trainer.fit_loop.is_resuming:
             data.forget_place()
         super().on_run_start(data_fetcher)
-        connector: Any = self.trainer._checkpoint_connector
-        connector.restore_random_state()
+        self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         self._mark_step()
         callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
+
+    @property
+    def _begins_epoch(self) -> bool:
+        # Lightning takes no batch for a multiple of val_check_interval, and has the loaders for validation draw.
+        return self.batch_progress.current.ready == 0 and self.trainer._checkpoint_connector.knows_place  # type: ignore[attr-defined]
 
     def _mark_step(self) -> None:
         self._batches_at_step, self._steps = self.batch_progress.current.ready, self.global_step
