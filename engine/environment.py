@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from .flags import check_count
 
-__all__ = ["global_seed", "launched_sizes", "resolve_sizes", "started_by"]
+__all__ = ["elastic_start", "global_seed", "launched_sizes", "resolve_sizes", "started_by"]
 
 
 def started_by() -> str | None:
@@ -33,6 +33,13 @@ def launched_sizes() -> tuple[int, int] | None:
         num_nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
         return _whole_share(int(os.environ["SLURM_NTASKS"]), num_nodes), num_nodes
     return None
+
+
+def elastic_start() -> str | None:
+    """Which start of the processes this is, where one agent starts them again and again over one store; else None."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {os.environ['WORLD_SIZE']}"
 
 
 def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:

@@ -134,7 +134,8 @@ class Saver:
             return
         newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint yet"
         rank_zero_warn(
-            f"The checkpoint {self._path} could not be saved: {error}. {newest}; training goes on.", RuntimeWarning
+            f"The checkpoint {self._path} could not be saved: {error}. {newest}; training goes on.",
+            category=RuntimeWarning,
         )
 
     def remove(self, path: str) -> None:

@@ -65,6 +65,7 @@ class DDP(LayoutStrategy, DDPStrategy):
 
     def setup_environment(self) -> None:
         """Starts the process group."""
+        self.meet()
         super().setup_environment()
         end_group_at_exit()
 

@@ -126,6 +126,7 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         """Starts the process group and lays the mesh over it."""
         # Lightning: the setup_environment of ModelParallelStrategy's base, without its own mesh.
         self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
+        self.meet()
         self._setup_distributed()
         end_group_at_exit()
         sizes = {"replicate": self.layout.replicate, "shard": self.layout.shard}

@@ -16,9 +16,11 @@ from lightning.pytorch import Trainer
 # Lightning: the two private launchers are the ones its own DDPStrategy uses.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
+from ..environment import elastic_start
 from ..flags import LAUNCHERS, Layout
 from .failure import announce
 
@@ -56,6 +58,30 @@ class LayoutStrategy:
     def __repr__(self) -> str:  # as a flag, in Lightning's messages
         suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
         return repr(f"{type(self).__name__.lower()}{suffix}")
+
+    def meet(self) -> None:
+        """Starts the process group of a job that torchrun may start again; of others Lightning starts it.
+
+        torch looks in the agent's store for the addresses of its peers, and finds there those of the last start, whose
+        processes are gone: it would wait for them until its timeout.
+        """
+        start = elastic_start()
+        if start is None or dist.is_initialized():
+            return
+        strategy: Any = self
+        strategy.accelerator.setup_device(strategy.root_device)
+        strategy.set_world_ranks()
+        environment, timeout = strategy.cluster_environment, strategy._timeout
+        store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
+            store=dist.PrefixStore(f"start {start}", store),
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            timeout=timeout,
+            device_id=strategy.root_device if strategy.root_device.type != "cpu" else None,
+        )
+        rank_zero_info(f"{strategy.world_size} processes have met, in start {start}")
 
     def derive_layout(self, world_size: int) -> Layout:
         """The layout of `world_size` processes.

@@ -1,0 +1,88 @@
+"""The job that is killed: trains a small module under torchrun, and writes down every sample it trains on.
+
+Usage: job.py FOLDER STRATEGY SAMPLES EPOCHS [PAUSE_S]. Run again, it goes on. It leaves ``weights.pt`` when it is done.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine import Engine
+
+GLOBAL_BATCH = 4
+
+
+class Numbered(Dataset[tuple[int, Tensor]]):
+    """Rows that know their number."""
+
+    def __init__(self, size: int) -> None:
+        self.rows = torch.randn(size, 16, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.rows[index]
+
+
+class Recorder(LightningModule):
+    """Has dropout, and appends a line for each batch: time, epoch, optimizer step, and the numbers of its samples."""
+
+    def __init__(self, record: Path, pause_s: float) -> None:
+        super().__init__()
+        self.record, self.pause_s = record, pause_s
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+
+    def on_train_start(self) -> None:
+        self.lines = self.record.open("a", buffering=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        numbers, rows = batch
+        time.sleep(self.pause_s)
+        words = (time.time(), self.current_epoch, self.global_step, *numbers.tolist())
+        self.lines.write(" ".join(map(str, words)) + "\n")
+        return (self.net(rows).squeeze(1) - rows.sum(1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main(folder: Path, strategy: str, num_samples: int, num_epochs: int, pause_s: float = 0.0) -> None:
+    seed_everything(5)
+    world_size = int(os.environ["WORLD_SIZE"])
+    start = [int(os.environ[name]) for name in ("AGENT", "TORCHELASTIC_RESTART_COUNT", "RANK")]
+    record = folder / "start-{:03}-{:03}-{}.txt".format(*start)
+    snapshot = Snapshot(folder / "snapshots", every_n_steps=3, every_minutes=None)
+    engine = Engine(
+        strategy=strategy,
+        accelerator="cpu",
+        max_epochs=num_epochs,
+        accumulate_grad_batches=1,
+        resume="auto",
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[snapshot],
+    )
+    module = Recorder(record, pause_s)
+    loader = DataLoader(Numbered(num_samples), batch_size=GLOBAL_BATCH // world_size, shuffle=True, num_workers=0)
+    engine.fit(module, loader)
+    state = engine.strategy.lightning_module_state_dict()
+    if engine.is_global_zero:
+        torch.save(state, folder / "unfinished.pt")
+        (folder / "unfinished.pt").rename(folder / "weights.pt")
+
+
+if __name__ == "__main__":
+    arguments: list[Any] = sys.argv[1:]
+    main(Path(arguments[0]), arguments[1], int(arguments[2]), int(arguments[3]), *map(float, arguments[4:]))
