@@ -121,14 +121,17 @@ class Snapshot(Callback):
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves what can be saved: all ranks agreed to stop, or there is only one."""
-        if trainer.state.fn != "fit" or self._saved_step is None:
-            return
-        if isinstance(exception, SIGTERMException) or trainer.world_size == 1:
-            self._save(trainer)
-        rank_zero_info(f"Training stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
+        if trainer.state.fn == "fit" and self._saved_step is not None:
+            if isinstance(exception, SIGTERMException) or trainer.world_size == 1:
+                self._save(trainer)
+            rank_zero_info(f"Stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
+        self._let_go()  # Lightning tears callbacks down after a good end only
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Lets another run have the folder."""
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._release is not None:
             self._release()
             self._release = None

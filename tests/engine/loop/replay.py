@@ -52,7 +52,7 @@ def replay(trainer_class: type[pl.Trainer], plan: Plan) -> Trace:
     end = {
         "outcome": outcome,
         "weights": {key: describe(value) for key, value in module.state_dict().items()},
-        "progress": describe(trainer.fit_loop.state_dict()),
+        "progress": describe(_progress(trainer)),
         "warnings": sorted(texts),
         **{name: describe(getattr(trainer, name)) for name in METRICS},
     }
@@ -155,7 +155,7 @@ class _Player:
 
     def _read(self, trainer: Any, name: str) -> Any:
         if name == "progress":
-            return trainer.fit_loop.state_dict()
+            return _progress(trainer)
         if name == "lr":
             return [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         return getattr(trainer, name)
@@ -358,3 +358,10 @@ class _Stream(IterableDataset[Any]):
 def _loader(plan: Plan, num_batches: int) -> DataLoader:
     rows = _Rows(plan, num_batches * BATCH_SIZE - (plan.batch == "ragged"))
     return DataLoader(rows if plan.sized else _Stream(rows), batch_size=BATCH_SIZE)
+
+
+def _progress(trainer: Any) -> dict[str, Any]:
+    """The state of the loops, without that of loaders: the engine's know their place, Lightning's do not."""
+    state = trainer.fit_loop.state_dict()
+    state["state_dict"] = {key: value for key, value in state["state_dict"].items() if key != "combined_loader"}
+    return state

@@ -1,0 +1,177 @@
+"""Snapshots in one process: when they are saved, which are kept, and what a run goes on from."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine import Engine
+from polyphase.engine.checkpoint import CheckpointError, find, lock, read_manifest
+
+from ..engine.tiny import QUIET, Regression, engine, rows
+
+
+def names(folder: Path) -> list[str]:
+    return [Path(path).name for path, _ in find(folder)]
+
+
+def train(folder: Path, *callbacks: Callback, **flags: Any) -> Engine:
+    run = engine(default_root_dir=folder, callbacks=list(callbacks), **flags)
+    run.fit(Regression(), rows(40))
+    return run
+
+
+class At(Callback):
+    """Does something in one step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            self.action()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1"),
+        ({"every_minutes": -1}, "every_minutes"),
+        ({"keep_last": 0}, "keep_last must be a whole number of at least 1"),
+        ({"keep_every_n_steps": "x"}, "keep_every_n_steps must be a whole number"),
+        ({"monitor": "loss", "mode": "mni"}, "Did you mean 'min'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Snapshot(**arguments)
+
+
+def test_the_newest_few_are_kept_and_the_last_is_linked(tmp_path):
+    run = train(tmp_path, Snapshot(every_n_steps=3))
+    assert names(tmp_path / "snapshots") == ["step=10", "step=9"]
+    assert os.readlink(tmp_path / "snapshots" / "last") == "step=10"
+    assert run.last_checkpoint == str(tmp_path / "snapshots" / "step=10")
+
+
+def test_those_of_every_k_th_step_stay(tmp_path):
+    train(tmp_path, Snapshot(every_n_steps=1, keep_last=1, keep_every_n_steps=4))
+    assert names(tmp_path / "snapshots") == ["step=10", "step=8", "step=4"]
+
+
+class Logged(Regression):
+    losses = (5.0, 4.0, 1.0, 3.0, 2.0)
+
+    def training_step(self, batch, batch_idx):
+        self.log("watched", self.losses[batch_idx // 2])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", "step=6"), ("max", "step=2")])
+def test_the_best_stays(tmp_path, mode, best):
+    run = engine(callbacks=[Snapshot(tmp_path, every_n_steps=2, keep_last=1, monitor="watched", mode=mode)])
+    run.fit(Logged(), rows(40))
+    assert names(tmp_path) == ["step=10", best]
+
+
+def test_minutes(tmp_path):
+    train(tmp_path, Snapshot(every_minutes=1e-9, keep_last=100))
+    assert len(names(tmp_path / "snapshots")) > 2
+
+
+def test_a_signal_has_it_saved_and_training_goes_on(tmp_path):
+    snapshot = Snapshot(every_minutes=None)
+    run = train(tmp_path, At(4, lambda: os.kill(os.getpid(), signal.SIGUSR1)), snapshot)
+    assert names(tmp_path / "snapshots") == ["step=10", "step=5"]
+    assert run.global_step == 10
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def weights(module: Regression) -> list[float]:
+    return torch.cat([parameter.flatten() for parameter in module.parameters()]).tolist()
+
+
+def resumed(folder: Path, **flags: Any) -> tuple[list[float], Engine]:
+    module = Regression()
+    run = Engine(**{**QUIET, "devices": 1, "max_epochs": 1, "default_root_dir": folder, "resume": "auto", **flags})
+    run.fit(module, rows(40))
+    return weights(module), run
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
+def test_what_fails_is_saved_and_goes_on_as_if_nothing_had_been(tmp_path, failure, caplog):
+    caplog.set_level("INFO")
+    whole, _ = resumed(tmp_path / "whole")
+
+    def fail():
+        raise failure("on purpose")
+
+    with pytest.raises((failure, SystemExit)):
+        train(tmp_path / "run", At(7, fail), Snapshot(every_n_steps=3))
+    assert names(tmp_path / "run" / "snapshots")[0] == "step=7"
+    again, run = resumed(tmp_path / "run")
+    assert again == whole
+    assert run.global_step == 10
+    assert "no checkpoint in" in caplog.text
+    assert f"goes on from {tmp_path / 'run' / 'snapshots' / 'step=7'}" in caplog.text
+
+
+def test_a_run_that_is_over_stays_over(tmp_path):
+    first, _ = resumed(tmp_path)
+    second, run = resumed(tmp_path)
+    assert (first, run.global_step) == (second, 10)
+
+
+def test_a_damaged_snapshot_is_passed_over(tmp_path):
+    whole, _ = resumed(tmp_path)
+    newest = tmp_path / "snapshots" / "step=10"
+    train(tmp_path, Snapshot(every_n_steps=4))
+    shards = next(newest.glob("*.distcp"))
+    shards.write_bytes(shards.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=r"step=10 is damaged: .*distcp has .* An older one is taken"):
+        again, _ = resumed(tmp_path)
+    assert again == whole
+    assert read_manifest(newest).step == 10
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    release = lock(tmp_path)  # of this process, which a child can't have
+    child = os.fork()
+    if child == 0:
+        try:
+            lock(tmp_path)
+        except CheckpointError as refused:
+            os._exit(0 if f"process {os.getppid()}" in str(refused) and "in use" in str(refused) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    release()
+
+
+def test_validation_does_not_disturb(tmp_path):
+    """Saved after a step and the validation that belongs to it; neither is done again."""
+    seen: list[str] = []
+
+    class Validated(Regression):
+        def training_step(self, batch, batch_idx):
+            seen.append(f"train {self.global_step}")
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            seen.append(f"validate {self.global_step}")
+
+        def on_save_checkpoint(self, checkpoint):
+            seen.append(f"save {self.global_step}")
+
+    flags = {"val_check_interval": 5, "num_sanity_val_steps": 0, "max_steps": 10}
+    snapshot = Snapshot(tmp_path, every_n_steps=5, every_minutes=None)
+    engine(**flags, callbacks=[snapshot]).fit(Validated(), rows(40), rows(4))
+    whole = seen.copy()
+    assert whole[5:8] == ["validate 5", "save 5", "train 5"]
+    seen.clear()
+    engine(**flags).fit(Validated(), rows(40), rows(4), ckpt_path=tmp_path / "step=5")
+    assert seen == whole[7:-1]
