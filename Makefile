@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch>=2.11,<2.14
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench lint format check clean
+.PHONY: help install demo test bench chaos lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ test: install  ## all tests
 bench: install  ## what the engine costs per step, into benchmarks/results
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+chaos: install  ## kills a training job 20 times under ddp and under fsdp, and says what was lost
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.storm
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -44,12 +44,14 @@ def _processor() -> str:
     return f"{text.count('processor	')} cores of {model[1] if model else platform.processor() or platform.machine()}"
 
 
-def write_report(path: Path, title: str, where: str, tables: list[Table]) -> None:
+def write_report(path: Path, title: str, where: str, tables: list[Table], *, plot: bool = True) -> None:
     """Writes and prints the report, and a plot of the first table beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join([f"# {title}\n", where, *map(str, tables)])
     path.write_text(text)
     print(text)
+    if not plot:
+        return
     if importlib.util.find_spec("matplotlib"):
         _plot(path.with_suffix(".svg"), tables[0])
     else:

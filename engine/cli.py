@@ -16,6 +16,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from . import launch
+from .checkpoint import commands
 from .compression import COMM_HOOKS
 from .engine import Engine
 from .flags import LAUNCHERS, check_count, choose
@@ -25,6 +27,9 @@ from .version import __version__
 __all__ = ["main"]
 
 RUNS = ("fit", "validate", "test", "predict", "verify")
+
+COMMANDS = {"ckpt": commands.main, "launch": launch.main}
+"""Commands that train nothing themselves: each takes the words behind it and returns the exit code."""
 
 SHORT = (
     "accelerator",
@@ -46,7 +51,9 @@ _SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
 
 HELP = """\
 usage: polyphase {fit,validate,test,predict,verify} [options]
+       polyphase launch [--nproc N] [--max-restarts K] -- script.py
        polyphase strategies
+       polyphase ckpt {list,inspect,verify,export,prune}
 
 Train a LightningModule on any number of devices: one flag per strategy, the same result under each.
 
@@ -57,6 +64,8 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
                    shows that the flags compute what one process does, or names the first tensor that differs
 
   polyphase strategies            the table of strategies, precisions and compressions
+  polyphase launch --help         torchrun, for jobs that survive the loss of a process
+  polyphase ckpt --help           what is in checkpoints, whether they are whole, and one file out of them
   polyphase fit --help            all options; also of the others
   polyphase fit ... --print_config > run.yaml
 """
@@ -103,9 +112,11 @@ def main() -> None:
         print(f"polyphase {__version__}")
     elif words == ["strategies"]:
         print_strategies()
+    elif words[0] in COMMANDS:
+        sys.exit(COMMANDS[words[0]](words[1:]))
     else:
         try:
-            choose("command", words[0], [*RUNS, "strategies"])
+            choose("command", words[0], [*RUNS, *COMMANDS, "strategies"])
         except ValueError as error:
             _exit(str(error))
         if words[0] == "strategies":

@@ -32,6 +32,7 @@ _SPREADING = {
     "compile",
     "compression",
     "devices",
+    "hang_timeout_s",
     "nonfinite",
     "num_nodes",
     "plugins",
@@ -60,6 +61,8 @@ class Engine(LoopTrainer):
             the number of processes changes.
         async_checkpoints: save while training goes on; a step waits until its state is copied.
         compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
+        hang_timeout_s: how long a rank may stay at one batch and phase; then the run ends, with the culprit and all
+            stacks named. Three times as long before the second batch. None: for ever.
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
             ``"ignore"``.
         **trainer_flags: all other arguments of `Trainer`.
@@ -81,6 +84,7 @@ class Engine(LoopTrainer):
         compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False,
         resume: str | Path | None = None,
         async_checkpoints: bool = True,
+        hang_timeout_s: float | None = 600.0,
         nonfinite: Literal["warn", "error", "ignore"] = "warn",
         callbacks: list[Callback] | Callback | None = None,
         enable_progress_bar: bool | None = None,
@@ -96,6 +100,8 @@ class Engine(LoopTrainer):
         check_count("accumulate_grad_batches", accumulate_grad_batches)
         if isinstance(gradient_clip_val, (int, float)):  # of anything else Lightning says that it should be one
             check_number("gradient_clip_val", gradient_clip_val, most=math.inf)
+        if hang_timeout_s is not None:
+            check_number("hang_timeout_s", hang_timeout_s, above=0)
         devices, num_nodes = resolve_sizes(devices, num_nodes)
         watch = NonFiniteWatch(nonfinite)
         mode = compile_mode(compile)
@@ -138,6 +144,7 @@ class Engine(LoopTrainer):
             self,
             watch,
             default_bar,
+            hang_timeout_s=hang_timeout_s,
             async_checkpoints=async_checkpoints,
             keeps_global_batch=resume == "auto",
         )

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from .flags import check_count
 
-__all__ = ["elastic_start", "global_seed", "launched_sizes", "resolve_sizes", "started_by"]
+__all__ = ["elastic_start", "global_seed", "launched_sizes", "resolve_sizes", "share_threads", "started_by"]
 
 
 def started_by() -> str | None:
@@ -40,6 +40,11 @@ def elastic_start() -> str | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {os.environ['WORLD_SIZE']}"
+
+
+def share_threads(num_processes: int) -> None:
+    """Gives each of the processes of this machine its share of the cores, unless the user has said how many."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
 
 
 def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:

@@ -32,7 +32,7 @@ from .shards import Reader, Writer, tensors_in
 from .store import CheckpointError, Files, Manifest, begin, check_files, discard, point, publish, read_manifest, remove
 from .tree import join, like, marks, numbered, split
 
-__all__ = ["RANKS", "REST", "Saver", "load_checkpoint"]
+__all__ = ["RANKS", "REST", "Saver", "load_checkpoint", "load_file"]
 
 REST = "rest.pt"
 """What is not sharded: Lightning's own state, by `torch.save`."""
@@ -102,11 +102,8 @@ class Saver:
         tensors, rest = split(checkpoint)
         of_rank_tensors, of_rank = split(of_rank, f"rank{_rank(group)}.")
         content = b"" if _rank(group) else self._serialised(rest)
-        if self._stager is None:
-            pins = torch.cuda.is_available()
-            options = StagingOptions(pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins)
-            self._stager = DefaultStager(options)
-        job = _Job(path, self._stager.stage({**tensors, **of_rank_tensors}), content, _packed(of_rank), about, link)
+        staged = self._staged({**tensors, **of_rank_tensors})
+        job = _Job(path, staged, content, _packed(of_rank), about, link)
         if not in_background:
             self._write(job, group)
             return
@@ -178,15 +175,17 @@ class Saver:
         if wrong:
             raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
         files = Files(path)
-        rest = _loaded(files, REST, weights_only)
+        rest = load_file(files, REST, weights_only)
         for key in leave_out:
             rest.pop(key, None)
-        ranks = _loaded(files, RANKS, weights_only)
+        ranks = load_file(files, RANKS, weights_only)
         if manifest.world_size == share[1]:
             wanted = [*marks(rest), *marks(ranks[share[0]])]
         else:
             wanted = [*marks(rest), *marks(ranks)]  # each rank's are to be dealt anew
         stored = tensors_in(files)
+        if absent := [key for key in wanted if key not in stored]:
+            raise CheckpointError(f"The checkpoint {path} is damaged: it has no tensors {', '.join(absent)}.")
         tensors = {key: like(template(key), stored[key].size, stored[key].properties.dtype) for key in wanted}
         dcp.load(
             tensors,
@@ -215,6 +214,18 @@ class Saver:
             self._group = dist.new_group(backend="gloo")
         return self._group
 
+    def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in host memory that is used again and again."""
+        if self._stager is not None:
+            try:
+                return self._stager.stage(tensors)  # type: ignore[return-value]
+            except AssertionError:  # torch's: a tensor's memory was resized in place since the last time
+                log.debug("the copies in host memory are made anew")
+        pins = torch.cuda.is_available()
+        options = StagingOptions(pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins)
+        self._stager = DefaultStager(options)
+        return self._stager.stage(tensors)  # type: ignore[return-value]
+
     def _serialised(self, rest: dict[str, Any]) -> bytes:
         content = _packed(rest)
         if not self._has_checked_rest:
@@ -239,13 +250,7 @@ class Saver:
         staging = _on_rank_0(group, lambda: begin(job.path))
         files = Files(staging)
         try:
-            dcp.save(
-                job.tensors,
-                storage_writer=Writer(files),
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=group,
-                no_dist=group is None,
-            )
+            _write_shards(job.tensors, files, group)
             known = _gathered(group, (files.written, job.of_rank))
             _on_rank_0(group, lambda: self._publish(job, files, known))
         except BaseException:
@@ -266,7 +271,7 @@ class Saver:
         manifest = Manifest(
             name=job.path.rstrip("/").rsplit("/", 1)[-1], time=time.time(), files=dict(files.written), **job.about
         )
-        publish(files.path, job.path, manifest)
+        publish(files.url, job.path, manifest)
         if job.link is not None:
             point(job.path, job.link)
 
@@ -280,6 +285,20 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
     return numbered(Saver().load(os.fspath(path), weights_only=weights_only, alone=True))
 
 
+def _write_shards(tensors: dict[str, Tensor], files: Files, group: Any) -> None:
+    try:
+        dcp.save(
+            tensors,
+            storage_writer=Writer(files),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
+        reasons = [f"rank {rank} could not write: {error!r}" for rank, (error, _) in sorted(failed.failures.items())]
+        raise CheckpointError("; ".join(reasons)) from failed
+
+
 def _packed(value: Any) -> bytes:
     """As it is now, whatever becomes of it."""
     stream = io.BytesIO()
@@ -287,21 +306,26 @@ def _packed(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _loaded(files: Files, name: str, weights_only: bool | None) -> Any:
+def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
+    """Opens `REST` or `RANKS`, with marks in place of the tensors that are sharded.
+
+    Raises:
+        CheckpointError: there are objects in it that `weights_only` does not allow.
+    """
     stream = io.BytesIO(files.read(name))
     try:
         return torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
     except pickle.UnpicklingError as refused:
         raise CheckpointError(
-            f"The checkpoint {files.path} holds objects that are no plain values: {_first_line(refused)} If you trust"
+            f"The checkpoint {files.url} holds objects that are no plain values: {_first_line(refused)} If you trust"
             " it, pass weights_only=False, or name the classes: torch.serialization.add_safe_globals([...])."
         ) from None
 
 
 def _first_line(error: Exception) -> str:
     """What torch refused, without its advice."""
-    found = re.search(r"Unsupported (?:global|class|operand)[^\n]*?(?= was not| unsupported|\n|$)", str(error))
-    return f"{found[0] if found else str(error).splitlines()[0]}."
+    found = re.search(r"(Unsupported|Trying to load unsupported|Can only create) [^\n]*?(?= was not|\n|$)", str(error))
+    return f"{(found[0] if found else str(error).splitlines()[0]).rstrip('.')}."
 
 
 def _rank(group: Any) -> int:

@@ -10,6 +10,7 @@ and the manifest alone makes them a checkpoint. Paths are local ones or fsspec U
 """
 
 import dataclasses
+import difflib
 import fcntl
 import json
 import os
@@ -18,7 +19,6 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 from fsspec import AbstractFileSystem
@@ -26,6 +26,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 __all__ = [
+    "LEFTOVERS",
     "MANIFEST",
     "CheckpointError",
     "Files",
@@ -34,6 +35,7 @@ __all__ = [
     "check_files",
     "discard",
     "find",
+    "home_of",
     "is_checkpoint",
     "lock",
     "point",
@@ -41,6 +43,7 @@ __all__ = [
     "read_manifest",
     "remove",
     "repair",
+    "sync",
 ]
 
 MANIFEST = "MANIFEST.json"
@@ -50,6 +53,9 @@ FORMAT = 1
 _LOCK = ".lock"
 _STAGING = ".saving-"
 _REPLACED = ".replaced-"
+LEFTOVERS = (_STAGING, _REPLACED)
+"""What the names of directories begin with that are only there while a checkpoint is saved or removed."""
+
 _CHUNK_BYTES = 1 << 22
 
 
@@ -91,6 +97,8 @@ class Files:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.fs, self.path = _resolve(path)
+        self.url = os.fspath(path)
+        """As it was given: with the protocol, which `path` does not have."""
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.written: dict[str, tuple[int, int]] = {}
 
@@ -99,11 +107,15 @@ class Files:
         return f"{self.path}/{name}"
 
     @contextmanager
-    def writing(self, name: str) -> Iterator["_Checked"]:
+    def writing(self, name: str) -> Iterator[Any]:
         """A new file to write to, in order; synced to the disk when it is closed."""
         with self.fs.open(self.join(name), "wb") as stream:
             checked = _Checked(stream)
-            yield checked
+            try:
+                yield checked
+            finally:
+                if checked.error is not None:
+                    raise checked.error  # of which torch.save says only that the position is unexpected
             if self.is_local:
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -135,12 +147,18 @@ class _Checked:
         self._stream = stream
         self.num_bytes = 0
         self.crc = 0
+        self.error: OSError | None = None
+        """The first one."""
 
     def write(self, data: Any) -> int:
         self.crc = zlib.crc32(data, self.crc)
         size = memoryview(data).nbytes
         self.num_bytes += size
-        self._stream.write(data)
+        try:
+            self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         return size
 
     def tell(self) -> int:
@@ -182,7 +200,7 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> N
         stream.write(json.dumps(content, indent=1).encode())
     if not files.is_local:
         return
-    _sync_folder(staging)
+    sync(staging)
     _, final = _resolve(path)
     replaced = None
     if os.path.isdir(final) and not os.path.islink(final):
@@ -192,7 +210,7 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> N
     elif os.path.lexists(final):
         os.remove(final)
     os.rename(staging, final)
-    _sync_folder(_parent(final))
+    sync(_parent(final))
     if replaced is not None:
         remove(replaced)
 
@@ -220,10 +238,16 @@ def remove(path: str | os.PathLike[str]) -> None:
     if isinstance(fs, LocalFileSystem) and os.path.islink(folder):
         os.remove(folder)
         return
+    if not fs.exists(folder):
+        return
     if fs.exists(f"{folder}/{MANIFEST}"):
         fs.rm_file(f"{folder}/{MANIFEST}")
-    if fs.exists(folder):
-        fs.rm(folder, recursive=True)
+    if isinstance(fs, LocalFileSystem):
+        # Under a name that `repair` knows, should the process be killed in the middle of it.
+        leftover = f"{_parent(folder)}/{_STAGING}{uuid.uuid4().hex[:12]}"
+        os.rename(folder, leftover)
+        folder = leftover
+    fs.rm(folder, recursive=True)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -234,7 +258,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     fs, folder = _resolve(path)
     if not fs.exists(folder):
-        raise CheckpointError(f"There is no checkpoint at {path}.{_nearest(folder)}")
+        raise CheckpointError(f"There is no checkpoint at {path}.{_nearest(fs.unstrip_protocol(folder))}")
     if not fs.exists(f"{folder}/{MANIFEST}"):
         raise CheckpointError(
             f"{path} is no checkpoint: it has no {MANIFEST}, so it was never finished or is something else."
@@ -305,21 +329,30 @@ def repair(folder: str | os.PathLike[str]) -> list[str]:
     back: list[str] = []
     if not isinstance(fs, LocalFileSystem) or not os.path.isdir(root):
         return back
-    left = [entry for entry in sorted(os.listdir(root)) if entry.startswith((_STAGING, _REPLACED))]
+    left = [f"{root}/{entry}" for entry in sorted(os.listdir(root)) if entry.startswith(LEFTOVERS)]
     # Staged ones first: they are newer than what they were to replace.
-    for entry in sorted(left, key=lambda name: name.startswith(_REPLACED)):
-        path = f"{root}/{entry}"
-        try:
-            manifest = read_manifest(path)
-            final = f"{root}/{manifest.name}"
-            if not os.path.lexists(final) and not check_files(path, manifest):
-                os.rename(path, final)
-                back.append(final)
-                continue
-        except CheckpointError:
-            pass
-        discard(path)
+    for path in sorted(left, key=lambda path: os.path.basename(path).startswith(_REPLACED)):
+        final = home_of(path)
+        if final is None:
+            discard(path)
+        else:
+            os.rename(path, final)
+            back.append(final)
     return back
+
+
+def home_of(leftover: str) -> str | None:
+    """The path that a directory of a killed process shall get; None if it is of no use.
+
+    Args:
+        leftover: a local path whose name begins with one of `LEFTOVERS`.
+    """
+    try:
+        manifest = read_manifest(leftover)
+    except CheckpointError:
+        return None
+    final = f"{_parent(leftover)}/{manifest.name}"
+    return None if os.path.lexists(final) or check_files(leftover, manifest) else final
 
 
 def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
@@ -336,7 +369,7 @@ def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
     try:
         # A record lock: children that inherit the file (a loader's workers, say) do not hold it.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (BlockingIOError, PermissionError):  # how systems say that another process has it
         handle.seek(0)
         holder = handle.read().strip() or "another process"
         handle.close()
@@ -359,7 +392,8 @@ def _parent(path: str) -> str:
     return os.path.dirname(path)
 
 
-def _sync_folder(path: str) -> None:
+def sync(path: str) -> None:
+    """Waits until a local file, or the list of a folder's files, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -372,7 +406,11 @@ def _crc_of(content: dict[str, Any]) -> int:
 
 
 def _nearest(path: str) -> str:
-    """Names the newest checkpoint beside a path that does not exist."""
-    parent = Path(path).parent
-    beside = find(parent)
-    return f" The newest one in {parent} is {os.path.basename(beside[0][0])}." if beside else ""
+    """Names the checkpoint beside a path that does not exist which is called most like it, and the newest one."""
+    parent, name = os.path.split(path)
+    beside = [os.path.basename(found) for found, _ in find(parent)]
+    if not beside:
+        return ""
+    near = difflib.get_close_matches(name, beside, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{hint} The newest one in {parent.removeprefix('file://')} is {beside[0]}."

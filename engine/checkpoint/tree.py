@@ -36,6 +36,8 @@ def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Ten
     def visit(value: Any, path: str, takes_all: bool) -> Any:
         if isinstance(value, Tensor):
             if takes_all or isinstance(value, DTensor) or value.numel() * value.element_size() >= _MANY_BYTES:
+                while path in tensors:
+                    path += "'"  # {"a.b": ...} beside {"a": {"b": ...}}
                 tensors[path] = value.detach()
                 return {_MARK: path}
             return value

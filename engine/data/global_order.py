@@ -55,9 +55,9 @@ class GlobalOrder(DistributedSampler[Any]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self.sampler_state: Any = None
-        """State of the sampler's own generator, or of a sampler that has one, as the epoch began; None for neither."""
         self._order: Any = None
+        self._states = _state_of(sampler), None  # of the sampler, before and after it was drawn from
+        self._is_new = True
         self._digested = (0, 0)
         self._start = self._num_done = 0
         self._resumes = False
@@ -79,11 +79,15 @@ class GlobalOrder(DistributedSampler[Any]):
             epoch: the epoch.
             position: number of samples of the order that all ranks together are done with.
             num_done: number of samples of this rank's that count as done; `len` includes them.
-            sampler_state: what the attribute was in the run that is resumed.
+            sampler_state: what the method of that name said in the run that is resumed.
         """
         self._bring_to(epoch, sampler_state)
         self.set_epoch(epoch)
         self._start, self._num_done, self._resumes = position, num_done, True
+
+    def count_done(self, num_done: int) -> None:
+        """Says anew how many of this rank's samples count as done."""
+        self._num_done = num_done
 
     @property
     def num_repeated(self) -> int:
@@ -92,32 +96,47 @@ class GlobalOrder(DistributedSampler[Any]):
         return 0 if self.drop_last else -size % self.num_replicas
 
     def __len__(self) -> int:
-        return self._num_done + self._rounds(self._start)
+        return self._num_done + self._rounds(len(self.sampler) - self._start)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         order = self.global_order()
+        if self._resumes:
+            # Drawn already, to compare it. What a DataLoader drew since from the same generator comes before the order.
+            _set_generator(self.sampler, self._states[1])
         # Only the first pass begins in the middle: a shorter loader beside a longer one may pass again in an epoch.
         start, self._resumes = self._start if self._resumes else 0, False
-        rest = itertools.islice(itertools.cycle(order), start, start + self._rounds(start) * self.num_replicas)
-        # Every rank needs as many samples as the others, since they meet at each step.
-        return itertools.islice(rest if order else iter(()), self.rank, None, self.num_replicas)
+        end = start + self._rounds(len(order) - start) * self.num_replicas
+        # Every rank needs as many samples as the others, since they meet at each step: the first ones fill it up.
+        return (order[position % len(order)] for position in range(start + self.rank, end, self.num_replicas))
 
-    def _rounds(self, start: int) -> int:
-        size = max(0, len(self.sampler) - start)  # type: ignore[arg-type]
-        return size // self.num_replicas if self.drop_last else -(-size // self.num_replicas)
+    def _rounds(self, size: int) -> int:
+        return max(0, size // self.num_replicas if self.drop_last else -(-size // self.num_replicas))
 
     def global_order(self) -> Any:
         """The order of this epoch, of all ranks together."""
         if self._order is None:
-            self.sampler_state = _state_of(self.sampler)
+            before = _state_of(self.sampler)
             # A sampler without a generator of its own draws from the global ones, which are left as they were.
             with _seeded(_mix(self.seed, self.epoch)):
-                self._order = _compact(list(self.sampler))
+                self._order = _compact(_drawn(self.sampler))
+            self._states = before, _state_of(self.sampler)
+            self._is_new = False
             self._digested = (0, 0)
         return self._order
 
+    def sampler_state(self, epoch: int) -> Any:
+        """State of the sampler's own generator, or of a sampler that has one, as `epoch` begins; None for neither.
+
+        Args:
+            epoch: the present one, or the one after it.
+        """
+        is_drawn = self._order is not None and epoch == self.epoch
+        return self._states[0] if is_drawn or self._is_new else _state_of(self.sampler)
+
     def digest(self, position: int) -> int:
         """A checksum of the epoch's order up to a position."""
+        if position == 0:
+            return 0  # and nothing is drawn for it, which would be too early
         order = self.global_order()
         at, crc = self._digested if self._digested[0] <= position else (0, 0)
         part = order[at:position]
@@ -127,12 +146,24 @@ class GlobalOrder(DistributedSampler[Any]):
 
     def _bring_to(self, epoch: int, sampler_state: Any) -> None:
         """Has a sampler that remembers its draws remember those of the epochs before."""
-        if sampler_state is not None:
-            _set_state_of(self.sampler, sampler_state)
-        elif not isinstance(self.sampler, _TORCHS_OWN) and not hasattr(self.sampler, "set_epoch"):
+        self._order = None
+        has_state = hasattr(self.sampler, "load_state_dict")
+        if not (has_state or type(self.sampler) in _TORCHS_OWN or hasattr(self.sampler, "set_epoch")):
             for earlier in range(epoch):
                 with _seeded(_mix(self.seed, earlier)):
-                    list(self.sampler)
+                    _drawn(self.sampler)
+        if has_state and sampler_state is not None and not isinstance(sampler_state, torch.Tensor):
+            self.sampler.load_state_dict(sampler_state)  # type: ignore[attr-defined]
+        else:
+            _set_generator(self.sampler, sampler_state)
+        self._states, self._is_new = (_state_of(self.sampler), None), True
+
+
+def _drawn(sampler: Iterable[Any]) -> list[Any]:
+    indices = iter(sampler)
+    order = list(itertools.islice(indices, len(sampler)))  # type: ignore[arg-type]
+    next(indices, None)  # a generator may draw once more at its end
+    return order
 
 
 def _compact(order: list[Any]) -> Any:
@@ -140,17 +171,25 @@ def _compact(order: list[Any]) -> Any:
     return array("q", order) if all(type(item) is int for item in order) else order
 
 
+def _generator(sampler: Any) -> torch.Generator | None:
+    """The generator that the user gave to a sampler, or to the one within a batch sampler."""
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        if isinstance(found := getattr(owner, "generator", None), torch.Generator):
+            return found
+    return None
+
+
 def _state_of(sampler: Any) -> Any:
-    if isinstance(getattr(sampler, "generator", None), torch.Generator):
-        return sampler.generator.get_state()
-    return sampler.state_dict() if hasattr(sampler, "state_dict") else None
+    if hasattr(sampler, "load_state_dict"):
+        return sampler.state_dict()
+    generator = _generator(sampler)
+    return None if generator is None else generator.get_state()
 
 
-def _set_state_of(sampler: Any, state: Any) -> None:
-    if isinstance(getattr(sampler, "generator", None), torch.Generator):
-        sampler.generator.set_state(state)
-    else:
-        sampler.load_state_dict(state)
+def _set_generator(sampler: Any, state: Any) -> None:
+    generator = _generator(sampler)
+    if generator is not None and isinstance(state, torch.Tensor):
+        generator.set_state(state)
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torchdata.stateful_dataloader import sampler as torchdatas
 
 from .global_order import GlobalOrder
 
-__all__ = ["Pass", "order_of", "per_rank", "unit"]
+__all__ = ["Pass", "decides", "order_of"]
 
 
 def order_of(loader: DataLoader) -> GlobalOrder | None:
@@ -19,14 +20,29 @@ def order_of(loader: DataLoader) -> GlobalOrder | None:
     return None
 
 
-def unit(loader: DataLoader) -> str:
+def decides(loader: DataLoader) -> Any:
+    """What says which samples are trained on together: the sampler, or a batch sampler of the user's own."""
+    batches: Any = loader.batch_sampler
+    is_own = batches is not None and type(batches) not in (BatchSampler, torchdatas.BatchSampler)
+    return batches if is_own and hasattr(batches, "__len__") else getattr(batches, "sampler", loader.sampler)
+
+
+def _unit(loader: DataLoader) -> str:
     """Whether a loader's order is one of ``"samples"`` or of ``"batches"``."""
-    return "batches" if isinstance(loader.batch_sampler, GlobalOrder) else "samples"
+    return "batches" if decides(loader) is loader.batch_sampler else "samples"
 
 
-def per_rank(loader: DataLoader) -> int:
+def _per_rank(loader: DataLoader) -> int:
     """Items of its order that a rank takes for one batch."""
-    return 1 if unit(loader) == "batches" or loader.batch_size is None else loader.batch_size
+    return 1 if _unit(loader) == "batches" else getattr(loader.batch_sampler, "batch_size", 1)
+
+
+def _is_same(order: GlobalOrder, state: dict[str, Any]) -> bool:
+    """Whether what was trained on is what `order` begins with."""
+    if state["digest"] is not None:
+        return state["digest"] == order.digest(state["position"])
+    # That run left the loader as it was, and its sampler unread.
+    return not state["in_order"] or all(i == found for i, found in enumerate(order.global_order()[: state["position"]]))
 
 
 @dataclasses.dataclass
@@ -35,12 +51,17 @@ class Pass:
 
     loader: DataLoader
     world_size: int
+    """Number of ranks that share the loader's order; 1 where each rank has a sampler of its own."""
     position: int = 0
     """Where this run began in the epoch's order."""
     batches: int = 0
     """Number of this rank's batches that count as done before that."""
     ledger: list[dict[str, int]] = dataclasses.field(default_factory=list)
     """Who was trained on what before that."""
+    cycles: bool = True
+    """Whether the loader, if it is shorter than another, begins again within the epoch."""
+    began_again: bool = False
+    """Whether it already had, before that."""
 
     @classmethod
     def resumed(cls, loader: DataLoader, world_size: int, state: dict[str, Any]) -> "Pass":
@@ -51,41 +72,55 @@ class Pass:
         """
         order, position = order_of(loader), state["position"]
         assert order is not None
-        batches = position // (world_size * per_rank(loader))
-        order.resume(state["epoch"], position, batches * per_rank(loader), state["sampler_state"])
-        if state["unit"] != unit(loader) or (state["digest"] not in (None, order.digest(position))):
+        batches = position // (world_size * _per_rank(loader))
+        order.resume(state["epoch"], position, batches * _per_rank(loader), state["sampler_state"])
+        found = _unit(loader), len(order.sampler)  # type: ignore[arg-type]
+        if position and (found != (state["unit"], state["length"]) or not _is_same(order, state)):
             raise ValueError(
                 f"The checkpoint was saved after {position} of {state['length']} {state['unit']} of the epoch, which"
-                " this run's DataLoader does not yield in the same order: use the same data, the same seed"
-                " (seed_everything) and the same sampler; a sampler of your own that draws from a generator needs"
-                " `state_dict` and `load_state_dict`. To begin an epoch instead, load the weights alone."
+                f" this run's DataLoader, of {found[1]} {found[0]}, does not yield in the same order: use the same"
+                " data, the same seed (seed_everything) and the same sampler; a sampler of your own that draws from a"
+                " generator needs `state_dict` and `load_state_dict`. To begin an epoch instead, load the weights"
+                " alone."
             )
-        return cls(loader, world_size, position, batches, state["ledger"])
+        return cls(loader, world_size, position, batches, state["ledger"], began_again=state["began_again"])
+
+    @property
+    def per_step(self) -> int:
+        """Items of the order that all ranks together take for one batch each."""
+        return self.world_size * _per_rank(self.loader)
+
+    def count(self, batches: int) -> None:
+        """Says that `batches` of this rank's batches count as done: as many as of the loaders beside this one."""
+        self.batches = batches
+        order = order_of(self.loader)
+        if order is not None and not self.began_again:
+            order.count_done(batches * _per_rank(self.loader))
 
     def state_dict(self, epoch: int, batches: int) -> dict[str, Any]:
         """Where the epoch is when this rank has done `batches` batches of it, those before the resumption included."""
         order = order_of(self.loader)
-        length = self._length(order)
-        done, first = batches - self.batches, self._batches_from(self.position, length)
-        if done > first > 0:  # a shorter loader beside a longer one begins again
-            done, start = (done - first) % max(1, self._batches_from(0, length)), 0
-        else:
-            start = self.position
-        position = min(length, start + done * self.world_size * per_rank(self.loader))
+        decided = decides(self.loader) if order is None else order.sampler
+        length, start, began_again = len(decided), self.position, self.began_again  # type: ignore[arg-type]
+        done, first = batches - self.batches, self._batches_from(start, length)
+        if self.cycles and done > first:
+            began_again, start = True, 0
+            done = (done - first) % max(1, self._batches_from(0, length))
+        position = min(length, start + done * self.per_step)
         return {
             "epoch": epoch,
-            "unit": unit(self.loader),
+            "unit": _unit(self.loader),
             "position": position,
             "length": length,
+            "batch_size": _per_rank(self.loader),
+            "num_sharing": self.world_size,
+            "began_again": began_again,
+            "in_order": type(decided) is SequentialSampler,
             "digest": None if order is None else order.digest(position),
-            "sampler_state": None if order is None else order.sampler_state,
+            "sampler_state": None if order is None else order.sampler_state(epoch),
             "ledger": [*self.ledger, {"from": start, "to": position, "world_size": self.world_size}],
         }
 
-    def _length(self, order: GlobalOrder | None) -> int:
-        return len(self.loader.sampler if order is None else order.sampler)  # type: ignore[arg-type]
-
     def _batches_from(self, start: int, length: int) -> int:
-        per_step = self.world_size * per_rank(self.loader)
-        drops = order.drop_last if (order := order_of(self.loader)) else self.loader.drop_last
-        return (length - start) // per_step if drops else -(-(length - start) // per_step)
+        drops = getattr(order_of(self.loader) or self.loader.batch_sampler, "drop_last", False)
+        return (length - start) // self.per_step if drops else -(-(length - start) // self.per_step)

@@ -1,6 +1,7 @@
 """Puts the engine's loop parts in the place of Lightning's, right after the trainer was built."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ..strategies import announce
+from ..strategies import Heartbeat, Watchdog, announce
 from .checkpoint_connector import CheckpointConnector
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
@@ -42,18 +43,27 @@ _LAST_SAVE_S = 5.0
 class LoopTrainer(Trainer):
     """A trainer that saves in the background, and names a failed rank before any callback can wait for the others."""
 
+    heartbeat: Heartbeat
+    """Where this process is in its run."""
+    hang_timeout_s: float | None = None
+    """How long a rank may stand in one place."""
+
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         checkpoints.is_ending = False
+        folder = os.path.join(self.default_root_dir, "failures")
+        watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size)
+        watchdog.start()
         try:
             results = super()._run(*args, **kwargs)
             checkpoints.saver.finish()
+            watchdog.stop()
             return results
         except BaseException as exception:
             checkpoints.is_ending = True
-            checkpoints.saver.finish(None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S)
-            announce(exception)
+            patience_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S
+            announce(exception, watchdog=watchdog, finish=lambda: checkpoints.saver.finish(patience_s))
             raise
 
     def request_snapshot(self) -> None:
@@ -108,7 +118,7 @@ class LoopTrainer(Trainer):
                 "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
                 " one, name the storage by an fsspec URL as the path."
             )
-        with self.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
+        with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
             checkpoints.save(str(filepath), weights_only, link=link)
 
 
@@ -127,10 +137,11 @@ class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_con
 
 
 def attach(
-    trainer: Trainer,
+    trainer: LoopTrainer,
     watch: NonFiniteWatch,
     default_bar: Callback | None = None,
     *,
+    hang_timeout_s: float | None = None,
     async_checkpoints: bool = True,
     keeps_global_batch: bool = False,
 ) -> None:
@@ -140,9 +151,12 @@ def attach(
         trainer: changed in place.
         watch: sees each loss and gradient norm.
         default_bar: the progress bar that nobody asked for by name; None for none.
+        hang_timeout_s: how long a rank may stand in one place before the run is ended; None for ever.
         async_checkpoints: save while training goes on.
         keeps_global_batch: where another number of processes resumes, change the accumulation to match.
     """
+    trainer.heartbeat = Heartbeat(trainer)
+    trainer.hang_timeout_s = hang_timeout_s
     # Lightning: the private parts that Trainer.__init__ makes.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
     trainer._checkpoint_connector = CheckpointConnector(

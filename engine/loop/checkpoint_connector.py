@@ -257,7 +257,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     def restore_loops(self) -> None:
         """Restores the progress, and remembers what is to be restored when the data is there."""
         ours = self._loaded_checkpoint.get(OURS)
-        if not ours or self.trainer.state.fn != TrainerFn.FITTING:
+        if not ours or "batches" not in ours or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_loops()
             return
         to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], ours)

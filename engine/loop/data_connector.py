@@ -5,6 +5,7 @@ Lightning shuffles in all distributed training, and a run that is resumed begins
 
 import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _parse_num_batches
@@ -14,9 +15,20 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset, sized_len
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torchdata.stateful_dataloader import sampler as torchdatas
 
-from ..data import GlobalOrder, Pass, as_stateful, is_stateful, order_of
+from ..data import (
+    GlobalOrder,
+    Pass,
+    Remembering,
+    as_stateful,
+    decides,
+    is_stateful,
+    keeps_place,
+    order_of,
+    remembering,
+)
 from ..environment import global_seed
 
 __all__ = ["DataConnector"]
@@ -27,42 +39,50 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._resumed: dict[int, Pass] = {}
-        self._to_resume: list[list[dict[str, Any]]] = []
-        self._counted = 0
-        self.states_before_fetch: list[Any] | None = None
-        """What stateful loaders said before the batch that was fetched ahead; None if none is."""
+        self._resumed: WeakKeyDictionary[DataLoader, Pass] = WeakKeyDictionary()
+        self._to_resume: list[dict[str, Any]] = []
+        self._is_resuming = False
+        self._saved = self._counted = 0
 
     # --- which loader is used
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         # Lightning: _DataConnector._prepare_dataloader. Prediction keeps Lightning's, which records the indices.
-        trains = mode == RunningStage.TRAINING
-        if trains and isinstance(dataloader, DataLoader) and has_iterable_dataset(dataloader):
+        if mode == RunningStage.TRAINING:
+            # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.
+            self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
+            prepared = self._prepare_training(dataloader)
+            if self._is_resuming:
+                self._resume(prepared)
+            return prepared
+        if isinstance(dataloader, DataLoader) and mode != RunningStage.PREDICTING and self._dealt(dataloader, mode):
+            return self._dealing(dataloader, mode)
+        return super()._prepare_dataloader(dataloader, shuffle, mode)
+
+    def _prepare_training(self, dataloader: object) -> object:
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        if has_iterable_dataset(dataloader):
             dataloader = as_stateful(dataloader)
-        if (
-            not isinstance(dataloader, DataLoader)
-            or mode == RunningStage.PREDICTING
-            or not self._dealt(dataloader, mode)
-        ):
-            prepared = super()._prepare_dataloader(dataloader, shuffle, mode)
-        else:
-            prepared = self._dealing(dataloader, mode)
-        if trains and self._to_resume:
-            self._resume(prepared)
-        return prepared
+        elif self._dealt(dataloader, RunningStage.TRAINING):
+            dataloader = self._dealing(dataloader, RunningStage.TRAINING)
+        if keeps_place(dataloader):
+            # As many as an optimizer step has batches, those before and after it, and the one fetched ahead.
+            return remembering(dataloader, self._epoch, lambda: self.trainer.accumulate_grad_batches + 2)
+        return dataloader
+
+    @property
+    def _epoch(self) -> int:
+        return self.trainer.fit_loop.epoch_progress.current.processed
 
     def _dealing(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
         """A copy of `dataloader` whose order is dealt to the ranks."""
-        ranks: Any = self.trainer.distributed_sampler_kwargs or {}
+        ranks: Any = {} if self._deals_itself(dataloader) else self.trainer.distributed_sampler_kwargs or {}
         batches: Any = dataloader.batch_sampler
         trains = mode == RunningStage.TRAINING
-        # A batch sampler of the user's own decides what is in a batch: its batches are dealt, not its samples.
-        deals_batches = (
-            trains and batches is not None and type(batches) is not BatchSampler and hasattr(batches, "__len__")
-        )
+        decided = decides(dataloader) if trains else _order_of(dataloader)
         sampler = GlobalOrder(
-            batches if deals_batches else _order_of(dataloader),
+            _seedable(decided, dataloader),
             seed=self.trainer.strategy.broadcast(global_seed()),
             drop_last=trains and getattr(batches, "drop_last", False),
             **ranks,
@@ -75,8 +95,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             )
         if trains:
             # Workers ask for the first indices before Lightning says which epoch it is.
-            sampler.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
-        if deals_batches:
+            sampler.set_epoch(self._epoch)
+        if decided is batches:
             # As `sampler` too, which is not used beside a batch sampler: there Lightning sets the epoch.
             return _changed(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
@@ -86,34 +106,55 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
         """Whether the order of `dataloader` is ours to deal.
 
-        Several ranks need it, `shuffle=True` needs a seed, and a run that is resumed needs its place.
+        Several ranks need it; an order that may be random needs a seed; a run that is resumed needs its place.
         """
         connector = self.trainer._accelerator_connector  # Lightning: holds the use_distributed_sampler flag
-        if not connector.use_distributed_sampler or has_iterable_dataset(dataloader) or is_stateful(dataloader):
+        trains = mode == RunningStage.TRAINING
+        decided = decides(dataloader) if trains else _order_of(dataloader)
+        if has_iterable_dataset(dataloader) or (is_stateful(dataloader) and not trains):
             return False
-        if isinstance(_order_of(dataloader), DistributedSampler):
+        if trains and self._is_resuming and self._to_resume and self._to_resume[0].get("position"):
+            return True
+        if self._deals_itself(dataloader):
             return False
-        resumes = mode == RunningStage.TRAINING and bool(self._to_resume)
-        return connector.is_distributed or isinstance(_order_of(dataloader), RandomSampler) or resumes
+        if connector.is_distributed or isinstance(decided, RandomSampler):
+            return True
+        return trains and type(decided) is not SequentialSampler and sized_len(decided) is not None
+
+    def _deals_itself(self, dataloader: DataLoader) -> bool:
+        """Whether each rank has a sampler of its own."""
+        connector = self.trainer._accelerator_connector
+        samplers = _order_of(dataloader), dataloader.batch_sampler
+        return not connector.use_distributed_sampler or any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
     # --- where it is
 
     def state_dict(self, batches: int) -> dict[str, Any]:
         """Where this rank's training data is after `batches` batches of the epoch, plain values all."""
-        fit_loop, world_size = self.trainer.fit_loop, self.trainer.world_size
-        epoch = fit_loop.epoch_progress.current.processed
-        loaders = [] if fit_loop._combined_loader is None else fit_loop._combined_loader.flattened
-        before = iter(self.states_before_fetch or [])
-        states: list[dict[str, Any]] = []
-        for loader in loaders:
-            if is_stateful(loader):
-                states.append({"unit": "stateful", "state": next(before, None) or loader.state_dict()})
-            elif isinstance(loader, DataLoader) and not has_iterable_dataset(loader) and sized_len(loader) is not None:
-                place = self._resumed.get(id(loader)) or Pass(loader, world_size)
-                states.append(place.state_dict(epoch, batches))
-            else:
-                states.append({"unit": None})
-        return {"world_size": world_size, "batches": batches, "loaders": states}
+        # Lightning: the loaders as _prepare_dataloader left them.
+        combined = self.trainer.fit_loop._combined_loader
+        states = [] if combined is None else [self._state_of(loader, batches) for loader in combined.flattened]
+        return {"world_size": self.trainer.world_size, "batches": batches, "loaders": states}
+
+    def _state_of(self, loader: Any, batches: int) -> dict[str, Any]:
+        if isinstance(loader, Remembering):
+            return {**_stateful(loader), "state": loader.state_after(self._epoch, batches)}
+        if keeps_place(loader):
+            return {**_stateful(loader), "state": loader.state_dict()}
+        if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
+            return {"unit": None}
+        place = self._resumed.get(loader)
+        if place is None:
+            deals_itself = order_of(loader) is None and self._deals_itself(loader)
+            if deals_itself and not _is_known(decides(loader)):
+                return {"unit": None}
+            place = Pass(loader, 1 if deals_itself else self.trainer.world_size)
+        # Lightning: CombinedLoader's mode.
+        place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"  # type: ignore[union-attr]
+        return place.state_dict(self._epoch, batches)
+
+    def note_states(self) -> None:
+        """Called by the loop before a fetch; the loaders that have a state note it themselves, after each batch."""
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
         """Has the loaders that are prepared next go on where those of another run were.
@@ -124,41 +165,77 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         Returns:
             Whether all of them can.
 
-        Raises:
-            ValueError: data without an order, on another number of ranks.
         """
-        self._counted = states[0]["batches"]
-        kinds = [loader["unit"] for loader in states[0]["loaders"]]
-        if "stateful" in kinds:
-            if len(states) != self.trainer.world_size:
-                raise ValueError(
-                    f"The checkpoint has the place in an IterableDataset (or StatefulDataLoader) of {len(states)}"
-                    f" rank(s), which {self.trainer.world_size} can't share: resume with {len(states)}, or use a data"
-                    " set with a length, or load the weights alone."
-                )
-            mine = states[self.trainer.global_rank]["loaders"]
-            # Lightning: would give every rank what rank 0's loaders said.
-            self.trainer.fit_loop._combined_loader_states_to_load = [
-                loader["state"] for loader in mine if loader["unit"] == "stateful"
-            ]
-        self._to_resume = [state["loaders"] for state in states] if kinds else []
+        self._saved = self._counted = states[0]["batches"]
+        mine = states[self.trainer.global_rank if len(states) == self.trainer.world_size else 0]
+        self._to_resume = [{**loader, "saved_by": len(states)} for loader in mine["loaders"]]
+        # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
+        self.trainer.fit_loop._combined_loader_states_to_load = []
+        kinds = [loader["unit"] for loader in self._to_resume]
+        self._is_resuming = bool(kinds)
         return bool(kinds) and None not in kinds
 
     def _resume(self, loader: Any) -> None:
         """Takes the next of the states that wait, for a loader that was just prepared."""
-        state = self._to_resume[0].pop(0)
-        if not self._to_resume[0]:
-            self._to_resume = []
-        if state["unit"] not in ("samples", "batches"):
-            return
-        if not isinstance(loader, DataLoader) or order_of(loader) is None:
+        if not self._to_resume:
             raise ValueError(
-                "The checkpoint says where in the data the run was, but this run's DataLoader has no order that could"
-                " be gone on with: use the one of that run, or load the weights alone."
+                "The checkpoint has the places of fewer training loaders than this run has: use those of that run, or"
+                " load the weights alone to begin an epoch."
             )
-        place = Pass.resumed(loader, self.trainer.world_size, state)
-        self._resumed[id(loader)] = place
-        self._count(place.batches)
+        state = self._to_resume.pop(0)
+        if state["unit"] == "stateful":
+            self._resume_stateful(loader, state)
+        elif state["unit"] is not None and isinstance(loader, DataLoader) and order_of(loader) is not None:
+            self._resume_order(loader, state)
+        elif state.get("position"):
+            raise ValueError(
+                f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
+                f" but this run's {type(loader).__name__} has no order of samples that could be gone on with: use the"
+                " DataLoader of that run, or load the weights alone to begin an epoch."
+            )
+
+    def _resume_order(self, loader: DataLoader, state: dict[str, Any]) -> None:
+        world_size, then = self.trainer.world_size, state["saved_by"]
+        sharing = 1 if self._deals_itself(loader) else world_size
+        is_whole = state["num_sharing"] == then and sharing == world_size
+        if state["position"] and not is_whole and (then, state["num_sharing"]) != (world_size, sharing):
+            raise ValueError(
+                f"The checkpoint has the place of {then} rank(s), each in the order of its own that a distributed"
+                f" sampler or `use_distributed_sampler=False` gave it, where this run, of {world_size}, can't go on:"
+                f" resume with {then} and the same flag, let the engine deal the samples from the start, or load the"
+                " weights alone to begin an epoch."
+            )
+        place = Pass.resumed(loader, sharing, state)
+        if state["batch_size"] * state["num_sharing"] == place.per_step:
+            place.batches = self._saved
+        self._resumed[loader] = place
+        # All loaders are as many batches on, also where one of them has begun again or was over.
+        batches = max(place.batches for place in self._resumed.values())
+        for place in self._resumed.values():
+            place.count(batches)
+        self._count(batches)
+
+    def _resume_stateful(self, loader: Any, state: dict[str, Any]) -> None:
+        world_size, then = self.trainer.world_size, state["saved_by"]
+        if state["state"] is None or (self._saved == 0 and isinstance(loader, Remembering) and not loader.evolves):
+            return
+        if then != world_size:
+            raise ValueError(
+                f"The checkpoint has the places of {then} rank(s) in an IterableDataset or a loader with a state of"
+                f" its own, which {world_size} can't share: resume with {then}, or at the end of an epoch, or use a"
+                " data set with a length, or load the weights alone."
+            )
+        if self._saved and {**state, **_stateful(loader)} != state:
+            raise ValueError(
+                f"The checkpoint has the place in a loader with {_described(state)}, which one with"
+                f" {_described(_stateful(loader))} can't go on from: resume with the same, or at the end of an epoch,"
+                " or load the weights alone."
+            )
+        if isinstance(loader, Remembering):
+            loader.resume(self._epoch, self._saved, state["state"])
+        # Lightning: it loads a state in mid-epoch only.
+        elif is_stateful(loader) and self.trainer.fit_loop.restarting:
+            loader.load_state_dict(state["state"])
 
     def _count(self, batches: int) -> None:
         """Says in the loops' progress how many batches are done, in batches of this run's size."""
@@ -171,21 +248,47 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     def forget_place(self) -> None:
         """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""
-        if not self._resumed:
-            return
-        self._resumed = {}
-        fit_loop = self.trainer.fit_loop
+        trainer, fit_loop = self.trainer, self.trainer.fit_loop
         combined = fit_loop._combined_loader
         assert isinstance(combined, CombinedLoader)
+        if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
+            for loader in combined.flattened:
+                if isinstance(loader, Remembering):
+                    loader.begin(self._epoch)
+        if not self._resumed:
+            return
+        self._resumed.clear()
+        # Lightning: FitLoop.setup_data, where it asks for the lengths.
         lengths = [sized_len(loader) for loader in combined.flattened]
         combined.limits = [
-            _parse_num_batches(
-                RunningStage.TRAINING, float("inf") if n is None else n, self.trainer.limit_train_batches
-            )
+            _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
             for n in lengths
         ]
         whole = sized_len(combined)
         fit_loop.max_batches = float("inf") if whole is None else whole
+        if isinstance(trainer.val_check_batch, int) and isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
+
+
+def _is_known(sampler: Any) -> bool:
+    """Whether an order that is not ours is the same when the epoch is done again."""
+    return type(sampler) is SequentialSampler or hasattr(sampler, "set_epoch")
+
+
+def _seedable(sampler: Any, dataloader: DataLoader) -> Any:
+    """torch's random sampler in place of torchdata's, which has a generator where the user gave none."""
+    if isinstance(sampler, torchdatas.RandomSampler) and dataloader.generator is None:
+        return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
+    return sampler
+
+
+def _stateful(loader: Any) -> dict[str, Any]:
+    """What a loader's state says, and what it is good for."""
+    return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+
+
+def _described(state: dict[str, Any]) -> str:
+    return f"batch_size={state['batch_size']} and num_workers={state['num_workers']}"
 
 
 def _order_of(dataloader: DataLoader) -> Any:

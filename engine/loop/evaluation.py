@@ -23,6 +23,11 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def run(self) -> list[Any]:
         """All data loaders, once."""
         trainer: Any = self.trainer
+        with trainer.heartbeat.within(trainer.state.stage.value):
+            return self._run()
+
+    def _run(self) -> list[Any]:
+        trainer: Any = self.trainer
         if not isinstance(trainer.profiler, PassThroughProfiler):  # which times every call of Lightning's loop
             return super().run()
         module = trainer.lightning_module
@@ -59,6 +64,7 @@ class _Evaluation:
         self._trainer = trainer
         self._connector = trainer._logger_connector
         self._hooks = Hooks(trainer)
+        self._heartbeat, self._phase = trainer.heartbeat, trainer.heartbeat.phase
         self._transfer = Transfer(trainer)
         stage = "test" if trainer.testing else "validation"
         self._step_name = f"{stage}_step"
@@ -76,6 +82,7 @@ class _Evaluation:
         if hooks.is_stale():
             hooks.refresh()
         progress = loop.batch_progress
+        self._heartbeat.phase = self._phase
         batch = self._transfer(batch, dataloader_idx)
         loader = (dataloader_idx,) if self._names_loader else ()
         progress.increment_ready()
@@ -93,6 +100,8 @@ class _Evaluation:
             seen = loop._seen_batches_per_dataloader
             connector.log_metrics(connector.metrics["log"], step=seen[dataloader_idx])
             seen[dataloader_idx] += 1
+        if not progress.is_last_batch:
+            self._heartbeat.phase = "fetch"
         if self._looks:
             trainer._signal_connector.look(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
         if not progress.is_last_batch and trainer.received_sigterm:

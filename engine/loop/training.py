@@ -57,6 +57,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def run(self, data_fetcher: _DataFetcher) -> None:
         """One epoch."""
         watch = self.automatic_optimization.watch
+        self.trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]
         watch.begin_epoch(self.trainer)
         self._run(data_fetcher)
         watch.end_epoch(self.trainer)
@@ -94,6 +95,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         except StopIteration:
             pass
         finally:
+            trainer.heartbeat.phase = "train"
             flat.close()
             detach_log(trainer.lightning_module)
 
@@ -115,6 +117,11 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self._mark_step()
         callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
+
+    def _on_before_fetch(self) -> None:
+        # Lightning: called by the fetcher that is one batch ahead, as it has to be where the length is unknown.
+        self.trainer._data_connector.note_states()  # type: ignore[attr-defined]
+        super()._on_before_fetch()
 
     @property
     def _begins_epoch(self) -> bool:
@@ -205,6 +212,7 @@ class _Epoch:
         self._trainer = trainer
         self._fetcher = fetcher
         self._fit_loop = trainer.fit_loop
+        self._heartbeat = trainer.heartbeat
         self._connector = trainer._logger_connector
         self._hooks = Hooks(trainer)
         self._look()
@@ -243,7 +251,9 @@ class _Epoch:
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
         batch_idx = current.ready
+        self._heartbeat.phase = "fetch"
         batch = fetch(self._fetcher)
+        self._heartbeat.phase = "train"
         progress.is_last_batch = self._fetcher.done
         batch = self._transfer(batch)
         total.ready += 1

@@ -1,10 +1,22 @@
 """Ways of running: one file each, a table of them, and what they share. Coupled to Lightning 2.6's private names."""
 
 from .failure import announce
+from .heartbeat import Heartbeat
 from .launch import LayoutStrategy
 from .materialize import has_meta_tensors
 from .precision import PRECISIONS
 from .registry import STRATEGIES
 from .select import Parts, select
+from .watchdog import Watchdog
 
-__all__ = ["PRECISIONS", "STRATEGIES", "LayoutStrategy", "Parts", "announce", "has_meta_tensors", "select"]
+__all__ = [
+    "PRECISIONS",
+    "STRATEGIES",
+    "Heartbeat",
+    "LayoutStrategy",
+    "Parts",
+    "Watchdog",
+    "announce",
+    "has_meta_tensors",
+    "select",
+]

@@ -5,60 +5,194 @@ callbacks (a checkpoint on exception, say) would join in with barriers of their 
 rank that raises
 
 1. writes its rank and error into the job's key-value store (out of band, no collective), where the first one wins;
-2. prints its traceback, if it is that first one; and
+2. prints its traceback and writes the failure report, if it is that first one; and
 3. ends its process group, which makes the peers' pending collectives raise and turns later barriers into no-ops.
 
 A rank that finds another's name in the store says so and waits for its launcher to end it, so that the job's exit is
-the culprit's. A peer that doesn't notice (a GPU waits in a collective) is ended by the launcher, as each of them does
-when one of its processes fails.
+the culprit's. One whose connection broke finds out who is gone, and reports that. A peer that doesn't notice (a GPU
+waits in a collective) is ended by its watchdog, or by the launcher, as each does when one of its processes fails.
 """
 
 import contextlib
+import json
+import os
+import platform
+import re
 import signal
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
+import lightning
+import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from fsspec.core import url_to_fs
 
-__all__ = ["announce"]
+# Lightning: by which its tuner ends a run that went well.
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
-_KEY = "polyphase/first_failure"
+from ..version import __version__
+
+__all__ = ["DIED", "FIRST_FAILURE", "announce", "record_failure", "say", "write_report"]
+
+DIED = "its process has ended without a word"
+
+FIRST_FAILURE = "polyphase/first_failure"
+"""Key of the store under which the first failure of the job is recorded."""
+
 _GRACE_S = 2.0
 """How long a rank that stops because of another waits for its launcher to see the other's exit first."""
+_LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
+"""What the errors say that a peer's end causes."""
 
 
-def announce(exception: BaseException, *, print_traceback: bool = True) -> None:
-    """Says which rank failed first and ends this process's group; does nothing where no group runs.
+def announce(
+    exception: BaseException,
+    *,
+    print_traceback: bool = True,
+    watchdog: Any = None,
+    finish: Callable[[], Any] = lambda: None,
+) -> None:
+    """Says which rank failed first, writes the report, and ends this process's group where one runs.
 
     Args:
         exception: what this rank raised.
         print_traceback: False where the launcher carries the traceback to the user itself.
+        watchdog: the `Watchdog` of the run, which knows the other ranks; is stopped.
+        finish: called before the group ends.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if isinstance(exception, (SIGTERMException, _TunerExitException)):  # no failure: all ranks agreed to stop here
+        finish()
+        if watchdog is not None:
+            watchdog.stop()
         return
-    if isinstance(exception, SIGTERMException):  # no failure: all ranks agreed to stop here
+    is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    rank = 0 if is_alone else dist.get_rank()
+    first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
+    if watchdog is not None:
+        if is_mine and not isinstance(exception, KeyboardInterrupt):
+            _report(first, exception, watchdog, rank)
+        watchdog.stop()
+    finish()
+    if is_alone:
         return
-    rank = dist.get_rank()
-    first = _first_failure(rank, exception)
-    culprit, _, message = first.partition("|")
-    if int(culprit) != rank:
-        print(f"[rank {rank}] stops because rank {culprit} failed first: {message}", file=sys.stderr, flush=True)
+    if first["rank"] != rank:
+        say(rank, f"stops because rank {first['rank']} failed first: {first['message']}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
         time.sleep(_GRACE_S)
     elif print_traceback:
-        text = "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
-        print(f"[rank {rank}] failed and ends the run:\n{text}", file=sys.stderr, flush=True)
+        say(rank, f"failed and ends the run:\n{_traceback(exception)}")
     with contextlib.suppress(RuntimeError):  # a group whose connections are gone already may refuse to shut down
         dist.destroy_process_group()
 
 
-def _first_failure(rank: int, exception: BaseException) -> str:
-    """``rank|error`` of the first rank that failed; our own where the store can't be reached any more."""
-    mine = f"{rank}|{type(exception).__name__}: {exception}"[:1000]
+def record_failure(store: dist.Store, failure: dict[str, Any]) -> dict[str, Any]:
+    """The job's first failure: `failure`, unless there is one already."""
+    return json.loads(store.compare_set(FIRST_FAILURE, "", json.dumps(failure)))
+
+
+def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone: bool) -> tuple[dict[str, Any], bool]:
+    """The first failure of the job, and whether it is this rank's to report."""
+    mine = {"rank": rank, "kind": "exception", "by": rank, "message": f"{type(exception).__name__}: {exception}"[:1000]}
+    if is_alone:
+        return mine, True
     try:
         store = dist.distributed_c10d._get_default_store()
-        return store.compare_set(_KEY, "", mine).decode(errors="replace")
-    except RuntimeError:
-        return mine
+        if _LOST.search(str(exception)) and watchdog is not None:
+            mine = _cause(store, watchdog, rank) or mine
+        first = record_failure(store, mine)
+    except RuntimeError:  # the store's host is gone
+        gone = _gone(watchdog)
+        first = mine = _death(gone[0], rank) if gone else mine
+    return first, first == mine
+
+
+def _gone(watchdog: Any) -> list[int]:
+    return watchdog.peers.gone() if watchdog is not None and watchdog.peers is not None else []
+
+
+def _cause(store: dist.Store, watchdog: Any, rank: int) -> dict[str, Any] | None:
+    """Who is to blame for a broken connection, if that turns out in time."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and not store.check([FIRST_FAILURE]):
+        gone = _gone(watchdog)
+        if gone:
+            return _death(gone[0], rank)
+        time.sleep(0.05)
+    return None
+
+
+def _death(culprit: int, by: int) -> dict[str, Any]:
+    return {"rank": culprit, "kind": "death", "by": by, "message": DIED}
+
+
+def _report(first: dict[str, Any], exception: BaseException, watchdog: Any, rank: int) -> None:
+    details = {}
+    if first["kind"] == "exception":
+        details = {
+            "type": type(exception).__name__,
+            "message": str(exception),
+            "traceback": _traceback(exception),
+        }
+    known = watchdog.known(exception=exception)
+    path = write_report(watchdog.folder, first, known, watchdog.heartbeat.resume_from, details)
+    say(rank, f"the failure report is {path}")
+
+
+def write_report(
+    folder: str,
+    failure: dict[str, Any],
+    ranks: dict[int, dict[str, Any]],
+    resume_from: str | None,
+    details: dict[str, Any] | None = None,
+) -> str:
+    """Writes the JSON that says how a run ended, without any collective.
+
+    Args:
+        folder: local path or fsspec URL, created if need be.
+        failure: the record of the first failure: rank, kind, message and by whom.
+        ranks: what is known of each rank.
+        resume_from: the newest checkpoint.
+        details: of the exception.
+
+    Returns:
+        Its path, or why there is none.
+    """
+    now = time.time()
+    report = {
+        "first_failing_rank": failure["rank"],
+        "kind": failure["kind"],
+        "message": failure["message"],
+        "exception": details or None,
+        "resume_from": resume_from,
+        "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
+        "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),
+        "versions": {
+            "polyphase": __version__,
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-rank{failure['by']}-{os.getpid()}.json"
+    try:
+        files, path = url_to_fs(folder)
+        files.makedirs(path, exist_ok=True)
+        with files.open(f"{path}/{name}", "w") as stream:
+            json.dump(report, stream, indent=2, default=str)
+    except Exception as error:  # a run that fails is not to fail once more over its report
+        return f"not written: {type(error).__name__}: {error}"
+    return f"{folder}/{name}"
+
+
+def _traceback(exception: BaseException) -> str:
+    return "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
+
+
+def say(rank: int, text: str) -> None:
+    """Prints to standard error, at once."""
+    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)

@@ -81,7 +81,7 @@ class LayoutStrategy:
             timeout=timeout,
             device_id=strategy.root_device if strategy.root_device.type != "cpu" else None,
         )
-        rank_zero_info(f"{strategy.world_size} processes have met, in start {start}")
+        rank_zero_info(f"Starting with {strategy.world_size} processes")
 
     def derive_layout(self, world_size: int) -> Layout:
         """The layout of `world_size` processes.

@@ -1,0 +1,299 @@
+"""The `polyphase ckpt` command: what a user wants of checkpoints without a run."""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from fsspec.core import url_to_fs
+from rich.console import Console
+from rich.table import Table
+
+from ..flags import choose
+from .export import SUFFIXES, export
+from .folder import prune, survey
+from .saver import REST, load_file
+from .shards import tensors_in
+from .store import CheckpointError, Files, Manifest, check_files, is_checkpoint, read_manifest
+
+__all__ = ["main"]
+
+HELP = """\
+usage: polyphase ckpt {list,inspect,verify,export,prune} ...
+
+A checkpoint is a directory: sharded tensors, Lightning's state, and MANIFEST.json with the checksum of every file.
+Paths are local ones or URLs (s3://...); FOLDER/last is the newest checkpoint of a run.
+
+  polyphase ckpt list snapshots                 the checkpoints of a folder, the newest first
+  polyphase ckpt inspect snapshots/last         what is in one; --tensors names each tensor
+  polyphase ckpt verify snapshots               reads every file of one or more, or of a folder of them
+  polyphase ckpt export snapshots/last --to model.ckpt
+                                                one file, for stock Lightning or (.safetensors) for anybody
+  polyphase ckpt prune snapshots --keep-last 3  removes the others; --dry-run only names them
+
+  polyphase ckpt COMMAND --help                 all options of a command
+
+exit status: 0 all is well, 1 a checkpoint is damaged or can't be opened, 2 the command line is wrong
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs `polyphase ckpt` with the arguments `words`; returns the exit status."""
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP)
+        return 0
+    try:
+        name = choose("ckpt command", words[0], COMMANDS)
+        arguments = vars(_parser(name).parse_args(words[1:]))
+        return COMMANDS[name].run(**arguments)
+    except (CheckpointError, OSError) as error:
+        return _complain(error, 1)
+    except ValueError as error:
+        return _complain(error, 2)
+
+
+# --- the commands
+
+
+def _list(folder: str) -> int:
+    _check_exists(folder)
+    if is_checkpoint(folder):
+        raise ValueError(f"{folder} is one checkpoint: polyphase ckpt inspect {folder}, or list {_parent(folder)}")
+    entries = survey(folder)
+    table = Table("name", "step", "epoch", "age", "size", "layout", "versions")
+    for entry in entries:
+        if entry.manifest is not None:
+            table.add_row(entry.name, *_row(entry.manifest))
+    console = _console()
+    console.print(table if table.rows else f"There is no checkpoint in {folder}.")
+    for entry in entries:
+        if entry.manifest is None:
+            console.print(f"{entry.name} {entry.problem}")
+    return 0
+
+
+def _inspect(path: str, tensors: bool) -> int:
+    _check_exists(path)
+    manifest, files = read_manifest(path), Files(path)
+    small = [name for name in (".metadata", REST) if name in manifest.files]
+    wrong = [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
+    if wrong:
+        raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
+    stored = tensors_in(files)
+    console = _console()
+    about = Table("what", "value", show_header=False)
+    for name, value in {**_about(path, manifest, len(stored)), **_progress(files)}.items():
+        about.add_row(name, value)
+    console.print(about)
+    if tensors:
+        table = Table("tensor", "shape", "dtype", "bytes")
+        for key, tensor in sorted(stored.items()):
+            dtype, shape = tensor.properties.dtype, "x".join(map(str, tensor.size)) or "scalar"
+            table.add_row(key, shape, str(dtype).removeprefix("torch."), f"{tensor.size.numel() * dtype.itemsize:,}")
+        console.print(table)
+    return 0
+
+
+def _verify(paths: list[str]) -> int:
+    checkpoints: list[tuple[str, str]] = []
+    for path in paths:
+        _check_exists(path)
+        if is_checkpoint(path):
+            checkpoints.append((path, ""))
+            continue
+        inside = [(entry.path, entry.problem) for entry in survey(path) if entry.kind in ("checkpoint", "damaged")]
+        if not inside:
+            raise ValueError(f"There is no checkpoint in {path}, and it is none.")
+        checkpoints += inside
+    status = 0
+    for path, problem in checkpoints:
+        problems = [problem] if problem else _problems(path)
+        status = 1 if problems else status
+        print(f"{path}: {'; '.join(problems) or 'whole'}")
+    return status
+
+
+def _export(path: str, to: str, overwrite: bool, trust: bool) -> int:
+    _check_exists(path)
+    left_out = export(path, to, overwrite=overwrite, weights_only=not trust)
+    if left_out:
+        print(f"left out, for they are no tensors: {', '.join(left_out)}")
+    print(f"wrote {to}")
+    return 0
+
+
+def _prune(folder: str, keep_last: int, keep_every: int | None, dry_run: bool) -> int:
+    _check_exists(folder)
+    pruned = prune(folder, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
+    would = "would be " if dry_run else ""
+    for path in pruned.renamed:
+        print(f"{would}brought back, for it was whole but had not got its name: {path}")
+    for path in pruned.removed:
+        print(f"{would}removed: {path}")
+    for path in pruned.kept:
+        print(f"kept: {path}")
+    for note in pruned.notes:
+        print(f"note: {note}")
+    return 0
+
+
+# --- what they print
+
+
+def _row(manifest: Manifest) -> tuple[str, ...]:
+    versions = " ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    size, age = _size(manifest.num_bytes), _age(time.time() - manifest.time)
+    return str(manifest.step), str(manifest.epoch), age, size, _layout(manifest), versions
+
+
+def _layout(manifest: Manifest) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in manifest.layout.items()) or "one process"
+
+
+def _about(path: str, manifest: Manifest, num_tensors: int) -> dict[str, str]:
+    step, epoch, age, size, layout, versions = _row(manifest)
+    return {
+        "path": path,
+        "step": step,
+        "epoch": epoch,
+        "saved": f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.time))} ({age} ago)",
+        "layout": f"{layout}, world size {manifest.world_size}",
+        "versions": versions,
+        "files": f"{len(manifest.files)}, {size}",
+        "tensors": f"{num_tensors}",
+    }
+
+
+def _progress(files: Files) -> dict[str, str]:
+    """What Lightning's part says."""
+    try:
+        rest = load_file(files, REST, True)
+    except CheckpointError as refused:
+        return {"the rest": str(refused)}
+    ours = rest.get("polyphase", {})
+    said = {"keys": ", ".join(rest), "callbacks": ", ".join(rest.get("callbacks", {})) or "none"}
+    if "optimizers" in ours:
+        place = "between epochs" if ours["between_epochs"] else f"{ours['batches']} batch(es) of its epoch done"
+        said["optimizers"] = ", ".join(ours["optimizers"]) or "none"
+        said["place"] = place + (", in validation" if ours["in_validation"] else "")
+        said["accumulation"] = str(ours["accumulate_grad_batches"])
+    return said
+
+
+def _problems(path: str) -> list[str]:
+    try:
+        return check_files(path, read_manifest(path))
+    except CheckpointError as damage:
+        return [str(damage)]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
+
+
+# --- the command line
+
+
+def _parent(path: str) -> str:
+    return os.path.dirname(path.rstrip("/")) or "."
+
+
+def _check_exists(path: str) -> None:
+    fs, place = url_to_fs(path)
+    if fs.exists(place):
+        return
+    folder, name = os.path.split(place)
+    beside = [os.path.basename(each) for each in fs.ls(folder, detail=False)] if fs.isdir(folder) else []
+    near = difflib.get_close_matches(name, beside, n=1)
+    raise ValueError(f"There is nothing at {path}.{f' Did you mean {near[0]}?' if near else ''}")
+
+
+def _complain(error: Exception, status: int) -> int:
+    print(f"polyphase: error: {error}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """In place of a page of usage: what is wrong, and the flag that was probably meant."""
+        found = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        near = difflib.get_close_matches(found[1], self._option_string_actions, n=1) if found else []
+        raise ValueError(f"{message}.{f' Did you mean {near[0]}?' if near else ''}\nAll options: {self.prog} --help")
+
+
+class _Command(NamedTuple):
+    run: Callable[..., int]
+    description: str
+    arguments: dict[str, dict[str, Any]]
+
+
+_FOLDER = {"metavar": "FOLDER", "help": "folder of checkpoints, local or a URL"}
+_PATH = {"metavar": "PATH", "help": "a checkpoint, local or a URL; FOLDER/last is the newest of a run"}
+_SWITCH = {"action": "store_true"}
+
+COMMANDS = {
+    "list": _Command(_list, "Lists the checkpoints of a folder, the newest first.", {"folder": _FOLDER}),
+    "inspect": _Command(
+        _inspect,
+        "Shows what is in a checkpoint.",
+        {"path": _PATH, "--tensors": {**_SWITCH, "help": "list all tensors with shape, dtype and size"}},
+    ),
+    "verify": _Command(
+        _verify,
+        "Reads every file of checkpoints and compares its size and checksum with the manifest's.",
+        {"paths": {"nargs": "+", "metavar": "PATH", "help": "a checkpoint or a folder of checkpoints"}},
+    ),
+    "export": _Command(
+        _export,
+        "Writes a checkpoint as one file, after all of it was verified: "
+        + "; ".join(f"{suffix} is {description}" for suffix, description in SUFFIXES.items()),
+        {
+            "path": _PATH,
+            "--to": {"required": True, "metavar": "FILE", "help": f"name of the file; ends in {' or '.join(SUFFIXES)}"},
+            "--overwrite": {**_SWITCH, "help": "replace the file if it exists"},
+            "--trust": {**_SWITCH, "help": "unpickle any object in it: runs code, so only for what you wrote yourself"},
+        },
+    ),
+    "prune": _Command(
+        _prune,
+        "Removes checkpoints, and what was never finished if no run saves there. The newest one that is not damaged,"
+        " and the one that the link `last` points at, always stay.",
+        {
+            "folder": _FOLDER,
+            "--keep-last": {"type": int, "required": True, "metavar": "N", "help": "keep the N newest"},
+            "--keep-every": {
+                "type": int,
+                "metavar": "K",
+                "help": "also keep those whose step is a multiple of K",
+            },
+            "--dry-run": {**_SWITCH, "help": "only say what would be removed"},
+        },
+    ),
+}
+
+
+def _parser(name: str) -> _Parser:
+    command = COMMANDS[name]
+    parser = _Parser(prog=f"polyphase ckpt {name}", description=command.description, allow_abbrev=False)
+    for argument, options in command.arguments.items():
+        parser.add_argument(argument, **options)
+    return parser

@@ -1,0 +1,96 @@
+"""One file out of a checkpoint: what stock Lightning opens, or the weights alone.
+
+Written beside its final name, synced and renamed, so that it is whole or not there. One process holds all of it in
+memory.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import safetensors.torch
+import torch
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+
+from ..flags import choose
+from .saver import Saver
+from .store import CheckpointError, Files, sync
+from .tree import NAMES, numbered
+
+__all__ = ["SUFFIXES", "export"]
+
+SUFFIXES = {
+    ".ckpt": "a file of Lightning's, for ckpt_path= and load_from_checkpoint",
+    ".safetensors": "the weights alone",
+}
+_NOT_WEIGHTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
+
+
+def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = True) -> list[str]:
+    """Writes the checkpoint `path`, all of whose files are checked first, to one file.
+
+    Args:
+        path: of the directory, local or an fsspec URL.
+        to: name of the file, local or an fsspec URL; what is written goes by its ending, see `SUFFIXES`.
+        overwrite: a file of that name may be replaced.
+        weights_only: as for `torch.load`.
+
+    Returns:
+        Names in the module's state that are no tensors, which the file therefore does not have.
+
+    Raises:
+        CheckpointError: `path` is no checkpoint, or damaged, or has no weights.
+        ValueError: another ending, or the file is there already.
+    """
+    suffix = choose("ending", os.path.splitext(to)[1], SUFFIXES)
+    fs, target = url_to_fs(to)
+    if fs.isdir(target):
+        raise ValueError(f"{to} is a folder: give the name of a file.")
+    if fs.exists(target) and not overwrite:
+        raise ValueError(f"{to} is there already: give another name, or --overwrite to replace it.")
+    if suffix == ".ckpt":
+        content = numbered(Saver().load(path, weights_only=weights_only, alone=True))
+        # Without the names of ours, the engine too restores it as a file of Lightning's.
+        del content[NAMES]
+        _write(fs, target, lambda name: _save(content, name))
+        return []
+    content = Saver().load(path, weights_only=weights_only, alone=True, leave_out=_NOT_WEIGHTS)
+    if "state_dict" not in content:
+        raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
+    # Each was read into memory of its own: none shares its storage with another, which the format can't express.
+    weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
+    _write(fs, target, lambda name: _save_weights(weights, name))
+    return [name for name in content["state_dict"] if name not in weights]
+
+
+def _save(content: dict[str, Any], name: str) -> None:
+    with Files(os.path.dirname(name)).writing(os.path.basename(name)) as stream:
+        torch.save(content, stream)
+
+
+def _save_weights(weights: dict[str, Tensor], name: str) -> None:
+    try:
+        safetensors.torch.save_file(weights, name, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from None
+    sync(name)
+
+
+def _write(fs: AbstractFileSystem, target: str, write: Callable[[str], Any]) -> None:
+    """Calls `write` with the name of a new file, and then makes that file the target."""
+    is_local = isinstance(fs, LocalFileSystem)
+    folder, name = os.path.split(target)
+    if is_local:
+        os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".exporting-", dir=folder if is_local else None) as temporary:
+        written = os.path.join(temporary, name)
+        write(written)
+        if not is_local:
+            fs.put_file(written, target)
+            return
+        os.replace(written, target)
+    sync(folder)

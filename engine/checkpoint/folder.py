@@ -1,0 +1,157 @@
+"""A folder of checkpoints: what is in it, and what of it may go."""
+
+import os
+from fnmatch import fnmatch
+from typing import Literal, NamedTuple
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from ..flags import check_count
+from .saver import RANKS, REST
+from .store import (
+    LEFTOVERS,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    check_files,
+    home_of,
+    lock,
+    read_manifest,
+    remove,
+    repair,
+)
+
+__all__ = ["Entry", "Pruned", "prune", "survey"]
+
+_FILES_OF_A_SAVE = (REST, RANKS, ".metadata*", "*.distcp")
+
+
+class Entry(NamedTuple):
+    """A directory in a folder of checkpoints."""
+
+    path: str
+    kind: Literal["checkpoint", "damaged", "unfinished", "other"]
+    """Unfinished is what a save or a removal has left that did not end, or has not ended yet."""
+    manifest: Manifest | None = None
+    """None if it is no checkpoint."""
+    problem: str = ""
+    """Why it is none."""
+
+    @property
+    def name(self) -> str:
+        """Without the folder."""
+        return os.path.basename(self.path)
+
+
+class Pruned(NamedTuple):
+    """What `prune` did, or would do."""
+
+    removed: list[str]
+    kept: list[str]
+    renamed: list[str]
+    """Checkpoints that were whole, but had not got their names when their process was killed."""
+    notes: list[str]
+    """What is wrong with the others, and why it was left alone."""
+
+
+def survey(folder: str | os.PathLike[str]) -> list[Entry]:
+    """The directories in a folder: its checkpoints, the newest first, and then what is none."""
+    fs, root = url_to_fs(os.fspath(folder))
+    fs.invalidate_cache(root)
+    found = []
+    for place in sorted(fs.ls(root, detail=False)):
+        if not isinstance(fs, LocalFileSystem):
+            found += [_entry(fs, place, fs.unstrip_protocol(place))] if fs.isdir(place) else []
+        elif os.path.isdir(place) and not os.path.islink(place):  # the link `last` is one of the others
+            found.append(_entry(fs, place, place))
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(entry: Entry) -> tuple[float, float]:
+    return (-1, 0) if entry.manifest is None else (entry.manifest.step, entry.manifest.time)
+
+
+def _entry(fs: AbstractFileSystem, place: str, path: str) -> Entry:
+    if os.path.basename(path).startswith(LEFTOVERS):
+        problem = "is being saved or removed, or was when its process was killed"
+        return Entry(path, "unfinished", problem=problem)
+    files = [os.path.basename(file) for file in fs.ls(place, detail=False)]
+    if MANIFEST in files:
+        try:
+            return Entry(path, "checkpoint", read_manifest(path))
+        except CheckpointError as damage:
+            return Entry(path, "damaged", problem=f"can't be opened: {damage}")
+    if files and all(any(fnmatch(file, pattern) for pattern in _FILES_OF_A_SAVE) for file in files):
+        return Entry(path, "unfinished", problem=f"was never finished, or only half removed: it has no {MANIFEST}")
+    return Entry(path, "other", problem=f"is no checkpoint: it has no {MANIFEST}")
+
+
+def prune(
+    folder: str | os.PathLike[str], *, keep_last: int, keep_every: int | None = None, dry_run: bool = False
+) -> Pruned:
+    """Removes the checkpoints of a folder but some; and what was never finished, if no run holds the folder.
+
+    Also kept are the newest one whose files are all in order, the one that ``last`` points at, and whatever is no
+    checkpoint.
+
+    Args:
+        folder: local or an fsspec URL.
+        keep_last: number of the newest ones to keep.
+        keep_every: keep those of multiples of this step; None for none.
+        dry_run: only tell what would be done.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    check_count("--keep-last", keep_last)
+    if keep_every is not None:
+        check_count("--keep-every", keep_every)
+    removed, renamed, notes = _prune_unfinished(folder, dry_run)
+    entries = survey(folder)
+    found = {entry.path: entry.manifest for entry in entries if entry.manifest is not None}
+    notes += [f"{each.path} {each.problem}" for each in entries if each.kind in ("damaged", "other")]
+    kept = set(list(found)[:keep_last])
+    kept |= {path for path, manifest in found.items() if keep_every and manifest.step % keep_every == 0}
+    last = os.path.basename(os.path.realpath(os.path.join(folder, "last")))
+    kept |= {path for path in found if os.path.basename(path) == last}
+    kept |= _newest_valid(found, notes)
+    superfluous = [path for path in found if path not in kept]
+    for path in superfluous:
+        if not dry_run:
+            remove(path)
+    return Pruned([*superfluous, *removed], [path for path in found if path in kept], renamed, notes)
+
+
+def _newest_valid(found: dict[str, Manifest], notes: list[str]) -> set[str]:
+    """The newest one whose files are in order; all of them if none is, for who knows what can be saved of them."""
+    for path, manifest in found.items():
+        wrong = check_files(path, manifest)
+        if not wrong:
+            return {path}
+        notes.append(f"{path} is damaged: {'; '.join(wrong)}")
+    return set(found)
+
+
+def _prune_unfinished(folder: str | os.PathLike[str], dry_run: bool) -> tuple[list[str], list[str], list[str]]:
+    """What was never finished goes; returns what was removed, what got its name, and why the others were left."""
+    left = [entry.path for entry in survey(folder) if entry.kind == "unfinished"]
+    if not left:
+        return [], [], []
+    if not isinstance(url_to_fs(os.fspath(folder))[0], LocalFileSystem):
+        # Without locks nobody knows whether a run is about to finish it.
+        return [], [], [f"{path} is unfinished: if no run saves there, remove it yourself" for path in left]
+    try:
+        release = lock(folder)
+    except CheckpointError as held:
+        return [], [], [f"{path} is unfinished, and left alone: {held}" for path in left]
+    try:
+        homes = {path: home_of(path) for path in left}
+        if not dry_run:
+            repair(folder)
+            for path in left:
+                remove(path)  # those that are not `repair`'s
+    finally:
+        release()
+    return [path for path in left if not homes[path]], sorted({home for home in homes.values() if home}), []

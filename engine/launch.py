@@ -1,0 +1,124 @@
+"""`polyphase launch`: torchrun, with the defaults of a job that is to survive the loss of a process."""
+
+import argparse
+import importlib.util
+import itertools
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from torch.distributed.run import determine_local_world_size
+
+from .environment import share_threads
+from .flags import check_count, choose
+
+__all__ = ["main", "torchrun_arguments"]
+
+HELP = """\
+usage: polyphase launch [--nproc N] [--nnodes N|MIN:MAX] [--max-restarts K] [torchrun options] -- script.py [arguments]
+       polyphase launch [...] -- -m package.module [arguments]
+       polyphase launch [...] -- polyphase fit [options]
+
+Start N processes on this machine under torchrun (torch.distributed.run), and start them again, up to K times, when one
+of them dies. With Engine(resume="auto") they go on from the newest snapshot.
+
+  --nproc N         processes on this machine, or auto, gpu, cpu (default: auto)
+  --nnodes N        machines; MIN:MAX lets the job go on with fewer, and take in more (default: 1)
+  --max-restarts K  how often the processes are started again (default: 3)
+
+All other options in front of -- are torchrun's: see `torchrun --help`. What differs from torchrun without options: jobs
+on one machine meet on a free port of it, the processes are looked at every second, and OMP_NUM_THREADS is the machine's
+share of cores per process, unless it is set.
+
+  polyphase launch --nproc 2 -- train.py --epochs 5
+  polyphase launch --nproc 2 --max-restarts 10 -- polyphase fit --model ByteGPT --data PythonSource --strategy fsdp \\
+      --accelerator cpu --trainer.resume auto
+  polyphase launch --nproc 8 --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint head:29400 -- train.py
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs ``polyphase launch`` with the words behind it: turns into torchrun, or returns the exit code."""
+    options = itertools.takewhile(lambda word: word != "--", words)
+    if not words or not {"-h", "--help"}.isdisjoint(options):
+        print(HELP)
+        return 0
+    try:
+        arguments, num_processes = torchrun_arguments(words)
+    except ValueError as error:
+        print(f"polyphase: error: {error}", file=sys.stderr)
+        return 2
+    share_threads(num_processes)
+    # This process becomes torchrun's: signals reach it without our help.
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+
+
+def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
+    """The arguments of torchrun for those of `polyphase launch`, and the number of processes on this machine.
+
+    Raises:
+        ValueError: nothing to start, a number that is none, or a script that does not exist.
+    """
+    words = list(words)
+    if "--" not in words:
+        raise ValueError("launch needs -- in front of what it starts: polyphase launch --nproc 2 -- train.py --epochs 5")
+    split = words.index("--")
+    options, theirs = _parsed(words[:split])
+    command = _command(words[split + 1 :])
+    if re.fullmatch(r"\d+", options.nproc):
+        check_count("--nproc", int(options.nproc))
+    else:
+        choose("--nproc", options.nproc, ("auto", "cpu", "gpu"))
+    if not options.max_restarts.isdecimal():
+        raise ValueError(f"--max-restarts must be a whole number of at least 0, but got {options.max_restarts!r}.")
+    sizes = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", options.nnodes)
+    if sizes is None or int(sizes[1]) > int(sizes[2] or sizes[1]):
+        raise ValueError(f"--nnodes must be a number of machines or MIN:MAX, but got {options.nnodes!r}.")
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items()]
+    meets_elsewhere = any(re.match("--(rdzv|master|node|standalone)", option) for option in theirs)
+    if options.nnodes == "1" and not meets_elsewhere:
+        arguments.append("--standalone")
+    arguments[0] = f"--nproc-per-node={options.nproc}"
+    return [*arguments, *theirs, *command], determine_local_world_size(options.nproc)
+
+
+def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options that are ours or have another default here, and those that are torchrun's alone."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", dest="nproc", default="auto")
+    parser.add_argument("--nnodes", default="1")
+    for name, default in (("max-restarts", "3"), ("monitor-interval", "1")):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default=default)
+    try:
+        return parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}. See polyphase launch --help.") from None
+
+
+def _command(words: list[str]) -> list[str]:
+    """What is started, in torchrun's words."""
+    if not words:
+        raise ValueError("launch has nothing to start: name a script, or -m and a module, behind --.")
+    if words[0] == "polyphase":
+        words = ["-m", "polyphase.engine", *words[1:]]
+    if words[0] != "-m":
+        return _script(words)
+    if len(words) == 1:
+        raise ValueError("-m needs the name of a module behind it.")
+    package = words[1].partition(".")[0]
+    # Python's -m looks in the working directory as well.
+    if importlib.util.find_spec(package) is None and PathFinder.find_spec(package, [os.getcwd()]) is None:
+        raise ValueError(f"there is no module {words[1]!r}: neither here nor among what is installed.")
+    return words
+
+
+def _script(words: list[str]) -> list[str]:
+    path = Path(words[0])
+    if not path.is_file():
+        there = sorted(each.name for each in path.parent.glob("*.py"))
+        known = f"; there are {', '.join(there[:8])}" if there else ""
+        raise ValueError(f"there is no script {words[0]!r}{known}.")
+    return words

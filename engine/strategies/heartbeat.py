@@ -1,0 +1,139 @@
+"""Where this process is in its run.
+
+No collective, no lock and no call on the hot path: the loops assign `phase`, and all else is read, by the watchdog's
+thread, from the counters that the loops keep anyway and from the stack of their thread.
+"""
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+__all__ = ["Heartbeat", "Stack", "describe"]
+
+Stack = list[tuple[FrameType, int]]
+"""Frames and the line each is at, the innermost first."""
+
+_WRAPPERS = ("wrapper", "inner", "wrapped")
+_FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
+
+
+class Heartbeat:
+    """Where this process is in its run.
+
+    Args:
+        trainer: whose counters say the rest.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.phase = "setup"
+        """``"setup"``, ``"fetch"`` (waits for the data loader), ``"train"``, ``"validate"``, ``"save"``, ...: set by
+        the loops."""
+        self._thread = 0
+
+    def begin(self) -> None:
+        """Called as a run begins, by the thread that runs it."""
+        self.phase = "setup"
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Around a part of another phase."""
+        outer, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = outer
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._trainer.global_rank
+
+    @property
+    def resume_from(self) -> str | None:
+        """The newest checkpoint: that which the run has saved, or else began with."""
+        trainer: Any = self._trainer
+        path = trainer.last_checkpoint or trainer.ckpt_path
+        return None if path is None else str(path)
+
+    def place(self) -> dict[str, Any]:
+        """Step, batch, batch of the evaluation and phase: one of them changes as long as the run gets on."""
+        # Lightning: the progress of Trainer.fit_loop.epoch_loop, of its val_loop, and of the loops for other stages.
+        trainer: Any = self._trainer
+        epochs = trainer.fit_loop.epoch_loop
+        loops = (epochs.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        return {
+            "step": trainer.global_step,
+            "batch": epochs.batch_progress.total.ready,
+            "evaluated": sum(loop.batch_progress.total.ready for loop in loops),
+            "phase": self.phase,
+        }
+
+    def report(self, *, with_stack: bool = False, exception: BaseException | None = None) -> dict[str, Any]:
+        """All that others may want to know; of the place where `exception` was raised, if there is one."""
+        stack = self._stack() if exception is None else list(traceback.walk_tb(exception.__traceback__))[::-1]
+        report = {
+            **self.place(),
+            "pending": _pending(stack),
+            "line": _line(stack),
+            "is_debugged": _is_debugged(stack),
+            "resume_from": self.resume_from,
+        }
+        if with_stack:
+            report["stack"] = "".join(traceback.StackSummary.extract(reversed(stack)).format())
+        return report
+
+    def _stack(self) -> Stack:
+        frame = sys._current_frames().get(self._thread)
+        return [] if frame is None else list(traceback.walk_stack(frame))
+
+
+def describe(report: dict[str, Any] | None) -> str:
+    """A report, in words."""
+    if report is None:
+        return "has not been heard of"
+    doing = {"fetch": "waits for its data loader", "save": "saves a checkpoint"}.get(report["phase"], "computes")
+    if report["pending"] is not None:
+        doing = f"waits for other ranks in {report['pending']}"
+    line = f", at {report['line']}" if report["line"] else ""
+    return f"is in phase {report['phase']!r} of step {report['step']}, batch {report['batch']}: {doing}{line}"
+
+
+def _pending(stack: Stack) -> str | None:
+    """The function of `torch.distributed` in which the thread with this stack waits for other ranks; None if none."""
+    for number, (frame, _) in enumerate(stack):
+        module, name = _module(frame), frame.f_code.co_name
+        # The collectives of DDP's backward are torch's C++ alone.
+        if number == 0 and (module, name) == ("torch.autograd.graph.", "_engine_run_backward"):
+            return "backward"
+        if module.startswith("torch.distributed.") and not name.startswith(("_", "<")) and name not in _WRAPPERS:
+            return name
+        if not module.startswith(("torch.", "contextlib.", "functools.")):
+            return None
+    return None
+
+
+def _line(stack: Stack) -> str | None:
+    """The innermost line that is neither torch's nor Lightning's nor ours: that of the user's own code."""
+    for frame, number in stack:
+        if frame.f_code.co_name != "<module>" and not _module(frame).startswith(_FOREIGN):
+            return f"{frame.f_code.co_filename}:{number} in {frame.f_code.co_name}"
+    return None
+
+
+def _module(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."
+
+
+def _is_debugged(stack: Stack) -> bool:
+    monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on, debuggers need not trace
+    return any(frame.f_trace is not None for frame, _ in stack) or (
+        monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    )

@@ -1,0 +1,258 @@
+"""Ends a run that gets no further: by a thread in each process, while the trainer's own one can wait for ever.
+
+Each second, each rank
+1. publishes where it is (one `set`), and looks whether a failure is on record (one `check`);
+2. where it has stood still since the last second, looks for its peers. It puts a failure on record if one's process is
+   gone, or has not been heard of for long while this one waits in a collective; or if this rank has stood in one place
+   for `timeout_s`.
+3. A failure on record has every rank print and publish its stack. The one that recorded it names the culprit, writes
+   the report and publishes the verdict; then all end with exit code 1, so that a launcher starts them again.
+
+The culprit is the rank that is gone, else the one that does not answer, else the one with the smallest progress, else
+the one that waits for nobody. Time in which the thread itself did not run (a machine that was suspended) does not
+count, nor does time under a debugger.
+"""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+# Lightning: the thread by which the process that started the others watches them.
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+
+from ..environment import started_by
+from .failure import DIED, FIRST_FAILURE, record_failure, say, write_report
+from .heartbeat import Heartbeat, describe
+from .peers import LEFT, Peers, this_process
+
+__all__ = ["Watchdog"]
+
+_PERIOD_S = 1.0
+_MEETING_PERIOD_S = 0.1
+"""Until the ranks have heard of each other."""
+_STORE_LOST_S = 3.0
+"""How long a rank waits in a collective after the store is gone; its own error would say more."""
+_ANSWER_S = 3.0
+"""How long the ranks have to answer. A process that holds Python's lock for that long can't."""
+_LAST_WORDS_S = 4.0
+"""How long a process outlives one that it has started."""
+_VERDICT_S = 8.0
+"""How long a rank waits for the verdict, or for its own exception after another rank's."""
+_SILENCE_S = (10.0, 60.0)
+"""A peer of another machine counts as dead after the timeout, but not before the first nor later than the second:
+opening a large pickle holds Python's lock for tens of seconds."""
+_SLOW_START = 3.0
+"""How much longer the place may stay the same until the second batch: downloads, checkpoints, compilation."""
+
+_runs = itertools.count()
+
+
+class Watchdog:
+    """Watches one run of one process.
+
+    Args:
+        heartbeat: where this process is.
+        timeout_s: how long it may stand in one place; None for ever.
+        folder: for the failure report.
+        world_size: number of ranks; one has nobody to tell.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, timeout_s: float | None, folder: str, world_size: int) -> None:
+        self.heartbeat = heartbeat
+        self.folder = folder
+        self.peers: Peers | None = None
+        """The other ranks, from when the processes are connected."""
+        self._timeout_s = timeout_s
+        self._silence_s = min(max(_SILENCE_S[0], timeout_s or _SILENCE_S[1]), _SILENCE_S[1])
+        self._world_size = world_size
+        # The same on all ranks, since they all run the same; runs that only one rank has are not counted.
+        self._run = str(next(_runs)) if world_size > 1 else ""
+        self._place: dict[str, Any] = {}
+        self._clock = self._since = 0.0
+        self._failed_at: float | None = None
+        self._lost_at: float | None = None
+        self._has_warned = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="polyphase-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch the thread that calls this."""
+        self.heartbeat.begin()
+        _delay_the_kill()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops, and tells the others that this rank is not to be waited for."""
+        self._stop.set()
+        self._thread.join(2 * _PERIOD_S)
+
+    def known(self, **of_this: Any) -> dict[int, dict[str, Any]]:
+        """Where each rank is, as far as is known here; `of_this`: arguments of this one's report."""
+        peers = self.peers
+        mine = {self.heartbeat.rank: {**this_process(), **self.heartbeat.report(**of_this)}}
+        return {**peers.beats(), **mine} if peers else mine
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._stop.wait(self._period_s()):
+            now = time.monotonic()
+            self._clock += min(now - before, _PERIOD_S)
+            before = now
+            self._look()
+        if self.peers is not None:
+            with suppress(RuntimeError):
+                self.peers.beat({**self.heartbeat.report(), "phase": LEFT})
+
+    def _period_s(self) -> float:
+        has_met = self.peers is not None and len(self.peers.processes) == len(self.peers.others)
+        return _PERIOD_S if has_met or self._world_size == 1 else _MEETING_PERIOD_S
+
+    def _look(self) -> None:
+        report, place = self.heartbeat.report(), self.heartbeat.place()
+        if place != self._place or report["is_debugged"]:
+            self._place, self._since, self._has_warned = place, self._clock, False
+        still_s = self._clock - self._since
+        try:
+            if self._lost_at is not None:
+                self._without_store(report)
+            elif self._world_size > 1:
+                self._among_peers(report, still_s)
+            if self._timeout_s is not None:
+                patience_s = self._timeout_s * (_SLOW_START if place["batch"] < 2 else 1.0)
+                if still_s >= patience_s:
+                    self._hang(still_s)
+        except RuntimeError:  # torch.distributed.DistError: the store's host is gone
+            self._lost_at = self._clock if self._lost_at is None else self._lost_at
+
+    def _among_peers(self, report: dict[str, Any], still_s: float) -> None:
+        if self.peers is None:
+            if not dist.is_initialized():
+                return
+            self.peers = Peers(self._run)
+        self.peers.beat(report)
+        if self.peers.job.check([FIRST_FAILURE]):
+            self._follow(self.peers)
+        elif still_s > _PERIOD_S:
+            dead = self.peers.gone()
+            if report["pending"] is not None and not dead:
+                dead = self.peers.silent(self._clock, self._silence_s)
+            if dead:
+                self._end(self.peers, "death", DIED, dead)
+
+    def _hang(self, still_s: float) -> None:
+        """This rank has stood in one place for too long."""
+        message = f"no progress for {still_s:.0f} s"
+        known = self.known()
+        if any(report["is_debugged"] for report in known.values()):
+            self._since = self._clock
+        elif self._world_size > 1 and self.peers is not None:
+            self._end(self.peers, "hang", message, [])
+        elif not self._has_warned:  # a process alone keeps nobody waiting: it ends where something starts it again
+            self._has_warned = True
+            self._tell_where()
+            self._conclude("hang", self.heartbeat.rank, f"{message}, {describe(known[self.heartbeat.rank])}", known)
+            if started_by() is not None:
+                _exit()
+
+    def _without_store(self, report: dict[str, Any]) -> None:
+        """Its host is gone: the process of rank 0, or torchrun's agent."""
+        assert self._lost_at is not None
+        if report["pending"] is None or self._clock - max(self._lost_at, self._since) < _STORE_LOST_S:
+            return
+        gone = self.peers.gone() if self.peers is not None else []
+        self._tell_where()
+        message = DIED if gone else "the host of the job's key-value store is gone"
+        self._conclude("death", gone[0] if gone else 0, message, self.known())
+        _exit()
+
+    def _follow(self, peers: Peers) -> None:
+        """A failure is on record, of another rank's."""
+        first = json.loads(peers.job.get(FIRST_FAILURE))
+        if self._failed_at is None:
+            self._failed_at = self._clock
+            if first["kind"] != "exception":
+                self._answer(peers)
+        verdict = peers.read("verdict", [first["by"]]).get(first["by"])
+        if verdict is not None:
+            say(self.heartbeat.rank, verdict["text"])
+            _exit()
+        if self._clock - self._failed_at >= _VERDICT_S:  # an exception of our own would have come by now
+            say(self.heartbeat.rank, f"stops because rank {first['rank']} failed first: {first['message']}")
+            _exit()
+
+    def _answer(self, peers: Peers) -> None:
+        peers.publish("answer", self.heartbeat.report(with_stack=True))
+        self._tell_where()
+
+    def _end(self, peers: Peers, kind: str, message: str, dead: list[int]) -> None:
+        """Puts a failure on record, unless another rank has, and ends the run."""
+        failure = {"rank": peers.rank, "kind": kind, "by": peers.rank, "message": message}
+        if record_failure(peers.job, failure) != failure:
+            return  # the next look finds it
+        self._answer(peers)
+        answers = self._gathered(peers, dead)
+        known = {rank: {**report, **answers.get(rank, {})} for rank, report in self.known().items()}
+        awaited = [rank for rank in range(peers.world_size) if known.get(rank, {}).get("phase") != LEFT]
+        mute = [rank for rank in awaited if rank not in answers and rank not in dead]
+        culprits = dead or mute or _behind({rank: known[rank] for rank in awaited})
+        where = "; ".join(f"rank {rank} {describe(known.get(rank))}" for rank in culprits)
+        silence = ", and it does not answer" if mute and not dead else ""
+        text = self._conclude(kind, culprits[0], f"{message}; {where}{silence}", known)
+        peers.publish("verdict", {"text": text})
+        for rank in filter(peers.is_local, mute):  # it would not hear of the end
+            with suppress(OSError):
+                os.kill(peers.processes[rank]["pid"], signal.SIGKILL)
+        time.sleep(2 * _PERIOD_S)  # the others read it, from a store that may be in this process
+        _exit()
+
+    def _gathered(self, peers: Peers, dead: list[int]) -> dict[int, dict[str, Any]]:
+        """The answers of the ranks, as many as come in time."""
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            answers = peers.read("answer", range(peers.world_size))
+            if len(answers) + len(dead) >= peers.world_size or time.monotonic() > deadline:
+                return answers
+            time.sleep(0.1)
+
+    def _conclude(self, kind: str, culprit: int, message: str, known: dict[int, dict[str, Any]]) -> str:
+        """Writes the report, and says so."""
+        rank = self.heartbeat.rank
+        failure = {"rank": culprit, "kind": kind, "by": rank, "message": message}
+        path = write_report(self.folder, failure, known, self.heartbeat.resume_from)
+        text = f"{kind}, because of rank {culprit}: {message}. The failure report is {path}"
+        say(rank, text)
+        return text
+
+    def _tell_where(self) -> None:
+        report = self.heartbeat.report(with_stack=True)
+        say(self.heartbeat.rank, f"{describe(report)}:\n{report['stack']}")
+
+
+def _behind(ranks: dict[int, dict[str, Any]]) -> list[int]:
+    """The ranks that the others wait for, as far as their places tell."""
+    progress = {rank: (r["batch"], r["evaluated"], r["step"]) for rank, r in ranks.items()}
+    last = [rank for rank in ranks if progress[rank] == min(progress.values())]
+    return [rank for rank in last if ranks[rank]["pending"] is None] or last
+
+
+def _delay_the_kill() -> None:
+    """Has Lightning's observer give this process the time to find out what happened, and to end by itself."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
+            kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too
+            thread._terminate_all = lambda kill=kill: (time.sleep(_LAST_WORDS_S), kill())  # type: ignore[method-assign]
+
+
+def _exit() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(1)  # the trainer's thread may be in a call that never returns

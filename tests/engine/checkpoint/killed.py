@@ -1,0 +1,105 @@
+"""Processes that are killed while they save or hold a lock; a program of its own, for it forks before any threads.
+
+python -m tests.engine.checkpoint.killed {new paths,one path,lock} FOLDER SEED
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from polyphase.engine.checkpoint import CheckpointError, Saver, find, lock, repair
+from polyphase.engine.checkpoint.folder import prune, survey
+
+from .made import about, content, is_whole, saved
+
+NUM_KILLS = 20
+KEPT = 3
+
+
+def save_for_ever(folder: Path, step: int, has_one_path: bool, tell: Callable[[int], None]) -> None:
+    """Saves in the background and removes the older ones, as a run does; tells the steps that are saved."""
+    saver, _ = Saver(), lock(folder)
+    while True:
+        path = folder / ("same" if has_one_path else f"step={step}")
+        saver.save(content(step), str(path), about=about(step), of_rank={"seed": step}, link="last")
+        for old, _ in [] if has_one_path else find(folder)[KEPT - 1 :]:
+            saver.remove(old)
+        saver.finish()
+        tell(step)
+        step += 1
+
+
+@contextmanager
+def child(function: Callable[..., None], *arguments: object) -> Iterator[tuple[int, int]]:
+    """Another process that runs `function`: its id, and what to read from it; killed at the end."""
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            function(*arguments, lambda step: os.write(write, f"{step}\n".encode()))
+        finally:
+            os._exit(1)
+    os.close(write)
+    try:
+        yield process, read
+    finally:
+        os.kill(process, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(process, 0)[1]), "it ended by itself"
+
+
+def storm(folder: Path, has_one_path: bool, seed: int) -> None:
+    """Kills again and again; after each time the newest checkpoint is whole and no older than the last one told."""
+    draw, newest = random.Random(seed), 0
+    for _ in range(NUM_KILLS):
+        with child(save_for_ever, folder, newest + 1, has_one_path) as (_, read):
+            told = os.read(read, 1 << 16).split()  # waits for the first one, which may be of any age
+            time.sleep(draw.uniform(0, 0.1))
+        while more := os.read(read, 1 << 16):
+            told += more.split()
+        os.close(read)
+        release = lock(folder)
+        repair(folder)
+        found = find(folder)
+        assert all(is_whole(path, manifest.step) for path, manifest in found)
+        assert found[0][1].step >= int(told[-1]), f"step {told[-1]} was saved, but is lost"
+        newest = found[0][1].step
+        prune(folder, keep_last=KEPT)
+        release()
+        assert {entry.kind for entry in survey(folder)} == {"checkpoint"}
+        assert set(os.listdir(folder)) - {".lock", "last"} == {os.path.basename(path) for path, _ in found[:KEPT]}
+    print(f"survived {NUM_KILLS} kills, {newest} steps")
+
+
+def hold(folder: Path, tell: Callable[[int], None]) -> None:
+    _ = lock(folder)
+    tell(0)
+    time.sleep(60)
+
+
+def locks(folder: Path) -> None:
+    """A second process can't have the lock, and prunes but leaves unfinished saves alone; until the first is killed."""
+    saved(folder, 1, 2)
+    (folder / ".saving-0123").mkdir()
+    with child(hold, folder) as (process, read):
+        os.read(read, 9)
+        with pytest.raises(CheckpointError, match=f"in use: process {process} on {os.uname().nodename}, since 20"):
+            lock(folder)
+        pruned = prune(folder, keep_last=1)
+        assert pruned.removed == [str(folder / "step=1")]
+        assert "unfinished, and left alone" in pruned.notes[0]
+        assert (folder / ".saving-0123").exists()
+    lock(folder)()
+    assert prune(folder, keep_last=1).removed == [str(folder / ".saving-0123")]
+    print("the lock was free")
+
+
+if __name__ == "__main__":
+    what, place, seed = sys.argv[1:]
+    locks(Path(place)) if what == "lock" else storm(Path(place), what == "one path", int(seed))

@@ -1,0 +1,84 @@
+"""Checkpoints to test with: of each step, the content is known."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyphase.engine.checkpoint import Manifest, Saver, read_manifest
+
+LARGE = 300_000
+"""Elements of a tensor that is taken out of the rest by its size."""
+
+
+def content(step: int) -> dict[str, Any]:
+    """A dict like Lightning's; every tensor and number in it says its step."""
+    weight = torch.full((4, 3), float(step))
+    return {
+        "global_step": step,
+        "epoch": step // 10,
+        "state_dict": {"net.weight": weight, "net.bias": torch.arange(4.0) + step},
+        "optimizer_states": [
+            {
+                "state": {"net.weight": {"step": torch.tensor(float(step)), "exp_avg": weight + 0.5}},
+                "param_groups": [{"lr": 0.1, "params": ["net.bias", "net.weight"]}],
+            }
+        ],
+        "lr_schedulers": [{"last_epoch": step}],
+        "loops": {"fit_loop": {"done": step}},
+        "callbacks": {"Average": {"large": torch.full((LARGE,), float(step)), "small": torch.tensor(step)}},
+        "polyphase": {
+            "optimizers": ["AdamW"],
+            "between_epochs": False,
+            "in_validation": False,
+            "batches": step,
+            "accumulate_grad_batches": 1,
+        },
+    }
+
+
+def about(step: int, world_size: int = 1) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": step // 10,
+        "layout": {"shard": world_size} if world_size > 1 else {},
+        "world_size": world_size,
+        "versions": {"polyphase": "0.1.0", "torch": str(torch.__version__)},
+    }
+
+
+def save(path: str | os.PathLike[str], step: int = 1, saver: Saver | None = None, **changes: Any) -> str:
+    """Saves the content of `step`, with `changes` to it, and returns the path."""
+    path = os.fspath(path)
+    checkpoint = {**content(step), **changes}
+    (saver or Saver()).save(checkpoint, path, about=about(step), of_rank={"seed": step}, in_background=False)
+    return path
+
+
+def saved(folder: Path, *steps: int) -> list[str]:
+    return [save(folder / f"step={step}", step) for step in steps]
+
+
+def is_whole(path: str, step: int) -> bool:
+    """Whether a checkpoint opens, and its content is that of `step`."""
+    found = Saver().load(path)
+    expected = content(step)
+    expected["polyphase"]["ranks"] = [{"seed": step}]
+    assert read_manifest(path).step == step
+    return same(found, expected)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested dicts are equal, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+def manifest(**changes: Any) -> Manifest:
+    return Manifest(**{"name": "x", "time": 0.0, "files": {}, **about(1), **changes})

@@ -1,0 +1,64 @@
+"""A save that finds no room (a limit on the size of files) fails without a trace, and what was there stays."""
+
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+
+from polyphase.engine.checkpoint import CheckpointError, Saver
+from polyphase.engine.checkpoint.export import export
+
+from .made import about, content, is_whole, save
+
+ROOM_BYTES = 500_000
+
+
+@contextmanager
+def little_room():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# The tensors, or the rest, are too large.
+TOO_LARGE = [{}, {"callbacks": {"Notes": "x" * 2 * ROOM_BYTES}}]
+
+
+@pytest.mark.parametrize("name", ["1", "2"], ids=["the same name", "another name"])
+@pytest.mark.parametrize("large", TOO_LARGE, ids=["tensors", "rest"])
+def test_in_the_background_it_warns_and_the_previous_one_is_whole(tmp_path, name, large):
+    saver = Saver()
+    save(tmp_path / "1", 1, saver)
+    says = rf"{name} could not be saved: .*File too large.* The newest checkpoint is \S+/1; training goes on"
+    with little_room():
+        saver.save({**content(2), **large}, str(tmp_path / name), about=about(2), of_rank={})
+        with pytest.warns(RuntimeWarning, match=says):
+            saver.finish()
+    assert os.listdir(tmp_path) == ["1"]
+    assert is_whole(str(tmp_path / "1"), 1)
+    assert is_whole(save(tmp_path / name, 3, saver), 3)
+
+
+@pytest.mark.parametrize(
+    ("large", "error"), [(TOO_LARGE[0], CheckpointError), (TOO_LARGE[1], OSError)], ids=["tensors", "rest"]
+)
+def test_in_the_foreground_it_raises_and_the_previous_one_is_whole(tmp_path, large, error):
+    save(tmp_path / "1", 1)
+    with little_room(), pytest.raises(error, match="File too large"):
+        save(tmp_path / "1", 2, **large)
+    assert os.listdir(tmp_path) == ["1"]
+    assert is_whole(str(tmp_path / "1"), 1)
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_an_export_leaves_nothing_behind(tmp_path, suffix):
+    path = save(tmp_path / "1", state_dict=content(1)["callbacks"]["Average"])
+    (tmp_path / f"out{suffix}").write_text("was there")
+    with little_room(), pytest.raises(OSError, match="File too large"):
+        export(path, str(tmp_path / f"out{suffix}"), overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["1", f"out{suffix}"]
+    assert (tmp_path / f"out{suffix}").read_text() == "was there"

@@ -1,0 +1,211 @@
+"""Saves in the background: the state of their step, one at a time, and a failed one costs nothing but itself."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyphase.engine.checkpoint import NAMES, CheckpointError, Saver, find, load_checkpoint
+from polyphase.engine.checkpoint.store import MANIFEST
+
+from .made import about, content, is_whole, same, save
+
+
+def start(saver: Saver, path: Path, step: int = 1, **checkpoint) -> None:
+    """Begins a save in the background."""
+    saver.save({**content(step), **checkpoint}, str(path), about=about(step), of_rank={"seed": step})
+
+
+def saving() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "polyphase-save"]
+
+
+@pytest.fixture
+def nowhere(tmp_path):
+    """A path at which nothing can be saved, for a file is in the way."""
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "x"
+
+
+def overwrite(checkpoint: dict) -> None:
+    """What the next steps do to the state, in place."""
+    for value in checkpoint.values() if isinstance(checkpoint, dict) else checkpoint:
+        if isinstance(value, torch.Tensor):
+            value.fill_(-1)
+        elif isinstance(value, (dict, list)):
+            overwrite(value)
+    if isinstance(checkpoint, dict):
+        checkpoint["surprise"] = True
+
+
+def test_the_state_is_that_of_its_step_whatever_happens_next(tmp_path):
+    saver = Saver()
+    for step in range(1, 9):
+        checkpoint, of_rank = content(step), {"seed": step}
+        saver.save(checkpoint, str(tmp_path / f"{step}"), about=about(step), of_rank=of_rank)
+        overwrite(checkpoint)
+        overwrite(of_rank)
+    saver.finish()
+    for step in range(1, 9):
+        assert is_whole(str(tmp_path / f"{step}"), step)
+
+
+def test_tensors_that_come_go_and_grow_are_saved_as_they_are(tmp_path):
+    saver, weight = Saver(), torch.zeros(2)
+    for step, size in enumerate((2, 5, 1, 5)):
+        weight.resize_(size).fill_(step)
+        state = {"w": weight, f"only of {step}": torch.full((3,), step)}
+        start(saver, tmp_path / f"{step}", step, state_dict=state)
+        weight.fill_(-1)
+    saver.finish()
+    for step, size in enumerate((2, 5, 1, 5)):
+        found = saver.load(str(tmp_path / f"{step}"))["state_dict"]
+        expected = {"w": torch.full((size,), float(step)), f"only of {step}": torch.full((3,), step)}
+        assert same(found, expected)
+
+
+def test_one_tensor_under_two_names_is_under_both(tmp_path):
+    weight = torch.arange(4.0)
+    path = save(tmp_path / "x", state_dict={"a": weight, "b": weight, "view": weight[1:3]})
+    expected = {"a": torch.arange(4.0), "b": torch.arange(4.0), "view": torch.tensor([1.0, 2.0])}
+    assert same(Saver().load(path)["state_dict"], expected)
+
+
+def test_there_is_one_save_at_a_time(tmp_path):
+    saver = Saver()
+    for step in range(1, 6):
+        start(saver, tmp_path / f"{step}", step)
+        assert len(saving()) <= 1
+        assert [manifest.step for _, manifest in find(tmp_path)][-1:] == [1][: step - 1]
+    saver.finish()
+    assert not saving()
+    assert [manifest.step for _, manifest in find(tmp_path)] == [5, 4, 3, 2, 1]
+    assert saver.newest == str(tmp_path / "5")
+
+
+def test_the_link_is_set_when_the_checkpoint_is_there(tmp_path):
+    saver = Saver()
+    for step in (1, 2):
+        saver.save(content(step), str(tmp_path / f"{step}"), about=about(step), of_rank={"seed": step}, link="last")
+        saver.finish()
+        assert os.readlink(tmp_path / "last") == f"{step}"
+
+
+def test_in_the_foreground_it_is_there_at_once(tmp_path):
+    assert is_whole(save(tmp_path / "x", 3), 3)
+
+
+def test_urls(tmp_path):
+    folder = f"memory://{tmp_path.name}"
+    for step in (1, 2):
+        save(f"{folder}/x", step)
+        assert is_whole(f"{folder}/x", step)
+    assert [manifest.step for _, manifest in find(folder)] == [2]
+
+
+# --- saves that fail
+
+
+def test_a_failed_save_warns_and_training_goes_on(tmp_path, nowhere):
+    saver = Saver()
+    start(saver, nowhere)
+    with pytest.warns(RuntimeWarning, match=r"x could not be saved: .*There is no checkpoint yet; training goes on"):
+        saver.finish()
+    saver.report()  # it is said once
+    start(saver, tmp_path / "1")
+    start(saver, nowhere)
+    with pytest.warns(RuntimeWarning, match=r"could not be saved: .* The newest checkpoint is \S+/1; training goes on"):
+        start(saver, tmp_path / "2", 2)
+    saver.finish()
+    assert is_whole(str(tmp_path / "1"), 1)
+    assert is_whole(str(tmp_path / "2"), 2)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "file"]
+
+
+def test_in_the_foreground_it_raises(nowhere):
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        save(nowhere)
+
+
+def test_what_was_to_go_stays_where_its_successor_failed(tmp_path, nowhere):
+    saver = Saver()
+    start(saver, tmp_path / "1")
+    saver.finish()
+    start(saver, nowhere)
+    saver.remove(str(tmp_path / "1"))
+    with pytest.warns(RuntimeWarning, match="could not be saved"):
+        saver.finish()
+    assert is_whole(str(tmp_path / "1"), 1)
+
+
+def test_what_was_to_go_goes_when_its_successor_is_there(tmp_path):
+    saver = Saver()
+    for step in (1, 2):
+        start(saver, tmp_path / f"{step}", step)
+    saver.remove(str(tmp_path / "1"))
+    saver.remove(str(tmp_path / "2"))  # under this name there is a new one now
+    saver.finish()
+    assert os.listdir(tmp_path) == ["2"]
+    saver.remove(str(tmp_path / "2"))  # nothing is in flight
+    assert os.listdir(tmp_path) == []
+
+
+# --- opening
+
+
+def test_parts_can_be_left_out(tmp_path):
+    found = Saver().load(save(tmp_path / "x", 3), leave_out=("optimizer_states", "callbacks", "absent"))
+    assert set(content(3)) - set(found) == {"optimizer_states", "callbacks"}
+    assert same(found["state_dict"], content(3)["state_dict"])
+
+
+def test_a_file_of_lightnings_form_comes_out_of_load_checkpoint(tmp_path):
+    found = load_checkpoint(Path(save(tmp_path / "x", 3)))
+    (state,) = found["optimizer_states"]
+    assert found[NAMES] == [["net.bias", "net.weight"]]
+    assert state["param_groups"] == [{"lr": 0.1, "params": [0, 1]}]
+    assert list(state["state"]) == [1]
+
+
+class Custom:
+    """What only unpickling could bring back."""
+
+
+def test_objects_are_warned_of_when_saved_and_refused_when_opened(tmp_path):
+    saver = Saver()
+    with pytest.warns(UserWarning, match=r"no plain values, so it will open with weights_only=False only.*Custom\.$"):
+        path = save(tmp_path / "x", saver=saver, mine=Custom())
+    save(tmp_path / "y", saver=saver, mine=Custom())  # said once
+    with pytest.raises(CheckpointError, match=r"x holds objects .*Custom\. If you trust it, pass weights_only=False"):
+        Saver().load(path)
+    assert isinstance(Saver().load(path, weights_only=False)["mine"], Custom)
+    with torch.serialization.safe_globals([Custom]):
+        assert isinstance(Saver().load(path)["mine"], Custom)
+
+
+def test_a_path_that_is_none_says_so(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=f"folder is no checkpoint: it has no {MANIFEST}, so it was never"):
+        Saver().load(str(tmp_path / "folder"))
+
+
+def test_a_missing_path_names_the_closest(tmp_path):
+    save(tmp_path / "step=100")
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint at \S+/step=10\. Did you mean step=100\?"):
+        Saver().load(str(tmp_path / "step=10"))
+
+
+def test_it_waits_for_what_is_on_its_way(tmp_path):
+    saver = Saver()
+    start(saver, tmp_path / "1")
+    assert saver.load(str(tmp_path / "1"))["global_step"] == 1
+
+
+def test_alone_all_agree(tmp_path):
+    saver = Saver()
+    assert saver.gather("mine") == ["mine"]
+    assert saver.agree(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        saver.agree(lambda: 1 // 0)

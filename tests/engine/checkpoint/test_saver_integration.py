@@ -1,0 +1,185 @@
+"""Two ranks save and open together: what is sharded, what only a rank knows, and what fails on one of them."""
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from polyphase.engine.checkpoint import CheckpointError, Saver, find
+from tests.distributed import run_ranks
+
+from .made import LARGE, about, content, same, save
+
+
+def net() -> nn.Module:
+    """Layers whose rows two ranks can't share evenly, and one with fewer rows than ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = {name: dict(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
+    groups = [{"lr": 1e-3, "params": [name for name, _ in model.named_parameters()]}]
+    return {"state_dict": model.state_dict(), "optimizer_states": [{"state": state, "param_groups": groups}]}
+
+
+def whole(tree: Any) -> Any:
+    """With full tensors in place of shards."""
+    if isinstance(tree, DTensor):
+        return tree.full_tensor()
+    if isinstance(tree, dict):
+        return {key: whole(value) for key, value in tree.items()}
+    return [whole(each) for each in tree] if isinstance(tree, list) else tree
+
+
+def template_of(model: nn.Module) -> Callable[[str], Tensor | None]:
+    parameters = dict(model.named_parameters())
+
+    def template(key: str) -> Tensor | None:
+        return next((parameter for name, parameter in parameters.items() if f".{name}" in key), None)
+
+    return template
+
+
+def of_rank(rank: int) -> dict[str, Any]:
+    """A number, a small tensor and a large one, of which only this rank knows."""
+    return {"seed": rank, "small": torch.full((2,), rank), "residual": torch.full((LARGE,), 0.5 + rank)}
+
+
+def save_sharded(rank: int, folder: Path) -> None:
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = trained(model)
+    state, saver = checkpoint_of(model, optimizer), Saver()
+    expected = whole(state)
+    for name in ("background", "foreground"):
+        saver.save(
+            {**content(1), **state},
+            str(folder / name),
+            about=about(1, 2),
+            of_rank=of_rank(rank),
+            in_background=name == "background",
+        )
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.fill_(-1)  # what was saved was copied
+    if rank == 0:
+        torch.save(expected, folder / "expected.pt")
+
+
+def open_sharded(rank: int, path: Path, expected: Path, num_saved: int) -> None:
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model)
+    found = Saver().load(str(path), template_of(model))
+    weights = found["state_dict"]
+    assert all(isinstance(weights[name], DTensor) for name in weights)
+    assert {name: w.to_local().shape for name, w in weights.items()} == {
+        name: w.to_local().shape for name, w in model.state_dict().items()
+    }
+    assert same(whole({key: found[key] for key in ("state_dict", "optimizer_states")}), torch.load(expected))
+    ranks = found["polyphase"]["ranks"]
+    assert len(ranks) == num_saved
+    if num_saved == 2:
+        assert same(ranks[rank], of_rank(rank))
+        assert ranks[1 - rank]["residual"] is None  # only one's own is read
+
+
+def test_shards_open_whole_in_one_process_and_as_shards_again(tmp_path):
+    run_ranks(save_sharded, 2, tmp_path)
+    for name in ("background", "foreground"):
+        found = Saver().load(str(tmp_path / name))
+        expected = torch.load(tmp_path / "expected.pt")
+        assert same({key: found[key] for key in expected}, expected)
+        assert same(found["polyphase"]["ranks"], [of_rank(0), of_rank(1)])
+        assert same(found["callbacks"], content(1)["callbacks"])
+    run_ranks(open_sharded, 2, tmp_path / "background", tmp_path / "expected.pt", 2)
+    assert sorted(path.name for path in (tmp_path / "background").iterdir()) == [
+        *(".metadata", "MANIFEST.json", "__0_0.distcp", "__1_0.distcp", "ranks.pt", "rest.pt")
+    ]
+
+
+def test_what_one_process_saved_opens_as_shards(tmp_path):
+    model = net()
+    state = checkpoint_of(model, trained(model))
+    save(tmp_path / "x", **state)
+    torch.save(state, tmp_path / "expected.pt")
+    run_ranks(open_sharded, 2, tmp_path / "x", tmp_path / "expected.pt", 1)
+
+
+def fail_on_rank_1(rank: int, folder: Path) -> None:
+    saver = Saver()
+    saver.save(content(1), str(folder / "1"), about=about(1, 2), of_rank={"seed": 1})
+    saver.finish()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    own = {"residual": torch.zeros(LARGE)}
+    with pytest.raises(CheckpointError, match=r"^rank 1 could not write: OSError\(27, 'File too large'\)$"):
+        saver.save(content(2), str(folder / "2"), about=about(2, 2), of_rank=own, in_background=False)
+    saver.save(content(2), str(folder / "2"), about=about(2, 2), of_rank=own)
+    if rank == 0:  # Lightning warns on rank 0 only
+        with pytest.warns(RuntimeWarning, match=r"2 could not be saved: rank 1 could not write: .* The newest .*/1;"):
+            saver.finish()
+    saver.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert saver.agree(lambda: os.listdir(folder)) == ["1"]
+    saver.save(content(3), str(folder / "3"), about=about(3, 2), of_rank=own, in_background=False)
+    assert [manifest.step for _, manifest in find(folder)] == [3, 1]
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
+    run_ranks(fail_on_rank_1, 2, tmp_path)
+
+
+def refuse_damage(rank: int, folder: Path) -> None:
+    saver = Saver()
+    for path, says in (
+        (folder / "x", r"x is damaged: __0_0.distcp has .*; rest\.pt is missing\.$"),
+        (folder / "y", r"There is no checkpoint at \S+/y\."),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            saver.load(str(path))
+    assert saver.gather(rank) == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        saver.agree(lambda: 1 // 0)
+
+
+def test_what_is_damaged_is_refused_by_all_with_the_same_words(tmp_path):
+    path = Path(save(tmp_path / "x"))
+    (path / "rest.pt").unlink()
+    os.truncate(path / "__0_0.distcp", 100)
+    run_ranks(refuse_damage, 2, tmp_path)
+
+
+def save_among_collectives(rank: int, folder: Path) -> None:
+    saver, total = Saver(), torch.zeros(1)
+    for step in range(1, 6):
+        saver.save(content(step), str(folder / f"{step}"), about=about(step, 2), of_rank={"seed": step})
+        for _ in range(50):  # training's own collectives, meanwhile
+            dist.all_reduce(total.fill_(rank + 1.0))
+            assert total.item() == 3
+    saver.finish()
+
+
+def test_saves_do_not_meet_the_collectives_of_training(tmp_path):
+    run_ranks(save_among_collectives, 2, tmp_path)
+    assert [manifest.step for _, manifest in find(tmp_path)] == [5, 4, 3, 2, 1]
+    found = Saver().load(str(tmp_path / "5"))
+    assert found["polyphase"]["ranks"] == [{"seed": 5}] * 2

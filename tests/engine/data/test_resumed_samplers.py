@@ -1,0 +1,159 @@
+"""One process, whole fits: whatever the loader's sampler is, a run that is gone on with was never stopped."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .runs import Numbers, assert_goes_on, combined, train
+
+SIZE = 14
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+
+
+class Foreign(Sampler[int]):
+    """Draws all its order when it is asked for it."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Any:
+        return iter(self.draw())
+
+
+class Private(Foreign):
+    """Has a generator that nobody else can seed."""
+
+    def __init__(self) -> None:
+        self.draws = np.random.default_rng(4)
+
+    def draw(self) -> list[int]:
+        return self.draws.permutation(SIZE).tolist()
+
+
+class Stateful(Foreign):
+    """Says itself where its generator is."""
+
+    def __init__(self) -> None:
+        self.draws = torch.Generator().manual_seed(3)
+
+    def draw(self) -> list[int]:
+        return torch.randperm(SIZE, generator=self.draws).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"draws": self.draws.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.draws.set_state(state["draws"])
+
+
+class Global(Foreign):
+    """Draws from generators that all share."""
+
+    def draw(self) -> list[int]:
+        shift = random.randrange(SIZE) + int(np.random.randint(SIZE)) + int(torch.randint(SIZE, ()))
+        return [(i + shift) % SIZE for i in range(SIZE)]
+
+
+class Counting(Foreign):
+    """Another order each time, with `set_epoch` to say which."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def draw(self) -> list[int]:
+        return [(i + self.epoch) % SIZE for i in range(SIZE)]
+
+
+class Buckets:
+    """A batch sampler that is no BatchSampler: batches of several sizes, from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.draws = np.random.default_rng(6)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        cuts = [0, 1, 4, 7, 12, SIZE]
+        order = self.draws.permutation(SIZE).tolist()
+        return iter([order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+
+
+class Pairs(BatchSampler):
+    """A batch sampler of a class of its own."""
+
+
+def of(sampler: Any) -> DataLoader:
+    return DataLoader(Numbers(SIZE), batch_size=3, sampler=sampler)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(SIZE), batch_size=3),
+    "in order, drop_last": lambda: DataLoader(Numbers(SIZE), batch_size=3, drop_last=True),
+    "shuffled": lambda: DataLoader(Numbers(SIZE), batch_size=3, shuffle=True),
+    "shuffled by the loader's generator": lambda: DataLoader(Numbers(SIZE), 3, shuffle=True, generator=generator()),
+    "shuffled by the sampler's generator": lambda: of(RandomSampler(range(SIZE), generator=generator())),
+    "with replacement": lambda: of(RandomSampler(range(SIZE), replacement=True, num_samples=11)),
+    "weighted": lambda: of(WeightedRandomSampler([1.0] * SIZE, SIZE)),
+    "weighted by a generator": lambda: of(WeightedRandomSampler([1.0] * SIZE, SIZE, generator=generator())),
+    "subset": lambda: of(SubsetRandomSampler(range(1, SIZE))),
+    "a list": lambda: of(list(range(SIZE - 1, -1, -1))),
+    "foreign, private": lambda: of(Private()),
+    "foreign, stateful": lambda: of(Stateful()),
+    "foreign, global": lambda: of(Global()),
+    "foreign, set_epoch": lambda: of(Counting()),
+    "distributed": lambda: of(DistributedSampler(range(SIZE), num_replicas=1, rank=0)),
+    "batches": lambda: DataLoader(Numbers(SIZE), batch_sampler=BatchSampler(Private(), 3, False)),
+    "batches of a class": lambda: DataLoader(Numbers(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE)), 3, True)),
+    "batches by a generator": lambda: DataLoader(
+        Numbers(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE), generator=generator()), 3, False)
+    ),
+    "batches of any length": lambda: DataLoader(Numbers(SIZE), batch_sampler=Buckets()),
+    "a list of batches": lambda: DataLoader(Numbers(SIZE), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7], [8]]),
+    "torchdata, in order": lambda: StatefulDataLoader(Numbers(SIZE), batch_size=3),
+    "torchdata, shuffled": lambda: StatefulDataLoader(Numbers(SIZE), batch_size=3, shuffle=True),
+    "torchdata, by a generator": lambda: StatefulDataLoader(Numbers(SIZE), 3, shuffle=True, generator=generator()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("at", "hook"),
+    [
+        (2, "on_train_batch_end"),
+        (4, "on_train_batch_end"),
+        (6, "on_train_batch_end"),
+        (7, "on_train_batch_start"),
+        (1, "on_train_start"),
+        (2, "on_train_epoch_start"),
+        (1, "on_train_epoch_end"),
+        (2, "on_train_epoch_end"),
+    ],
+)
+def test_goes_on(name, at, hook, tmp_path):
+    assert_goes_on(LOADERS[name], tmp_path, at, hook=hook)
