@@ -41,7 +41,7 @@ share of cores per process, unless it is set.
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs ``polyphase launch`` with the words behind it: turns into torchrun, or returns the exit code."""
+    """Runs ``polyphase launch`` with the words behind it; returns the exit code, unless it has turned into torchrun."""
     options = itertools.takewhile(lambda word: word != "--", words)
     if not words or not {"-h", "--help"}.isdisjoint(options):
         print(HELP)
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     share_threads(num_processes)
     # This process becomes torchrun's: signals reach it without our help.
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+    return os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
 def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
@@ -64,7 +64,9 @@ def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
     """
     words = list(words)
     if "--" not in words:
-        raise ValueError("launch needs -- in front of what it starts: polyphase launch --nproc 2 -- train.py --epochs 5")
+        raise ValueError(
+            "launch needs -- in front of what it starts: polyphase launch --nproc 2 -- train.py --epochs 5"
+        )
     split = words.index("--")
     options, theirs = _parsed(words[:split])
     command = _command(words[split + 1 :])

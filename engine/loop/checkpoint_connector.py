@@ -60,7 +60,7 @@ class DirectoryIO(TorchCheckpointIO):
         self._saver.finish()
         if is_checkpoint(path):
             return load_checkpoint(path, weights_only=weights_only)
-        return super().load_checkpoint(path, map_location or "cpu", weights_only)
+        return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes either kind; a directory not before its successor is there."""
@@ -75,6 +75,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         in_background: save while training goes on.
         keeps_global_batch: where another number of processes resumes, change the accumulation to match.
     """
+
+    trainer: Any
 
     def __init__(self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool) -> None:
         super().__init__(trainer)
@@ -221,7 +223,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def _resume_newest(self, weights_only: bool | None) -> None:
         """Opens the newest checkpoint of the run that is not damaged; none is a fresh start."""
-        folder = self.trainer.snapshots_path  # type: ignore[attr-defined]
+        folder = self.trainer.snapshots_path
         self._ckpt_path = None
         for path in self.saver.agree(lambda: [found for found, _ in find(folder)]):
             try:

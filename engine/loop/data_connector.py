@@ -37,6 +37,8 @@ __all__ = ["DataConnector"]
 class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     """Lightning's, with `GlobalOrder` in place of its `DistributedSampler`, and a state."""
 
+    trainer: Any
+
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._resumed: WeakKeyDictionary[DataLoader, Pass] = WeakKeyDictionary()
@@ -150,7 +152,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
                 return {"unit": None}
             place = Pass(loader, 1 if deals_itself else self.trainer.world_size)
         # Lightning: CombinedLoader's mode.
-        place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"  # type: ignore[union-attr]
+        place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         return place.state_dict(self._epoch, batches)
 
     def note_states(self) -> None:

@@ -29,4 +29,4 @@ def _load(path: Any, map_location: Any = None, weights_only: bool | None = None)
     return torch.load(stream, map_location=map_location, weights_only=weights_only is not False)
 
 
-saving.pl_load = _load
+saving.pl_load = _load  # type: ignore[assignment]

@@ -133,10 +133,10 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     def batches_done(self) -> int:
         """Batches of this epoch that optimizer steps have used: those of an unfinished window are not among them."""
-        ready = self.batch_progress.current.ready
+        progress: Any = self.batch_progress.current
         if not self.trainer.lightning_module.automatic_optimization:
-            return self.batch_progress.current.processed
-        return ready if self.global_step > self._steps else self._batches_at_step
+            return progress.processed
+        return progress.ready if self.global_step > self._steps else self._batches_at_step
 
     def _broadcast_sigterm_tensor(self) -> None:
         # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, called by its own loop before each batch.

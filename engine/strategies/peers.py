@@ -36,7 +36,8 @@ class Peers:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.others = [rank for rank in range(self.world_size) if rank != self.rank]
         # torch: the store under the default process group; there is no public way to it.
-        self.job = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self.job = store.clone()
         """The job's store, of which each run has a part."""
         self.job.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._store = dist.PrefixStore(f"polyphase/watch/{run}", self.job)

@@ -20,7 +20,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -248,7 +250,12 @@ def _delay_the_kill() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
             kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too
-            thread._terminate_all = lambda kill=kill: (time.sleep(_LAST_WORDS_S), kill())  # type: ignore[method-assign]
+            thread._terminate_all = partial(_late, kill)  # type: ignore[method-assign]
+
+
+def _late(kill: Callable[[], None]) -> None:
+    time.sleep(_LAST_WORDS_S)
+    kill()
 
 
 def _exit() -> NoReturn:

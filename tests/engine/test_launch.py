@@ -18,11 +18,10 @@ def arguments(text: str) -> list[str]:
 
 @pytest.mark.usefixtures("script")
 def test_one_machine_meets_on_a_port_of_its_own():
-    assert torchrun_arguments("--nproc 2 -- train.py --epochs 5".split()) == (
-        ["--nproc-per-node=2", "--nnodes=1", "--max-restarts=3", "--monitor-interval=1", "--standalone", "train.py"]
-        + ["--epochs", "5"],
-        2,
-    )
+    passed, num_processes = torchrun_arguments(["--nproc", "2", "--", "train.py", "--epochs", "5"])
+    assert passed[:4] == ["--nproc-per-node=2", "--nnodes=1", "--max-restarts=3", "--monitor-interval=1"]
+    assert passed[4:] == ["--standalone", "train.py", "--epochs", "5"]
+    assert num_processes == 2
 
 
 @pytest.mark.usefixtures("script")

@@ -1,5 +1,6 @@
 """One process, whole fits: whatever the loader's sampler is, a run that is gone on with was never stopped."""
 
+import itertools
 import random
 from typing import Any
 
@@ -12,13 +13,12 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .runs import Numbers, assert_goes_on, combined, train
+from .runs import Numbers, assert_goes_on
 
 SIZE = 14
 
@@ -96,7 +96,7 @@ class Buckets:
     def __iter__(self) -> Any:
         cuts = [0, 1, 4, 7, 12, SIZE]
         order = self.draws.permutation(SIZE).tolist()
-        return iter([order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+        return iter([order[a:b] for a, b in itertools.pairwise(cuts)])
 
 
 class Pairs(BatchSampler):

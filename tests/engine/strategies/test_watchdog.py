@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies.heartbeat import describe
+from polyphase.engine.strategies.peers import LEFT, Peers
 from polyphase.engine.strategies.watchdog import _behind
 from tests.distributed import run_ranks
 
@@ -192,8 +193,6 @@ def test_a_place_in_words(known, text):
 
 
 def _two_machines(rank: int) -> None:
-    from polyphase.engine.strategies.peers import LEFT, Peers
-
     peers = Peers("test")
     peers.me = {**peers.me, "host": f"host {rank}"}
     peers.publish("process", peers.me)
