@@ -15,10 +15,11 @@ from rich.table import Table
 
 from ..flags import choose
 from .export import SUFFIXES, export
+from .files import Files
 from .folder import prune, survey
 from .saver import REST, load_file
 from .shards import tensors_in
-from .store import CheckpointError, Files, Manifest, check_files, is_checkpoint, read_manifest
+from .store import CheckpointError, Manifest, check_files, is_checkpoint, read_manifest
 
 __all__ = ["main"]
 

@@ -17,8 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from ..flags import choose
+from .files import Files, sync
 from .saver import Saver
-from .store import CheckpointError, Files, sync
+from .store import CheckpointError
 from .tree import NAMES, numbered
 
 __all__ = ["SUFFIXES", "export"]

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from .files import Files
 from .shards import Reader, Writer, tensors_in
-from .store import CheckpointError, Files, Manifest, begin, check_files, discard, point, publish, read_manifest, remove
+from .store import CheckpointError, Manifest, begin, check_files, discard, point, publish, read_manifest, remove
 from .tree import join, like, marks, numbered, split
 
 __all__ = ["RANKS", "REST", "Saver", "load_checkpoint", "load_file"]

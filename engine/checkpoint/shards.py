@@ -13,11 +13,14 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from .store import CheckpointError, Files
+from .files import Files
+from .store import CheckpointError
 
 __all__ = ["Reader", "Writer", "tensors_in"]
 
@@ -49,11 +52,25 @@ class _Storage(FileSystemBase):
 
     def __init__(self, files: Files) -> None:
         self.files = files
+        self.error: OSError | None = None
+        """The first one while writing."""
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        with self.files.writing(_name(path)) if mode == "wb" else self.files.fs.open(path, mode) as stream:
-            yield stream
+        if mode != "wb":
+            with self.files.fs.open(path, mode) as stream:
+                yield stream
+            return
+        try:
+            with self.files.writing(_name(path)) as stream:
+                yield stream
+        except OSError as error:  # for `check`: torch loses what is raised on a thread of its own
+            self.error = self.error or error
+
+    def check(self) -> None:
+        """Raises what went wrong while writing."""
+        if self.error is not None:
+            raise self.error
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return f"{path}/{suffix}"
@@ -62,6 +79,7 @@ class _Storage(FileSystemBase):
         return os.fspath(path)
 
     def rename(self, path: Any, new_path: Any) -> None:
+        self.check()
         self.files.fs.mv(path, new_path)
         self.files.written[_name(new_path)] = self.files.written.pop(_name(path))
 
@@ -83,9 +101,16 @@ class Writer(FileSystemWriter):
     """Writes this rank's shards into `files`."""
 
     def __init__(self, files: Files) -> None:
-        super().__init__(files.path, sync_files=False)  # `Files` syncs
+        # By two threads: one writes while the other takes the checksum, or waits for the disk. `Files` syncs.
+        super().__init__(files.path, thread_count=2, sync_files=False)
         self.fs: Any = _Storage(files)
         self.path: Any = files.path
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Raises OSError, of whichever thread's file."""
+        written = super().write_data(plan, planner)
+        self.fs.check()
+        return written
 
     def storage_meta(self) -> StorageMeta:
         """Without the path."""

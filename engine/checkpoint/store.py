@@ -17,19 +17,17 @@ import os
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any
 
-from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+
+from .files import Files, resolve, sync
 
 __all__ = [
     "LEFTOVERS",
     "MANIFEST",
     "CheckpointError",
-    "Files",
     "Manifest",
     "begin",
     "check_files",
@@ -43,7 +41,6 @@ __all__ = [
     "read_manifest",
     "remove",
     "repair",
-    "sync",
 ]
 
 MANIFEST = "MANIFEST.json"
@@ -55,8 +52,6 @@ _STAGING = ".saving-"
 _REPLACED = ".replaced-"
 LEFTOVERS = (_STAGING, _REPLACED)
 """What the names of directories begin with that are only there while a checkpoint is saved or removed."""
-
-_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointError(ValueError):
@@ -88,101 +83,15 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-class Files:
-    """The files of one directory, on any filesystem, with the size and checksum of each that is written through it.
-
-    Args:
-        path: of the directory.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.fs, self.path = _resolve(path)
-        self.url = os.fspath(path)
-        """As it was given: with the protocol, which `path` does not have."""
-        self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.written: dict[str, tuple[int, int]] = {}
-
-    def join(self, name: str) -> str:
-        """The full path of a file."""
-        return f"{self.path}/{name}"
-
-    @contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
-        """A new file to write to, in order; synced to the disk when it is closed."""
-        with self.fs.open(self.join(name), "wb") as stream:
-            checked = _Checked(stream)
-            try:
-                yield checked
-            finally:
-                if checked.error is not None:
-                    raise checked.error  # of which torch.save says only that the position is unexpected
-            if self.is_local:
-                stream.flush()
-                os.fsync(stream.fileno())
-        self.written[name] = (checked.num_bytes, checked.crc)
-
-    def read(self, name: str) -> bytes:
-        """All of a file."""
-        return self.fs.cat_file(self.join(name))
-
-    def check(self, name: str, size: int, crc: int) -> str | None:
-        """What is wrong with a file; None if nothing is."""
-        path = self.join(name)
-        if not self.fs.exists(path):
-            return f"{name} is missing"
-        found = self.fs.size(path)
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
-        seen = 0
-        with self.fs.open(path, "rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                seen = zlib.crc32(chunk, seen)
-        return None if seen == crc else f"the content of {name} was changed (its checksum differs)"
-
-
-class _Checked:
-    """A stream that knows its size and checksum; of what a stream can do only what writers of tensors need."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self.num_bytes = 0
-        self.crc = 0
-        self.error: OSError | None = None
-        """The first one."""
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        size = memoryview(data).nbytes
-        self.num_bytes += size
-        try:
-            self._stream.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        return size
-
-    def tell(self) -> int:
-        return self.num_bytes
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        """Left to whoever opened it."""
-
-
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a directory that was published."""
-    fs, folder = _resolve(path)
+    fs, folder = resolve(path)
     return fs.exists(f"{folder}/{MANIFEST}")
 
 
 def begin(path: str | os.PathLike[str]) -> str:
     """Creates the directory to write to, for a checkpoint that will be `path`; called by one rank."""
-    fs, final = _resolve(path)
+    fs, final = resolve(path)
     if not isinstance(fs, LocalFileSystem):
         remove(path)
         return fs.unstrip_protocol(final)
@@ -201,7 +110,7 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> N
     if not files.is_local:
         return
     sync(staging)
-    _, final = _resolve(path)
+    _, final = resolve(path)
     replaced = None
     if os.path.isdir(final) and not os.path.islink(final):
         # A directory that is not empty can't be renamed onto; between the two renames `repair` finds the way back.
@@ -217,7 +126,7 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> N
 
 def point(path: str | os.PathLike[str], name: str = "last") -> None:
     """Makes the link `name` beside a local checkpoint point at it."""
-    fs, final = _resolve(path)
+    fs, final = resolve(path)
     if isinstance(fs, LocalFileSystem):
         link = f"{_parent(final)}/{name}"
         fresh = f"{_parent(final)}/.{name}-{uuid.uuid4().hex[:12]}"
@@ -227,14 +136,14 @@ def point(path: str | os.PathLike[str], name: str = "last") -> None:
 
 def discard(staging: str) -> None:
     """Removes what a failed save has left."""
-    fs, folder = _resolve(staging)
+    fs, folder = resolve(staging)
     if fs.exists(folder):
         fs.rm(folder, recursive=True)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
     """Removes a checkpoint: first its manifest, so that no half of it is ever taken for one."""
-    fs, folder = _resolve(path)
+    fs, folder = resolve(path)
     if isinstance(fs, LocalFileSystem) and os.path.islink(folder):
         os.remove(folder)
         return
@@ -256,7 +165,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         CheckpointError: there is none, it is damaged, or it was written by a newer version.
     """
-    fs, folder = _resolve(path)
+    fs, folder = resolve(path)
     if not fs.exists(folder):
         raise CheckpointError(f"There is no checkpoint at {path}.{_nearest(fs.unstrip_protocol(folder))}")
     if not fs.exists(f"{folder}/{MANIFEST}"):
@@ -300,7 +209,7 @@ def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[i
 
 def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
     """All checkpoints in a folder whose manifest is valid, the newest first; their files are not looked at."""
-    fs, root = _resolve(folder)
+    fs, root = resolve(folder)
     if not fs.isdir(root):
         return []
     fs.invalidate_cache(root)
@@ -325,7 +234,7 @@ def repair(folder: str | os.PathLike[str]) -> list[str]:
     Returns:
         The paths that came back.
     """
-    fs, root = _resolve(folder)
+    fs, root = resolve(folder)
     back: list[str] = []
     if not isinstance(fs, LocalFileSystem) or not os.path.isdir(root):
         return back
@@ -361,7 +270,7 @@ def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
     Raises:
         CheckpointError: another process holds it.
     """
-    fs, root = _resolve(folder)
+    fs, root = resolve(folder)
     if not isinstance(fs, LocalFileSystem):
         return lambda: None  # object stores have no locks
     os.makedirs(root, exist_ok=True)
@@ -383,22 +292,8 @@ def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
     return handle.close
 
 
-def _resolve(path: str | os.PathLike[str]) -> tuple[AbstractFileSystem, str]:
-    """The filesystem of a path, and its absolute form there."""
-    return url_to_fs(os.fspath(path))
-
-
 def _parent(path: str) -> str:
     return os.path.dirname(path)
-
-
-def sync(path: str) -> None:
-    """Waits until a local file, or the list of a folder's files, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _crc_of(content: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -27,7 +27,6 @@ from ..checkpoint import (
     CheckpointError,
     Saver,
     by_name,
-    by_number,
     find,
     get_random_state,
     is_checkpoint,
@@ -39,6 +38,7 @@ from ..checkpoint import (
 from ..flags import Layout
 from ..strategies import LayoutStrategy
 from ..version import __version__
+from .restoring import Templates, in_order_of, matching_accumulation, to_last_step
 
 __all__ = ["CheckpointConnector", "DirectoryIO"]
 
@@ -152,6 +152,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             return checkpoint
         checkpoint[OURS] = {
             "between_epochs": self._between_epochs,
+            "between_steps": trainer.fit_loop.epoch_loop.is_between_steps,
             "in_validation": self._stopped_in_validation,
             "batches": trainer.fit_loop.epoch_loop.batches_done(),
             "world_size": trainer.world_size,
@@ -215,7 +216,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 " Lightning's first, with `polyphase ckpt export`."
             )
         needless = () if trainer.state.fn == TrainerFn.FITTING else ("optimizer_states",)
-        template = _Templates(trainer.lightning_module)
+        template = Templates(trainer.lightning_module)
         self._loaded_checkpoint = numbered(
             self.saver.load(path, template, leave_out=needless, weights_only=weights_only)
         )
@@ -262,12 +263,12 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         if not ours or "batches" not in ours or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_loops()
             return
-        to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], ours)
+        left = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], ours)
         super().restore_loops()
         ranks, trainer = ours["ranks"], self.trainer
         if self._keeps_global_batch:
-            trainer.accumulate_grad_batches = _matching_accumulation(trainer, ours)
-        trainer.fit_loop.epoch_loop.owes_validation = ours["in_validation"]
+            trainer.accumulate_grad_batches = matching_accumulation(trainer, ours)
+        trainer.fit_loop.epoch_loop.left_of_batch = left
         self.knows_place = trainer._data_connector.load_state_dict([rank["data"] for rank in ranks])
         self._restore_compression([rank["compression"] for rank in ranks])
         here = trainer.global_rank
@@ -324,7 +325,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 " load_from_checkpoint."
             )
         for optimizer, state, names in zip(optimizers, saved, self._loaded_checkpoint[NAMES], strict=True):
-            optimizer.load_state_dict(_in_order_of(by_name(state, names), optimizer, self._names(optimizer)))
+            optimizer.load_state_dict(in_order_of(by_name(state, names), optimizer, self._names(optimizer)))
 
     def resume_end(self) -> None:
         """Called by Lightning when all is restored."""
@@ -346,90 +347,3 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 def _is_foreign(path: Any) -> bool:
     """Whether `path` is a folder that neither we nor Lightning wrote."""
     return os.path.isdir(path) and not os.path.exists(os.path.join(path, "meta.pt"))  # Lightning: its sharded ones
-
-
-def to_last_step(loops: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Puts the state of Lightning's fit loop, saved in whatever hook, to the end of the last optimizer step.
-
-    Args:
-        loops: changed in place.
-        ours: what the checkpoint says under `OURS`.
-    """
-    progress = loops["epoch_loop.batch_progress"]
-    if ours["between_epochs"]:
-        _begin_next(progress)
-        for epochs in loops["epoch_progress"].values():
-            epochs["completed"] = epochs["processed"]
-    elif progress["current"]["processed"] != ours["batches"]:
-        # Batches that no step has used are done again, and one that has been used is not.
-        total = progress["total"]["ready"] - progress["current"]["ready"] + ours["batches"]
-        progress["current"] = dict.fromkeys(progress["current"], ours["batches"])
-        progress["total"] = dict.fromkeys(progress["total"], total)
-        progress["is_last_batch"] = False
-    if ours["in_validation"]:
-        # Half a validation is of no use: it is done again from its start.
-        validation = loops["epoch_loop.val_loop.batch_progress"]
-        for field, count in validation["current"].items():
-            validation["total"][field] -= count
-        _begin_next(validation)
-
-
-def _begin_next(progress: dict[str, Any]) -> None:
-    progress["current"] = dict.fromkeys(progress["current"], 0)
-    progress["is_last_batch"] = False
-
-
-class _Templates:
-    """For a tensor's key in a checkpoint, the module's tensor that it is for."""
-
-    def __init__(self, module: LightningModule) -> None:
-        self._tensors = dict(module.state_dict())
-        self._tensors.update(module.named_parameters())
-
-    def __call__(self, key: str) -> Tensor | None:
-        # state_dict.<name>; optimizer_states.0.state.<name>.exp_avg; callbacks.EMA.average.module.<name>
-        parts = key.split(".")
-        for end in (len(parts), len(parts) - 1):
-            for start in range(1, end):
-                found = self._tensors.get(".".join(parts[start:end]))
-                if found is not None:
-                    return found
-        return None
-
-
-def _in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
-    """An optimizer's state by name, as `optimizer` wants it: by number, in the order of its own groups."""
-    groups, position = [], 0
-    for number, group in enumerate(optimizer.param_groups):
-        here = names[position : position + len(group["params"])]
-        position += len(here)
-        saved = state["param_groups"][number] if number < len(state["param_groups"]) else {"params": []}
-        if len(state["param_groups"]) != len(optimizer.param_groups) or set(saved["params"]) != set(here):
-            missing, unexpected = sorted(set(here) - set(saved["params"])), sorted(set(saved["params"]) - set(here))
-            raise CheckpointError(
-                f"The checkpoint's state of {type(optimizer).__name__} is for other parameters in group {number}:"
-                f" missing {missing}, unexpected {unexpected}; {len(state['param_groups'])} group(s) there,"
-                f" {len(optimizer.param_groups)} here."
-            )
-        groups.append({**saved, "params": here})
-    return by_number({**state, "param_groups": groups}, names)
-
-
-def _matching_accumulation(trainer: Trainer, ours: dict[str, Any]) -> int:
-    """The accumulation with which this number of processes has the global batch of the checkpoint's."""
-    then, now = ours["world_size"], trainer.world_size
-    per_rank = ours["accumulate_grad_batches"]
-    if then == now or trainer.accumulate_grad_batches != per_rank:
-        return trainer.accumulate_grad_batches
-    if per_rank * then % now:
-        rank_zero_warn(
-            f"{now} process(es) go on where {then} stopped, and no accumulation gives the same global batch:"
-            f" {per_rank * then} micro-batches per step then, {per_rank * now} now."
-        )
-        return per_rank
-    matching = per_rank * then // now
-    rank_zero_info(
-        f"{now} process(es) go on where {then} stopped: accumulate_grad_batches={matching} in place of {per_rank} keeps"
-        " the global batch."
-    )
-    return matching

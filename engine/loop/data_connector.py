@@ -155,9 +155,6 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         return place.state_dict(self._epoch, batches)
 
-    def note_states(self) -> None:
-        """Called by the loop before a fetch; the loaders that have a state note it themselves, after each batch."""
-
     def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
         """Has the loaders that are prepared next go on where those of another run were.
 
@@ -166,7 +163,6 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
         Returns:
             Whether all of them can.
-
         """
         self._saved = self._counted = states[0]["batches"]
         mine = states[self.trainer.global_rank if len(states) == self.trainer.world_size else 0]

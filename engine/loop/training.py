@@ -8,7 +8,7 @@ was stopped in mid-epoch and has to find its way back, runs in Lightning's own l
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
@@ -40,8 +40,9 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     automatic_optimization: AutomaticOptimization
     _announced: str | None = None
-    owes_validation = False
-    """Whether the run that is resumed was stopped in mid-validation: it is done from its start."""
+    left_of_batch: Literal["end", "nothing"] | None = None
+    """What the run that is resumed had still to do of its last batch: what follows it, or nothing, if that is known."""
+    is_between_steps = False
     random_before_validation: dict[str, Any] | None = None
     _batches_at_step = 0
     _steps = 0
@@ -78,16 +79,11 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         try:
             # The first batch after a resumption is Lightning's: it knows what was done before.
             if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
-                if self.done and not self.owes_validation:
-                    return
                 try:
-                    if self.owes_validation:
-                        flat.end_of_batch()
-                    elif not self._begins_epoch:
+                    if not self.done and not self._begins_epoch:
                         self.advance(data_fetcher)
                         self.on_advance_end(data_fetcher)
                 finally:
-                    self.owes_validation = False
                     self.on_iteration_done()
             self.val_loop.restarting = False
             while not flat.is_done():
@@ -98,6 +94,18 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             trainer.heartbeat.phase = "train"
             flat.close()
             detach_log(trainer.lightning_module)
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch is over."""
+        return super().done and self.left_of_batch != "end"
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """One batch, in Lightning's own loop."""
+        if self.left_of_batch == "end":
+            self.left_of_batch = None
+        else:
+            super().advance(data_fetcher)
 
     def reset(self) -> None:
         """Called at the start of each epoch."""
@@ -115,13 +123,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         self._mark_step()
+        self.is_between_steps = False
+        if self.left_of_batch == "nothing":
+            self.left_of_batch = None
+            self.restarting = False  # Lightning: would do again what follows the batch
         callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
-
-    def _on_before_fetch(self) -> None:
-        # Lightning: called by the fetcher that is one batch ahead, as it has to be where the length is unknown.
-        self.trainer._data_connector.note_states()  # type: ignore[attr-defined]
-        super()._on_before_fetch()
 
     @property
     def _begins_epoch(self) -> bool:
@@ -144,13 +151,16 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Called by Lightning's own loop after each batch."""
+        self.random_before_validation = get_random_state()
         super().on_advance_end(data_fetcher)
+        self.random_before_validation = None
         if not self._should_accumulate():
             self.end_step()
 
     def end_step(self) -> None:
         """Between two optimizer steps: stops here if all ranks agreed to, or saves a snapshot if one is due."""
         self._mark_step()
+        self.is_between_steps = True
         signals: Any = self.trainer._signal_connector
         signals.look(self.batch_progress.total.ready)
         # If training is over, the loop above this one stops: after what an end of an epoch still does.
@@ -160,6 +170,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             is_asked = signals.snapshot_due(self.batch_progress.total.ready)
             for on_train_step_end in self._on_train_step_end:
                 on_train_step_end(self.trainer, self.trainer.lightning_module, is_asked)
+        self.is_between_steps = False
 
 
 TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # by which a profile names its entries
@@ -304,17 +315,7 @@ class _Epoch:
         if ends_window and (is_logged or trainer.fast_dev_run):
             connector.log_metrics(connector.metrics["log"])
 
-        self._after_logging(is_last, ends_window, has_schedulers)
-
-    def end_of_batch(self) -> None:
-        """Does again what follows the last batch, which was not over when the run was stopped."""
-        progress = self._loop.batch_progress
-        is_last = progress.is_last_batch or progress.current.ready == self._fit_loop.max_batches
-        self._after_logging(is_last, True, bool(self._trainer.strategy.lr_scheduler_configs))
-
-    def _after_logging(self, is_last: bool, ends_window: bool, has_schedulers: bool) -> None:
         # Lightning: _TrainingEpochLoop.on_advance_end
-        trainer, loop = self._trainer, self._loop
         if is_last or trainer.should_stop or self._may_validate():
             self._validate(ends_window)
         if has_schedulers:

@@ -31,6 +31,7 @@ def content(step: int) -> dict[str, Any]:
         "polyphase": {
             "optimizers": ["AdamW"],
             "between_epochs": False,
+            "between_steps": True,
             "in_validation": False,
             "batches": step,
             "accumulate_grad_batches": 1,

@@ -12,7 +12,7 @@ from polyphase.engine.checkpoint.store import MANIFEST, check_files
 
 from .made import is_whole, saved
 
-FILES = (".metadata", "__0_0.distcp", "rest.pt", "ranks.pt", MANIFEST)
+FILES = (".metadata", "__0_0.distcp", "__0_1.distcp", "rest.pt", "ranks.pt", MANIFEST)
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,8 @@ def test_shards_open_whole_in_one_process_and_as_shards_again(tmp_path):
         assert same(found["callbacks"], content(1)["callbacks"])
     run_ranks(open_sharded, 2, tmp_path / "background", tmp_path / "expected.pt", 2)
     assert sorted(path.name for path in (tmp_path / "background").iterdir()) == [
-        *(".metadata", "MANIFEST.json", "__0_0.distcp", "__1_0.distcp", "ranks.pt", "rest.pt")
+        *(".metadata", "MANIFEST.json", "__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp"),
+        *("ranks.pt", "rest.pt"),
     ]
 
 

@@ -9,8 +9,9 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from polyphase.engine.checkpoint import CheckpointError, Saver, read_manifest
+from polyphase.engine.checkpoint.files import Files
 from polyphase.engine.checkpoint.shards import Reader, tensors_in
-from polyphase.engine.checkpoint.store import Files, publish
+from polyphase.engine.checkpoint.store import publish
 
 from .made import about, save
 

@@ -9,7 +9,8 @@ import fsspec
 import pytest
 
 from polyphase.engine.checkpoint import CheckpointError, find, is_checkpoint, lock, read_manifest, repair
-from polyphase.engine.checkpoint.store import MANIFEST, Files, begin, check_files, discard, point, publish, remove
+from polyphase.engine.checkpoint.files import Files
+from polyphase.engine.checkpoint.store import MANIFEST, begin, check_files, discard, point, publish, remove
 
 from .made import manifest
 

@@ -250,9 +250,9 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path, num_workers):
 
 def test_a_stream_of_other_ranks_is_refused():
     connector = engine()._data_connector
-    states = [{"batches": 1, "loaders": [{"unit": "stateful", "state": {}}]}] * 2
-    with pytest.raises(ValueError, match=r"place in an IterableDataset .* of 2 rank\(s\), which 1 can't share"):
-        connector.load_state_dict(states)
+    state = {"unit": "stateful", "state": {}, "saved_by": 2}
+    with pytest.raises(ValueError, match=r"places of 2 rank\(s\) in an IterableDataset .* which 1 can't share"):
+        connector._resume_stateful(DataLoader([1]), state)
 
 
 def test_a_loader_without_an_order_can_not_go_on_in_one(tmp_path):
@@ -262,5 +262,5 @@ def test_a_loader_without_an_order_can_not_go_on_in_one(tmp_path):
 
     engine(callbacks=[Saves()]).fit(Seen(), DataLoader(Positions(8), batch_size=2))
     assert is_checkpoint(tmp_path / "2")
-    with pytest.raises(ValueError, match="no order that could be gone on with"):
+    with pytest.raises(ValueError, match="has no order of samples that could be gone on with"):
         engine().fit(Seen(), [[1], [2], [3], [4]], ckpt_path=tmp_path / "2")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 
+from ..tiny import Stream
 from .both import TRAINERS, Small, exactly, rows, trainer_of
 
 
@@ -150,6 +151,52 @@ def test_ours_goes_on_as_if_nothing_had_been(tmp_path, hook, at, flags):
     # Saved in the middle of a window, the draws of its first batches are in the random state already.
     if not num_open:
         assert resumed_weights == weights
+
+
+class Eventful(Small):
+    """Notes what happens, in two epochs of three batches."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.seen: list[tuple[str, int, int]] = []
+
+    def note(self, what: str) -> None:
+        self.seen.append((what, self.trainer.current_epoch, self.trainer.global_step))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(f"batch {batch_idx}")
+        loss = self.loss(batch.float().reshape(-1, 1).expand(-1, 4))
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.note("start")
+
+    def on_validation_start(self) -> None:
+        self.note("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("end")
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("dataset", [range(9), Stream(9)], ids=["known length", "unknown length"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_step_end", "on_validation_end"])
+def test_nothing_that_follows_the_last_batch_of_an_epoch_is_left_out(tmp_path, hook, dataset, manual):
+    saves = SavesIn(hook, 1 if hook == "on_validation_end" else 3, tmp_path / "saved")
+    runs = []
+    for name, callbacks, checkpoint in (("whole", [saves], None), ("rest", [], tmp_path / "saved")):
+        module = Eventful(manual)
+        engine = trainer_of(Engine, tmp_path / name, max_epochs=2, callbacks=callbacks)
+        engine.fit(module, DataLoader(dataset, batch_size=3), rows(1), ckpt_path=checkpoint)
+        runs.append((module.seen, engine.fit_loop.epoch_loop._batches_that_stepped))
+    (seen, steps), (resumed, resumed_steps) = runs
+    assert resumed == seen[saves.num_seen :]
+    assert resumed_steps == steps == 6
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")  # Lightning's; that is how one resumes

@@ -1,0 +1,108 @@
+"""What a checkpoint says, made to fit the run that opens it."""
+
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..checkpoint import CheckpointError, by_number
+
+__all__ = ["Templates", "in_order_of", "matching_accumulation", "to_last_step"]
+
+
+def to_last_step(loops: dict[str, Any], ours: dict[str, Any]) -> Literal["end", "nothing"] | None:
+    """Puts the state of Lightning's fit loop, saved in whatever hook, to the end of the last optimizer step.
+
+    Args:
+        loops: changed in place.
+        ours: what the checkpoint says under the key ``polyphase``.
+
+    Returns:
+        What is left of the batch of that step: what follows a batch, validation and the like; or nothing; or None, if
+        Lightning works it out.
+    """
+    progress = loops["epoch_loop.batch_progress"]
+    left: Literal["end", "nothing"] | None = "nothing" if ours["between_steps"] else None
+    if ours["between_epochs"]:
+        _begin_next(progress)
+        for epochs in loops["epoch_progress"].values():
+            epochs["completed"] = epochs["processed"]
+    elif {*progress["current"].values()} != {ours["batches"]}:
+        # Batches that no step has used are done again, and one that has been used is not.
+        left = "end" if progress["current"]["ready"] == ours["batches"] else "nothing"
+        progress["is_last_batch"] &= left == "end"
+        total = progress["total"]["ready"] - progress["current"]["ready"] + ours["batches"]
+        progress["current"] = dict.fromkeys(progress["current"], ours["batches"])
+        progress["total"] = dict.fromkeys(progress["total"], total)
+    if ours["in_validation"]:
+        # Half a validation is of no use: it is done again from its start.
+        validation = loops["epoch_loop.val_loop.batch_progress"]
+        for field, count in validation["current"].items():
+            validation["total"][field] -= count
+        _begin_next(validation)
+        left = "end"
+    return left
+
+
+def _begin_next(progress: dict[str, Any]) -> None:
+    progress["current"] = dict.fromkeys(progress["current"], 0)
+    progress["is_last_batch"] = False
+
+
+class Templates:
+    """For a tensor's key in a checkpoint, the module's tensor that it is for."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._tensors = dict(module.state_dict())
+        self._tensors.update(module.named_parameters())
+
+    def __call__(self, key: str) -> Tensor | None:
+        """None if the module has none that `key` could be of."""
+        # state_dict.<name>; optimizer_states.0.state.<name>.exp_avg; callbacks.EMA.average.module.<name>
+        parts = key.split(".")
+        for end in (len(parts), len(parts) - 1):
+            for start in range(1, end):
+                found = self._tensors.get(".".join(parts[start:end]))
+                if found is not None:
+                    return found
+        return None
+
+
+def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
+    """An optimizer's state by name, as `optimizer` wants it: by number, in the order of its own groups."""
+    groups, position = [], 0
+    for number, group in enumerate(optimizer.param_groups):
+        here = names[position : position + len(group["params"])]
+        position += len(here)
+        saved = state["param_groups"][number] if number < len(state["param_groups"]) else {"params": []}
+        if len(state["param_groups"]) != len(optimizer.param_groups) or set(saved["params"]) != set(here):
+            missing, unexpected = sorted(set(here) - set(saved["params"])), sorted(set(saved["params"]) - set(here))
+            raise CheckpointError(
+                f"The checkpoint's state of {type(optimizer).__name__} is for other parameters in group {number}:"
+                f" missing {missing}, unexpected {unexpected}; {len(state['param_groups'])} group(s) there,"
+                f" {len(optimizer.param_groups)} here."
+            )
+        groups.append({**saved, "params": here})
+    return by_number({**state, "param_groups": groups}, names)
+
+
+def matching_accumulation(trainer: Trainer, ours: dict[str, Any]) -> int:
+    """The accumulation with which this number of processes has the global batch of the checkpoint's."""
+    then, now = ours["world_size"], trainer.world_size
+    per_rank = ours["accumulate_grad_batches"]
+    if then == now or trainer.accumulate_grad_batches != per_rank:
+        return trainer.accumulate_grad_batches
+    if per_rank * then % now:
+        rank_zero_warn(
+            f"{now} process(es) go on where {then} stopped, and no accumulation gives the same global batch:"
+            f" {per_rank * then} micro-batches per step then, {per_rank * now} now."
+        )
+        return per_rank
+    matching = per_rank * then // now
+    rank_zero_info(
+        f"{now} process(es) go on where {then} stopped: accumulate_grad_batches={matching} in place of {per_rank} keeps"
+        " the global batch."
+    )
+    return matching

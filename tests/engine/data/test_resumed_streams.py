@@ -1,0 +1,83 @@
+"""One process, whole fits: data without an order to deal, and several loaders at once, are gone on with exactly."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ..tiny import Stream
+from .runs import Numbers, assert_goes_on, combined
+
+SIZE = 14
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+
+
+class Split(IterableDataset[int]):
+    """Its numbers are dealt to the loader's workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id if worker else 0, SIZE, worker.num_workers if worker else 1))
+
+
+class Endless(IterableDataset[int]):
+    """Goes on counting in each epoch, and says where it is."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at += 1
+        yield self.at
+        while self.at % SIZE:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def plain() -> DataLoader[int]:
+    return DataLoader(Stream(SIZE), batch_size=3)
+
+
+def ordered(size: int, shuffle: bool = True) -> DataLoader[int]:
+    return DataLoader(Numbers(size), batch_size=3, shuffle=shuffle)
+
+
+LOADERS: dict[str, Any] = {
+    "a stream": plain,
+    "a stream, drop_last": lambda: DataLoader(Stream(SIZE), batch_size=3, drop_last=True),
+    "a stream of two workers": lambda: DataLoader(Split(), batch_size=3, num_workers=2),
+    "torchdata's": lambda: StatefulDataLoader(Stream(SIZE), batch_size=3),
+    "with a state of its own": lambda: StatefulDataLoader(Endless(), batch_size=3),
+    "two streams": lambda: {"a": plain(), "b": DataLoader(Stream(9), batch_size=2)},
+    "a stream beside an order": lambda: combined("min_size", a=plain(), b=ordered(SIZE)),
+    "the longer of two": lambda: combined("max_size_cycle", a=ordered(SIZE), b=ordered(7)),
+    "the shorter of two": lambda: combined("min_size", a=ordered(SIZE), b=ordered(20)),
+    "until both are over": lambda: combined("max_size", a=ordered(SIZE), b=ordered(7)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("at", "flags"),
+    [
+        (2, {}),
+        (4, {"accumulate_grad_batches": 3}),
+        (6, {}),
+        (1, {"hook": "on_train_epoch_end"}),
+        (2, {"hook": "on_train_epoch_start"}),
+    ],
+)
+def test_goes_on(name, at, flags, tmp_path):
+    assert_goes_on(LOADERS[name], tmp_path, at, **flags)
