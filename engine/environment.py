@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from .flags import check_count
 
-__all__ = ["elastic_start", "global_seed", "launched_sizes", "resolve_sizes", "share_threads", "started_by"]
+__all__ = ["global_seed", "is_started_again", "launched_sizes", "resolve_sizes", "share_threads", "started_by"]
 
 
 def started_by() -> str | None:
@@ -35,11 +35,9 @@ def launched_sizes() -> tuple[int, int] | None:
     return None
 
 
-def elastic_start() -> str | None:
-    """Which start of the processes this is, where one agent starts them again and again over one store; else None."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {os.environ['WORLD_SIZE']}"
+def is_started_again() -> bool:
+    """Whether torchrun may start the processes again and again, over one key-value store that it keeps."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def share_threads(num_processes: int) -> None:

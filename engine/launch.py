@@ -30,8 +30,8 @@ of them dies. With Engine(resume="auto") they go on from the newest snapshot.
   --max-restarts K  how often the processes are started again (default: 3)
 
 All other options in front of -- are torchrun's: see `torchrun --help`. What differs from torchrun without options: jobs
-on one machine meet on a free port of it, the processes are looked at every second, and OMP_NUM_THREADS is the machine's
-share of cores per process, unless it is set.
+on one machine meet on a free port of it, the processes are looked at every second, OMP_NUM_THREADS is the machine's
+share of cores per process, unless it is set, and of several machines one may go and come back.
 
   polyphase launch --nproc 2 -- train.py --epochs 5
   polyphase launch --nproc 2 --max-restarts 10 -- polyphase fit --model ByteGPT --data PythonSource --strategy fsdp \\
@@ -52,6 +52,10 @@ def main(words: Sequence[str]) -> int:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
     share_threads(num_processes)
+    if "--nnodes=1" not in arguments:
+        # torchrun would wait in vain for a node that comes later: its agents look for the address of the store that
+        # they share among the keys of the new round, where nobody has put it.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # This process becomes torchrun's: signals reach it without our help.
     return os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 

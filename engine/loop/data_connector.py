@@ -183,8 +183,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         state = self._to_resume.pop(0)
         if state["unit"] == "stateful":
             self._resume_stateful(loader, state)
-        elif state["unit"] is not None and isinstance(loader, DataLoader) and order_of(loader) is not None:
-            self._resume_order(loader, state)
+        elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
+            self._resume_order(loader, order.num_replicas, state)
         elif state.get("position"):
             raise ValueError(
                 f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
@@ -192,9 +192,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
                 " DataLoader of that run, or load the weights alone to begin an epoch."
             )
 
-    def _resume_order(self, loader: DataLoader, state: dict[str, Any]) -> None:
+    def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
         world_size, then = self.trainer.world_size, state["saved_by"]
-        sharing = 1 if self._deals_itself(loader) else world_size
         is_whole = state["num_sharing"] == then and sharing == world_size
         if state["position"] and not is_whole and (then, state["num_sharing"]) != (world_size, sharing):
             raise ValueError(

@@ -20,9 +20,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
-from ..environment import elastic_start
+from ..environment import is_started_again
 from ..flags import LAUNCHERS, Layout
 from .failure import announce
+from .meeting import name_of_start
 
 __all__ = ["LayoutStrategy", "end_group_at_exit"]
 
@@ -60,22 +61,18 @@ class LayoutStrategy:
         return repr(f"{type(self).__name__.lower()}{suffix}")
 
     def meet(self) -> None:
-        """Starts the process group of a job that torchrun may start again; of others Lightning starts it.
-
-        torch looks in the agent's store for the addresses of its peers, and finds there those of the last start, whose
-        processes are gone: it would wait for them until its timeout.
-        """
-        start = elastic_start()
-        if start is None or dist.is_initialized():
+        """Starts the process group of a job that torchrun may start again; of others Lightning starts it."""
+        if not is_started_again() or dist.is_initialized():
             return
         strategy: Any = self
         strategy.accelerator.setup_device(strategy.root_device)
         strategy.set_world_ranks()
         environment, timeout = strategy.cluster_environment, strategy._timeout
         store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
+        name = name_of_start(store, strategy.global_rank, strategy.world_size, timeout)
         dist.init_process_group(
             strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
-            store=dist.PrefixStore(f"start {start}", store),
+            store=dist.PrefixStore(name, store),
             rank=strategy.global_rank,
             world_size=strategy.world_size,
             timeout=timeout,

@@ -1,9 +1,9 @@
 """The job that is killed: trains a small module under torchrun, and writes down every sample it trains on.
 
-Usage: job.py FOLDER STRATEGY SAMPLES EPOCHS [PAUSE_S]. Run again, it goes on. It leaves ``weights.pt`` when it is done.
+Usage: job.py FOLDER STRATEGY SAMPLES EPOCHS [PAUSE_S [DROPOUT]]. Run again, it goes on. It leaves ``weights.pt`` behind
+when it is done.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 
-GLOBAL_BATCH = 4
+BATCH = 2
+"""Samples in a batch of one rank."""
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):
@@ -34,15 +35,19 @@ class Numbered(Dataset[tuple[int, Tensor]]):
 
 
 class Recorder(LightningModule):
-    """Has dropout, and appends a line for each batch: time, epoch, optimizer step, and the numbers of its samples."""
+    """Writes a line for each batch: time, epoch, optimizer step, and the numbers of its samples.
 
-    def __init__(self, record: Path, pause_s: float) -> None:
+    To a file for each start and rank, whose name has the time at which rank 0 started.
+    """
+
+    def __init__(self, folder: Path, pause_s: float, dropout: float) -> None:
         super().__init__()
-        self.record, self.pause_s = record, pause_s
-        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+        self.folder, self.pause_s = folder, pause_s
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1))
 
     def on_train_start(self) -> None:
-        self.lines = self.record.open("a", buffering=1)
+        start = self.trainer.strategy.broadcast(time.time_ns())
+        self.lines = (self.folder / f"start-{start:020}-{self.global_rank}.txt").open("x", buffering=1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         numbers, rows = batch
@@ -55,11 +60,10 @@ class Recorder(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main(folder: Path, strategy: str, num_samples: int, num_epochs: int, pause_s: float = 0.0) -> None:
+def main(
+    folder: Path, strategy: str, num_samples: int, num_epochs: int, pause_s: float = 0.0, dropout: float = 0.1
+) -> None:
     seed_everything(5)
-    world_size = int(os.environ["WORLD_SIZE"])
-    start = [int(os.environ[name]) for name in ("AGENT", "TORCHELASTIC_RESTART_COUNT", "RANK")]
-    record = folder / "start-{:03}-{:03}-{}.txt".format(*start)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=3, every_minutes=None)
     engine = Engine(
         strategy=strategy,
@@ -74,8 +78,8 @@ def main(folder: Path, strategy: str, num_samples: int, num_epochs: int, pause_s
         enable_model_summary=False,
         callbacks=[snapshot],
     )
-    module = Recorder(record, pause_s)
-    loader = DataLoader(Numbered(num_samples), batch_size=GLOBAL_BATCH // world_size, shuffle=True, num_workers=0)
+    module = Recorder(folder, pause_s, dropout)
+    loader = DataLoader(Numbered(num_samples), batch_size=BATCH, shuffle=True, num_workers=0)
     engine.fit(module, loader)
     state = engine.strategy.lightning_module_state_dict()
     if engine.is_global_zero:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,10 @@ import torch
 
 from ..distributed import ROOT
 
-__all__ = ["Outcome", "storm", "undisturbed"]
+__all__ = ["JOB", "TORCHRUN", "Job", "Outcome", "judge", "steps_since", "storm", "undisturbed"]
 
 JOB = Path(__file__).with_name("job.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=100", "--monitor-interval=0.2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,9 @@ class Outcome:
         )
 
 
-def undisturbed(folder: Path, strategy: str, num_samples: int, num_epochs: int) -> None:
+def undisturbed(folder: Path, strategy: str, num_samples: int, num_epochs: int, *, dropout: float = 0.1) -> None:
     """Runs the job once, to its end."""
-    with _Job(folder, strategy, num_samples, num_epochs, pause_s=0.0) as agent:
+    with Job(folder, strategy, num_samples, num_epochs, pause_s=0.0, dropout=dropout) as agent:
         if agent.wait(timeout=120):
             raise RuntimeError((folder / "log.txt").read_text())
 
@@ -79,33 +80,40 @@ def storm(
     kills: list[float] = []
     deadline = time.monotonic() + timeout_s
     while not (folder / "weights.pt").exists():
-        with _Job(folder, strategy, num_samples, num_epochs, pause_s=pause_s) as agent:
+        with Job(folder, strategy, num_samples, num_epochs, pause_s=pause_s) as agent:
             while agent.poll() is None:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"after {timeout_s} s and {len(kills)} kills:\n{_tail(folder)}")
-                if len(kills) >= num_kills or not _steps_since(folder, kills[-1] if kills else 0.0):
+                if len(kills) >= num_kills or not steps_since(folder, kills[-1] if kills else 0.0):
                     time.sleep(0.02)
                     continue
                 time.sleep(draw.uniform(0.0, 1.0))
                 if _kill(agent, draw):
                     kills.append(time.time())
-    return _judge(folder, calm, num_samples, num_epochs, kills)
+    return judge(folder, calm, num_samples, num_epochs, kills)
 
 
-class _Job:
+class Job:
     """The job under torchrun; all that is left of it is killed at the end of the block."""
 
-    def __init__(self, folder: Path, strategy: str, num_samples: int, num_epochs: int, *, pause_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        strategy: str,
+        num_samples: int,
+        num_epochs: int,
+        *,
+        pause_s: float,
+        dropout: float = 0.1,
+        launcher: Sequence[str] = (*TORCHRUN, "--standalone", "--nproc-per-node=2"),
+    ) -> None:
         folder.mkdir(exist_ok=True)
-        self._number = len({path.name.split("-")[1] for path in folder.glob("start-*")})
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        launcher += ["--max-restarts=100", "--monitor-interval=0.2"]
-        arguments = [str(folder), strategy, str(num_samples), str(num_epochs), str(pause_s)]
+        arguments = [str(folder), strategy, str(num_samples), str(num_epochs), str(pause_s), str(dropout)]
         self._command = [*launcher, str(JOB), *arguments]
         self._log = (folder / "log.txt").open("a")
 
     def __enter__(self) -> subprocess.Popen:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "AGENT": str(self._number)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._agent = subprocess.Popen(
             self._command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -158,11 +166,11 @@ def _batches(folder: Path) -> Iterator[tuple[str, list[_Batch]]]:
         yield record.name.rpartition("-")[0], batches
 
 
-def _steps_since(folder: Path, moment: float) -> bool:
+def steps_since(folder: Path, moment: float) -> bool:
     return any(batch.time > moment for _, batches in _batches(folder) for batch in batches[-1:])
 
 
-def _judge(folder: Path, calm: Path, num_samples: int, num_epochs: int, kills: list[float]) -> Outcome:
+def judge(folder: Path, calm: Path, num_samples: int, num_epochs: int, kills: list[float]) -> Outcome:
     starts = list(_batches(folder))
     # A step that was not saved is done again by a later start: its samples are those of the last time.
     last = {batch.step: start for start, batches in starts for batch in batches}
