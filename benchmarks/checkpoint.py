@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader
 from polyphase.engine import Engine
 
 WIDTH = 2048
-SAVES = 4
-"""Saves in each run."""
+WARM_UP, SAVES = 4, 4
+"""Steps before the first save, by which training has all of its own memory; and saves, one after each later step."""
 
 Times = dict[str, list[float]]
 
@@ -67,14 +67,14 @@ class Stack(LightningModule):
 
 
 class Saves(Callback):
-    """Saves after each step but the first, and notes how long training waited and when the disk had it."""
+    """Saves after each later step, and notes how long training waited and when the disk had it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.blocked, self.total = folder, [], []  # type: ignore[var-annotated]
         self.memory = 0.0
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 1:
+        if trainer.global_step <= WARM_UP:
             gc.collect()
             self.before = psutil.Process().memory_info().rss
             return
@@ -95,7 +95,7 @@ def fit(make: Callable[[], Trainer], module: LightningModule, folder: Path) -> d
     saves = Saves(folder)
     trainer = make()
     trainer.callbacks.append(saves)  # type: ignore[attr-defined]
-    trainer.fit(module, DataLoader(torch.randn(SAVES + 1, WIDTH), batch_size=1))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(torch.randn(WARM_UP + SAVES, WIDTH), batch_size=1))  # type: ignore[arg-type]
     return {"blocked": saves.blocked, "total": saves.total, "memory": saves.memory}
 
 
@@ -123,7 +123,7 @@ def by_hand(mib: int, folder: Path) -> dict[str, Any]:
 
 
 def flags(processes: int) -> dict[str, Any]:
-    return {**QUIET, "accelerator": "cpu", "devices": processes, "max_steps": SAVES + 1}
+    return {**QUIET, "accelerator": "cpu", "devices": processes, "max_steps": WARM_UP + SAVES}
 
 
 def contestants(mib: int, processes: int, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -35,6 +35,7 @@ SHORT = (
     "accelerator",
     "accumulate_grad_batches",
     "callbacks",
+    "compile",
     "compression",
     "default_root_dir",
     "devices",
@@ -43,6 +44,7 @@ SHORT = (
     "max_steps",
     "num_nodes",
     "precision",
+    "resume",
     "strategy",
 )
 """Flags of the engine that need no ``trainer.`` before them."""

@@ -12,7 +12,15 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from .flags import check_count
 
-__all__ = ["global_seed", "is_started_again", "launched_sizes", "resolve_sizes", "share_threads", "started_by"]
+__all__ = [
+    "global_seed",
+    "is_started_again",
+    "launched_sizes",
+    "make_room_for_nodes",
+    "resolve_sizes",
+    "share_threads",
+    "started_by",
+]
 
 
 def started_by() -> str | None:
@@ -43,6 +51,15 @@ def is_started_again() -> bool:
 def share_threads(num_processes: int) -> None:
     """Gives each of the processes of this machine its share of the cores, unless the user has said how many."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+
+
+def make_room_for_nodes() -> None:
+    """Lets torchrun's agents take in a node that comes later, unless the user has said how they shall meet.
+
+    Otherwise it would wait in vain: it looks for the address of the store that the agents share among the keys of the
+    new round, where nobody has put it.
+    """
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.run import determine_local_world_size
 
-from .environment import share_threads
+from .environment import make_room_for_nodes, share_threads
 from .flags import check_count, choose
 
 __all__ = ["main", "torchrun_arguments"]
@@ -35,7 +35,7 @@ share of cores per process, unless it is set, and of several machines one may go
 
   polyphase launch --nproc 2 -- train.py --epochs 5
   polyphase launch --nproc 2 --max-restarts 10 -- polyphase fit --model ByteGPT --data PythonSource --strategy fsdp \\
-      --accelerator cpu --trainer.resume auto
+      --accelerator cpu --resume auto
   polyphase launch --nproc 8 --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint head:29400 -- train.py
 """
 
@@ -53,9 +53,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     share_threads(num_processes)
     if "--nnodes=1" not in arguments:
-        # torchrun would wait in vain for a node that comes later: its agents look for the address of the store that
-        # they share among the keys of the new round, where nobody has put it.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        make_room_for_nodes()
     # This process becomes torchrun's: signals reach it without our help.
     return os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 

@@ -17,7 +17,7 @@ from ..flags import choose
 from .export import SUFFIXES, export
 from .files import Files
 from .folder import prune, survey
-from .saver import REST, load_file
+from .saver import RANKS, REST, load_file
 from .shards import tensors_in
 from .store import CheckpointError, Manifest, check_files, is_checkpoint, read_manifest
 
@@ -80,7 +80,7 @@ def _list(folder: str) -> int:
 def _inspect(path: str, tensors: bool) -> int:
     _check_exists(path)
     manifest, files = read_manifest(path), Files(path)
-    small = [name for name in (".metadata", REST) if name in manifest.files]
+    small = [name for name in (".metadata", REST, RANKS) if name in manifest.files]
     wrong = [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
     if wrong:
         raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
@@ -172,7 +172,7 @@ def _about(path: str, manifest: Manifest, num_tensors: int) -> dict[str, str]:
 def _progress(files: Files) -> dict[str, str]:
     """What Lightning's part says."""
     try:
-        rest = load_file(files, REST, True)
+        rest, trained_on = load_file(files, REST, True), _trained_on(files)
     except CheckpointError as refused:
         return {"the rest": str(refused)}
     ours = rest.get("polyphase", {})
@@ -182,6 +182,20 @@ def _progress(files: Files) -> dict[str, str]:
         said["optimizers"] = ", ".join(ours["optimizers"]) or "none"
         said["place"] = place + (", in validation" if ours["in_validation"] else "")
         said["accumulation"] = str(ours["accumulate_grad_batches"])
+        said.update(trained_on)
+    return said
+
+
+def _trained_on(files: Files) -> dict[str, str]:
+    """Of each training loader, which part of the epoch's order was trained on, by how many ranks."""
+    said = {}
+    ranks = load_file(files, RANKS, True)
+    for number, loader in enumerate(ranks[0].get("data", {}).get("loaders", [])):
+        if "ledger" in loader:
+            spans = [f"{s['from']} to {s['to']} by {s['world_size']}" for s in loader["ledger"] if s["to"] > s["from"]]
+            ranges = f" ({', '.join(spans)} rank(s))" if spans else ""
+            done = f"{loader['position']} of {loader['length']} {loader['unit']} of epoch {loader['epoch']}{ranges}"
+            said[f"trained on, loader {number}" if number else "trained on"] = done
     return said
 
 

@@ -5,7 +5,6 @@ Lightning shuffles in all distributed training, and a run that is resumed begins
 
 import copy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _parse_num_batches
@@ -41,7 +40,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._resumed: WeakKeyDictionary[DataLoader, Pass] = WeakKeyDictionary()
+        self._resumed: dict[DataLoader, Pass] = {}
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
         self._saved = self._counted = 0

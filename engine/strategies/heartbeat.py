@@ -19,6 +19,7 @@ __all__ = ["Heartbeat", "Stack", "describe"]
 Stack = list[tuple[FrameType, int]]
 """Frames and the line each is at, the innermost first."""
 
+_SAVER = "polyphase.engine.checkpoint.saver."
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
@@ -107,15 +108,17 @@ def describe(report: dict[str, Any] | None) -> str:
 
 
 def _pending(stack: Stack) -> str | None:
-    """The function of `torch.distributed` in which the thread with this stack waits for other ranks; None if none."""
+    """Where the thread with this stack waits for other ranks: mostly a function of `torch.distributed`; or None."""
     for number, (frame, _) in enumerate(stack):
         module, name = _module(frame), frame.f_code.co_name
+        if (module, name) == (_SAVER, "finish"):
+            return "the save in flight"
         # The collectives of DDP's backward are torch's C++ alone.
         if number == 0 and (module, name) == ("torch.autograd.graph.", "_engine_run_backward"):
             return "backward"
         if module.startswith("torch.distributed.") and not name.startswith(("_", "<")) and name not in _WRAPPERS:
             return name
-        if not module.startswith(("torch.", "contextlib.", "functools.")):
+        if not module.startswith(("torch.", "contextlib.", "functools.", "threading.")):
             return None
     return None
 

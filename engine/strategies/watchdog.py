@@ -185,6 +185,7 @@ class Watchdog:
         verdict = peers.read("verdict", [first["by"]]).get(first["by"])
         if verdict is not None:
             say(self.heartbeat.rank, verdict["text"])
+            peers.publish("heard", {})
             _exit()
         if self._clock - self._failed_at >= _VERDICT_S:  # an exception of our own would have come by now
             say(self.heartbeat.rank, f"stops because rank {first['rank']} failed first: {first['message']}")
@@ -200,11 +201,13 @@ class Watchdog:
         if record_failure(peers.job, failure) != failure:
             return  # the next look finds it
         self._answer(peers)
-        answers = self._gathered(peers, dead)
-        known = {rank: {**report, **answers.get(rank, {})} for rank, report in self.known().items()}
-        awaited = [rank for rank in range(peers.world_size) if known.get(rank, {}).get("phase") != LEFT]
-        mute = [rank for rank in awaited if rank not in answers and rank not in dead]
-        culprits = dead or mute or _behind({rank: known[rank] for rank in awaited})
+        beats = peers.beats()
+        present = [r for r in range(peers.world_size) if r not in dead and beats.get(r, {}).get("phase") != LEFT]
+        answers = _gathered(peers, "answer", present)
+        known = self.known()
+        known = {rank: {**known.get(rank, {}), **answers.get(rank, {})} for rank in {*known, *answers}}
+        mute = [rank for rank in present if rank not in answers]
+        culprits = dead or mute or _behind({rank: known[rank] for rank in present})
         where = "; ".join(f"rank {rank} {describe(known.get(rank))}" for rank in culprits)
         silence = ", and it does not answer" if mute and not dead else ""
         text = self._conclude(kind, culprits[0], f"{message}; {where}{silence}", known)
@@ -212,17 +215,8 @@ class Watchdog:
         for rank in filter(peers.is_local, mute):  # it would not hear of the end
             with suppress(OSError):
                 os.kill(peers.processes[rank]["pid"], signal.SIGKILL)
-        time.sleep(2 * _PERIOD_S)  # the others read it, from a store that may be in this process
+        _gathered(peers, "heard", [rank for rank in answers if rank != peers.rank])  # the store may be in this process
         _exit()
-
-    def _gathered(self, peers: Peers, dead: list[int]) -> dict[int, dict[str, Any]]:
-        """The answers of the ranks, as many as come in time."""
-        deadline = time.monotonic() + _ANSWER_S
-        while True:
-            answers = peers.read("answer", range(peers.world_size))
-            if len(answers) + len(dead) >= peers.world_size or time.monotonic() > deadline:
-                return answers
-            time.sleep(0.1)
 
     def _conclude(self, kind: str, culprit: int, message: str, known: dict[int, dict[str, Any]]) -> str:
         """Writes the report, and says so."""
@@ -236,6 +230,16 @@ class Watchdog:
     def _tell_where(self) -> None:
         report = self.heartbeat.report(with_stack=True)
         say(self.heartbeat.rank, f"{describe(report)}:\n{report['stack']}")
+
+
+def _gathered(peers: Peers, kind: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """What those of `ranks` publish that do so in time."""
+    deadline = time.monotonic() + _ANSWER_S
+    while True:
+        found = peers.read(kind, ranks)
+        if len(found) == len(ranks) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def _behind(ranks: dict[int, dict[str, Any]]) -> list[int]:

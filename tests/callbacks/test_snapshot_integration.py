@@ -1,6 +1,8 @@
 """Two ranks that are stopped, or one of which fails: the snapshot is that of all, and the same command goes on."""
 
+import functools
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -69,17 +71,20 @@ def run(folder: Path, *arguments: str, timeout_s: float = 90) -> Finished:
     return run_command([sys.executable, folder / "run.py", *arguments], timeout_s=timeout_s, cwd=folder)
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def undisturbed(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finished = run(folder, request.param, "never", "0", "SIGTERM")
-    assert finished.returncode == 0, finished.output
-    return request.param, torch.load(folder / "weights.pt", weights_only=True)
+@functools.cache
+def undisturbed(strategy: str) -> dict[str, torch.Tensor]:
+    """The weights of a run that nobody stopped."""
+    with tempfile.TemporaryDirectory() as folder:
+        finished = run(Path(folder), strategy, "never", "0", "SIGTERM")
+        assert finished.returncode == 0, finished.output
+        return torch.load(Path(folder) / "weights.pt", weights_only=True)
 
 
-@pytest.mark.parametrize(("when", "victim"), [("train", "1"), ("validate", "0"), ("validate", "1")])
-def test_sigterm_leaves_one_snapshot_of_all_and_the_command_goes_on(undisturbed, when, victim, tmp_path):
-    strategy, expected = undisturbed
+@pytest.mark.parametrize(
+    ("strategy", "when", "victim"), [("ddp", "train", "1"), ("ddp", "validate", "0"), ("fsdp", "validate", "1")]
+)
+def test_sigterm_leaves_one_snapshot_of_all_and_the_command_goes_on(strategy, when, victim, tmp_path):
+    expected = undisturbed(strategy)
     stopped = run(tmp_path, strategy, when, victim, "SIGTERM")
     assert stopped.returncode == 143, stopped.output
     newest, manifest = find(tmp_path / "snapshots")[0]
@@ -92,10 +97,9 @@ def test_sigterm_leaves_one_snapshot_of_all_and_the_command_goes_on(undisturbed,
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_failed_rank_ends_all_in_time_and_the_last_snapshot_opens(strategy, tmp_path):
+def test_a_failed_rank_ends_all_in_time_and_the_last_snapshot_opens(tmp_path):
     began = time.monotonic()
-    failed = run(tmp_path, strategy, "train", "1", "raise")
+    failed = run(tmp_path, "fsdp", "train", "1", "raise")
     assert time.monotonic() - began < 30  # 10 s from the failure; the rest is the start of the processes
     assert failed.returncode not in (0, -9), failed.output
     assert "ValueError: on purpose" in failed.output
@@ -103,5 +107,5 @@ def test_a_failed_rank_ends_all_in_time_and_the_last_snapshot_opens(strategy, tm
     newest, manifest = find(tmp_path / "snapshots")[0]
     assert manifest.step == 10
     assert load_checkpoint(newest)["global_step"] == 10
-    again = run(tmp_path, strategy, "train", "1", "raise")
+    again = run(tmp_path, "fsdp", "train", "1", "raise")
     assert again.returncode == 0, again.output

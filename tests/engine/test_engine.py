@@ -17,7 +17,7 @@ from polyphase.engine.flags import Layout
 
 from .tiny import QUIET, Positions, Regression, Seen, engine, rows
 
-OURS = {"async_checkpoints", "compile", "compression", "nonfinite", "resume"}
+OURS = {"async_checkpoints", "compile", "compression", "hang_timeout_s", "nonfinite", "resume"}
 """Arguments that Trainer does not have."""
 
 EPOCH = [[0, 1], [2, 3], [4]]

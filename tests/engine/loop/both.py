@@ -102,9 +102,11 @@ def outcome(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> di
 
 def files(folder: Path) -> dict[str, Any]:
     """All files below `folder` by their paths in it; checkpoints and tables with what is in them."""
-    # Engine's checkpoints are directories, Trainer's files.
+    # Engine's checkpoints are directories, Trainer's files; reports of failures are Engine's alone.
     found = sorted(
-        path for path in folder.rglob("*") if is_checkpoint(path) or (path.is_file() and not is_checkpoint(path.parent))
+        path
+        for path in folder.rglob("*")
+        if is_checkpoint(path) or (path.is_file() and not is_checkpoint(path.parent) and path.parent.name != "failures")
     )
     return {str(path.relative_to(folder)): _content(path, folder) for path in found}
 

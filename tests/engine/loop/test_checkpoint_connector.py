@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from polyphase.engine.checkpoint import CheckpointError, find, is_checkpoint, load_checkpoint
+from polyphase.engine.checkpoint import CheckpointError, commands, find, is_checkpoint, load_checkpoint
 from polyphase.engine.checkpoint.store import MANIFEST, _crc_of
 
 from ..tiny import Positions, Regression, Seen, Stream, engine, rows
@@ -255,12 +255,27 @@ def test_a_stream_of_other_ranks_is_refused():
         connector._resume_stateful(DataLoader([1]), state)
 
 
-def test_a_loader_without_an_order_can_not_go_on_in_one(tmp_path):
-    class Saves(Callback):
-        def on_train_step_end(self, trainer: Any, module: LightningModule, save_now: bool) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}")
+class Saves(Callback):
+    """After each step."""
 
-    engine(callbacks=[Saves()]).fit(Seen(), DataLoader(Positions(8), batch_size=2))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_step_end(self, trainer: Any, module: LightningModule, save_now: bool) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}")
+
+
+def test_a_loader_without_an_order_can_not_go_on_in_one(tmp_path):
+    engine(callbacks=[Saves(tmp_path)]).fit(Seen(), DataLoader(Positions(8), batch_size=2))
     assert is_checkpoint(tmp_path / "2")
     with pytest.raises(ValueError, match="has no order of samples that could be gone on with"):
         engine().fit(Seen(), [[1], [2], [3], [4]], ckpt_path=tmp_path / "2")
+
+
+def test_the_checkpoint_says_which_run_was_trained_on_what(tmp_path, capsys):
+    for batch_size, resumed in ((3, None), (2, tmp_path / "2")):
+        loader = rows(20, batch_size=batch_size, shuffle=True)
+        engine(callbacks=[Saves(tmp_path)]).fit(Regression(), loader, ckpt_path=resumed)
+    capsys.readouterr()
+    assert commands.main(["inspect", str(tmp_path / "5")]) == 0
+    assert "12 of 20 samples of epoch 0 (0 to 6 by 1, 6 to 12 by 1 rank(s))" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from polyphase.engine.data import GlobalOrder
+from polyphase.engine.data import GlobalOrder, order_of
 
 from ..tiny import Positions, Seen, Stream, engine
 
@@ -92,19 +92,25 @@ class EndlessBackwards(Backwards):
 @pytest.mark.parametrize(
     "sampler",
     [
-        Backwards(),
         EndlessBackwards(),
         SequentialSampler(range(SIZE)),
-        WeightedRandomSampler([1.0] * SIZE, SIZE),
         DistributedSampler(Positions(SIZE), num_replicas=1, rank=0),
     ],
     ids=by_class,
 )
-def test_any_other_sampler_is_the_users_own(sampler):
+def test_what_needs_no_seed_or_has_no_length_is_left_alone(sampler):
     loader = DataLoader(Positions(SIZE), batch_size=4, sampler=sampler)
     _, trainer = run(loader)
     assert trainer.train_dataloader is loader
     assert trainer.train_dataloader.sampler is sampler
+
+
+@pytest.mark.parametrize("sampler", [Backwards(), WeightedRandomSampler([1.0] * SIZE, SIZE)], ids=by_class)
+def test_any_other_sampler_gives_the_order_that_is_dealt(sampler):
+    loader = DataLoader(Positions(SIZE), batch_size=4, sampler=sampler)
+    _, trainer = run(loader)
+    assert order_of(trainer.train_dataloader).sampler is sampler
+    assert loader.sampler is sampler  # the user's loader is as it was
 
 
 def test_a_sampler_of_the_users_gives_its_order():
@@ -132,7 +138,7 @@ def test_an_iterable_dataset_gets_a_loader_that_knows_its_place():
     loader = DataLoader(Stream(SIZE), batch_size=4)
     epochs, trainer = run(loader)
     assert epochs == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]] * 2
-    assert type(trainer.train_dataloader) is StatefulDataLoader
+    assert isinstance(trainer.train_dataloader, StatefulDataLoader)
     assert trainer.train_dataloader.dataset is loader.dataset
 
 

@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_under_torchrun(rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_done_is_not_dead(rank):
-    finished = run("ddp", rank, "late")
+    finished = run("ddp", rank, "late", timeout_s=60)
     assert finished.returncode == 0, finished.output
     assert not Path("failures").exists()
 
