@@ -151,11 +151,17 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Called by Lightning's own loop after each batch."""
-        self.random_before_validation = get_random_state()
         super().on_advance_end(data_fetcher)
         self.random_before_validation = None
         if not self._should_accumulate():
             self.end_step()
+
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        # Lightning: _TrainingEpochLoop._should_check_val_fx, asked right before a validation.
+        is_due = super()._should_check_val_fx(data_fetcher)
+        if is_due:
+            self.random_before_validation = get_random_state()
+        return is_due
 
     def end_step(self) -> None:
         """Between two optimizer steps: stops here if all ranks agreed to, or saves a snapshot if one is due."""
@@ -340,7 +346,6 @@ class _Epoch:
         if not loop._should_check_val_fx(self._fetcher):
             return
         connector.collect()  # what the batch logged can still be read while validating
-        loop.random_before_validation = get_random_state()
         first_loop_iter = connector._first_loop_iter
         trainer.validating = True
         if ends_window:

@@ -21,6 +21,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -81,7 +82,8 @@ def announce(
         return
     if first["rank"] != rank:
         say(rank, f"stops because rank {first['rank']} failed first: {first['message']}")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
         time.sleep(_GRACE_S)
     elif print_traceback:
         say(rank, f"failed and ends the run:\n{_traceback(exception)}")
