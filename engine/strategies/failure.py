@@ -70,6 +70,8 @@ def announce(
         if watchdog is not None:
             watchdog.stop()
         return
+    if watchdog is not None:
+        watchdog.let_end()
     is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     rank = 0 if is_alone else dist.get_rank()
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)

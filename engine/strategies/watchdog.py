@@ -81,7 +81,7 @@ class Watchdog:
         self._clock = self._since = 0.0
         self._failed_at: float | None = None
         self._lost_at: float | None = None
-        self._has_warned = False
+        self._has_warned = self._is_ending = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="polyphase-watchdog", daemon=True)
 
@@ -95,6 +95,11 @@ class Watchdog:
         """Stops, and tells the others that this rank is not to be waited for."""
         self._stop.set()
         self._thread.join(2 * _PERIOD_S)
+
+    def let_end(self) -> None:
+        """Called where the trainer's thread has failed: if the run is being ended here, that is all there is to say."""
+        if self._is_ending:
+            self._thread.join(_VERDICT_S)
 
     def known(self, **of_this: Any) -> dict[int, dict[str, Any]]:
         """Where each rank is, as far as is known here; `of_this`: arguments of this one's report."""
@@ -200,6 +205,7 @@ class Watchdog:
         failure = {"rank": peers.rank, "kind": kind, "by": peers.rank, "message": message}
         if record_failure(peers.job, failure) != failure:
             return  # the next look finds it
+        self._is_ending = True
         self._answer(peers)
         beats = peers.beats()
         present = [r for r in range(peers.world_size) if r not in dead and beats.get(r, {}).get("phase") != LEFT]
@@ -215,7 +221,8 @@ class Watchdog:
         for rank in filter(peers.is_local, mute):  # it would not hear of the end
             with suppress(OSError):
                 os.kill(peers.processes[rank]["pid"], signal.SIGKILL)
-        _gathered(peers, "heard", [rank for rank in answers if rank != peers.rank])  # the store may be in this process
+        with suppress(RuntimeError):  # the store was in one that has heard and ended; or it is in this process
+            _gathered(peers, "heard", [rank for rank in answers if rank != peers.rank])
         _exit()
 
     def _conclude(self, kind: str, culprit: int, message: str, known: dict[int, dict[str, Any]]) -> str:
