@@ -83,6 +83,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         self.saver = Saver()
         self._in_background = in_background
         self._keeps_global_batch = keeps_global_batch
+        # Others, the resumption among them, may change it while training.
+        self._accumulation_asked: int = trainer.accumulate_grad_batches
         self._random_state: dict[str, Any] | None = None
         self.knows_place = False
         """Whether the checkpoint that was opened says where in the data it was."""
@@ -157,6 +159,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             "batches": trainer.fit_loop.epoch_loop.batches_done(),
             "world_size": trainer.world_size,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "accumulation_asked": self._accumulation_asked,
             "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         }
         if not self.is_portable:
@@ -267,7 +270,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         super().restore_loops()
         ranks, trainer = ours["ranks"], self.trainer
         if self._keeps_global_batch:
-            trainer.accumulate_grad_batches = matching_accumulation(trainer, ours)
+            trainer.accumulate_grad_batches = matching_accumulation(self._accumulation_asked, trainer.world_size, ours)
         trainer.fit_loop.epoch_loop.left_of_batch = left
         self.knows_place = trainer._data_connector.load_state_dict([rank["data"] for rank in ranks])
         self._restore_compression([rank["compression"] for rank in ranks])

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -88,21 +88,27 @@ def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -
     return by_number({**state, "param_groups": groups}, names)
 
 
-def matching_accumulation(trainer: Trainer, ours: dict[str, Any]) -> int:
-    """The accumulation with which this number of processes has the global batch of the checkpoint's."""
-    then, now = ours["world_size"], trainer.world_size
-    per_rank = ours["accumulate_grad_batches"]
-    if then == now or trainer.accumulate_grad_batches != per_rank:
-        return trainer.accumulate_grad_batches
-    if per_rank * then % now:
+def matching_accumulation(asked: int, world_size: int, ours: dict[str, Any]) -> int:
+    """The accumulation with which this number of processes has the global batch of the checkpoint's.
+
+    Args:
+        asked: what the run's flag says. If the checkpoint's run was asked for another, the flag is meant.
+        world_size: number of processes.
+        ours: what the checkpoint says under the key ``polyphase``.
+    """
+    then, per_rank = ours["world_size"], ours["accumulate_grad_batches"]
+    if asked != ours["accumulation_asked"]:
+        return asked
+    matching, rest = divmod(per_rank * then, world_size)
+    if rest:
         rank_zero_warn(
-            f"{now} process(es) go on where {then} stopped, and no accumulation gives the same global batch:"
-            f" {per_rank * then} micro-batches per step then, {per_rank * now} now."
+            f"{world_size} process(es) go on where {then} stopped, and no accumulation gives the same global batch:"
+            f" {per_rank * then} micro-batches per step then, {asked * world_size} now."
         )
-        return per_rank
-    matching = per_rank * then // now
-    rank_zero_info(
-        f"{now} process(es) go on where {then} stopped: accumulate_grad_batches={matching} in place of {per_rank} keeps"
-        " the global batch."
-    )
+        return asked
+    if matching != asked:
+        rank_zero_info(
+            f"{world_size} process(es) go on where {then} stopped: accumulate_grad_batches={matching} in place of"
+            f" {asked} keeps the global batch."
+        )
     return matching

@@ -207,10 +207,9 @@ class Watchdog:
             return  # the next look finds it
         self._is_ending = True
         self._answer(peers)
-        beats = peers.beats()
-        present = [r for r in range(peers.world_size) if r not in dead and beats.get(r, {}).get("phase") != LEFT]
-        answers = _gathered(peers, "answer", present)
         known = self.known()
+        present = [r for r in range(peers.world_size) if r not in dead and known.get(r, {}).get("phase") != LEFT]
+        answers = _gathered(peers, "answer", present)
         known = {rank: {**known.get(rank, {}), **answers.get(rank, {})} for rank in {*known, *answers}}
         mute = [rank for rank in present if rank not in answers]
         culprits = dead or mute or _behind({rank: known[rank] for rank in present})

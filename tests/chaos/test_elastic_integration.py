@@ -47,6 +47,10 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def kill_rank(node: subprocess.Popen) -> None:
+    next(p for p in psutil.Process(node.pid).children(recursive=True) if str(JOB) in p.cmdline()).kill()
+
+
 def kill(node: subprocess.Popen) -> None:
     """All of its processes at once."""
     for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
@@ -76,10 +80,13 @@ def test_the_global_batch_and_each_sample_stay(tmp_path):
             killed = time.time()
         wait_for(lambda: trains(folder, 1, killed), "step of one rank", folder)
         alone = time.time()
+        kill_rank(first)  # what is left of the job keeps the global batch when it is started once more
+        wait_for(lambda: trains(folder, 1, alone), "step of one rank again", folder)
+        alone_again = time.time()
         with node() as again:
-            wait_for(lambda: trains(folder, 2, alone), "step of two ranks again", folder)
+            wait_for(lambda: trains(folder, 2, alone_again), "step of two ranks again", folder)
             assert first.wait(120) == again.wait(60) == 0
-    outcome = judge(folder, tmp_path / "calm", *SIZES, [killed])
+    outcome = judge(folder, tmp_path / "calm", *SIZES, [killed, alone])
     print(f"\n{outcome}")
     assert (outcome.lost, outcome.repeated) == (0, 0)
     assert outcome.difference < 1e-5  # another number of ranks sums in another order
@@ -101,7 +108,7 @@ def test_a_process_of_either_of_two_nodes_dies(tmp_path):
         for node in (second, second, first):
             wait_for(lambda: trains(folder, 2, kills[-1]), "step of two ranks", folder)
             kills.append(time.time())
-            next(p for p in psutil.Process(node.pid).children(recursive=True) if str(JOB) in p.cmdline()).kill()
+            kill_rank(node)
         assert first.wait(120) == second.wait(60) == 0
     outcome = judge(folder, tmp_path / "calm", *sizes, kills[1:])
     print(f"\n{outcome}")

@@ -1,0 +1,31 @@
+"""What a checkpoint says, made to fit the run that opens it."""
+
+import pytest
+
+from polyphase.engine.loop.restoring import matching_accumulation
+
+
+def ours(world_size: int, per_rank: int, asked: int) -> dict[str, int]:
+    return {"world_size": world_size, "accumulate_grad_batches": per_rank, "accumulation_asked": asked}
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "world_size", "matching"),
+    [
+        (ours(4, 1, 1), 1, 4, 1),
+        (ours(4, 1, 1), 1, 2, 2),  # fewer go on
+        (ours(2, 2, 1), 1, 2, 2),  # and die once more, still fewer
+        (ours(2, 2, 1), 1, 1, 4),
+        (ours(2, 2, 1), 1, 4, 1),  # the others are back
+        (ours(2, 3, 3), 3, 6, 1),
+        (ours(2, 2, 1), 4, 2, 4),  # the user wants another now
+        (ours(2, 4, 4), 1, 1, 1),
+    ],
+)
+def test_the_global_batch_stays_unless_the_flag_is_another(saved, asked, world_size, matching):
+    assert matching_accumulation(asked, world_size, saved) == matching
+
+
+def test_a_global_batch_that_can_not_be_kept_is_said():
+    with pytest.warns(UserWarning, match="no accumulation gives the same global batch: 4 micro-batches .* then, 3 now"):
+        assert matching_accumulation(1, 3, ours(4, 1, 1)) == 1
