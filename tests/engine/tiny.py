@@ -1,10 +1,11 @@
 """The smallest modules and flags that the unit tests train with."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -85,3 +86,20 @@ def rows(size: int = 16, *, batch_size: int = 4, **arguments: Any) -> DataLoader
     """A loader of `size` rows of four numbers each, always the same."""
     data = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
     return DataLoader(data, batch_size=batch_size, **arguments)  # type: ignore[arg-type]
+
+
+class SavesIn(Callback):
+    """Saves a checkpoint the n-th time that a hook is called, and notes how much the module had `seen` by then."""
+
+    num_seen: int | None = None
+
+    def __init__(self, hook: str, at: int, path: Path) -> None:
+        self._num_calls = 0
+
+        def save(trainer: Any, module: LightningModule, *_: Any, **__: Any) -> None:
+            self._num_calls += 1
+            if self._num_calls == at:
+                self.num_seen = len(getattr(module, "seen", ()))
+                trainer.save_checkpoint(path)
+
+        setattr(self, hook, save)

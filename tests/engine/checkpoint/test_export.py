@@ -17,6 +17,7 @@ from polyphase.engine.checkpoint import CheckpointError, Saver
 from polyphase.engine.checkpoint.export import export
 
 from ..loop.both import Small, exactly, rows, trainer_of
+from ..tiny import SavesIn
 from .made import content, same, save
 
 
@@ -34,20 +35,6 @@ class Scheduled(Small):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = {"large": torch.ones(300_000), "note": "of my own"}
-
-
-class SavesIn(pl.Callback):
-    """Saves a checkpoint the n-th time that a hook is called."""
-
-    def __init__(self, hook: str, at: int, path: Path) -> None:
-        self.num_calls = 0
-
-        def save(trainer: Any, *_: Any, **__: Any) -> None:
-            self.num_calls += 1
-            if self.num_calls == at:
-                trainer.save_checkpoint(path)
-
-        setattr(self, hook, save)
 
 
 def run(trainer_class: type[pl.Trainer], folder: Path, *more: pl.Callback, path: Path | None = None) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .runs import Numbers, assert_goes_on
+from ..tiny import Positions
+from .runs import assert_goes_on
 
 SIZE = 14
 
@@ -104,7 +105,7 @@ class Pairs(BatchSampler):
 
 
 def of(sampler: Any) -> DataLoader:
-    return DataLoader(Numbers(SIZE), batch_size=3, sampler=sampler)
+    return DataLoader(Positions(SIZE), batch_size=3, sampler=sampler)
 
 
 def generator() -> torch.Generator:
@@ -112,10 +113,10 @@ def generator() -> torch.Generator:
 
 
 LOADERS = {
-    "in order": lambda: DataLoader(Numbers(SIZE), batch_size=3),
-    "in order, drop_last": lambda: DataLoader(Numbers(SIZE), batch_size=3, drop_last=True),
-    "shuffled": lambda: DataLoader(Numbers(SIZE), batch_size=3, shuffle=True),
-    "shuffled by the loader's generator": lambda: DataLoader(Numbers(SIZE), 3, shuffle=True, generator=generator()),
+    "in order": lambda: DataLoader(Positions(SIZE), batch_size=3),
+    "in order, drop_last": lambda: DataLoader(Positions(SIZE), batch_size=3, drop_last=True),
+    "shuffled": lambda: DataLoader(Positions(SIZE), batch_size=3, shuffle=True),
+    "shuffled by the loader's generator": lambda: DataLoader(Positions(SIZE), 3, shuffle=True, generator=generator()),
     "shuffled by the sampler's generator": lambda: of(RandomSampler(range(SIZE), generator=generator())),
     "with replacement": lambda: of(RandomSampler(range(SIZE), replacement=True, num_samples=11)),
     "weighted": lambda: of(WeightedRandomSampler([1.0] * SIZE, SIZE)),
@@ -127,16 +128,16 @@ LOADERS = {
     "foreign, global": lambda: of(Global()),
     "foreign, set_epoch": lambda: of(Counting()),
     "distributed": lambda: of(DistributedSampler(range(SIZE), num_replicas=1, rank=0)),
-    "batches": lambda: DataLoader(Numbers(SIZE), batch_sampler=BatchSampler(Private(), 3, False)),
-    "batches of a class": lambda: DataLoader(Numbers(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE)), 3, True)),
+    "batches": lambda: DataLoader(Positions(SIZE), batch_sampler=BatchSampler(Private(), 3, False)),
+    "batches of a class": lambda: DataLoader(Positions(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE)), 3, True)),
     "batches by a generator": lambda: DataLoader(
-        Numbers(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE), generator=generator()), 3, False)
+        Positions(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE), generator=generator()), 3, False)
     ),
-    "batches of any length": lambda: DataLoader(Numbers(SIZE), batch_sampler=Buckets()),
-    "a list of batches": lambda: DataLoader(Numbers(SIZE), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7], [8]]),
-    "torchdata, in order": lambda: StatefulDataLoader(Numbers(SIZE), batch_size=3),
-    "torchdata, shuffled": lambda: StatefulDataLoader(Numbers(SIZE), batch_size=3, shuffle=True),
-    "torchdata, by a generator": lambda: StatefulDataLoader(Numbers(SIZE), 3, shuffle=True, generator=generator()),
+    "batches of any length": lambda: DataLoader(Positions(SIZE), batch_sampler=Buckets()),
+    "a list of batches": lambda: DataLoader(Positions(SIZE), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7], [8]]),
+    "torchdata, in order": lambda: StatefulDataLoader(Positions(SIZE), batch_size=3),
+    "torchdata, shuffled": lambda: StatefulDataLoader(Positions(SIZE), batch_size=3, shuffle=True),
+    "torchdata, by a generator": lambda: StatefulDataLoader(Positions(SIZE), 3, shuffle=True, generator=generator()),
 }
 
 

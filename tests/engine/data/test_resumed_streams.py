@@ -7,8 +7,8 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..tiny import Stream
-from .runs import Numbers, assert_goes_on, combined
+from ..tiny import Positions, Stream
+from .runs import assert_goes_on, combined
 
 SIZE = 14
 
@@ -50,7 +50,7 @@ def plain() -> DataLoader[int]:
 
 
 def ordered(size: int, shuffle: bool = True) -> DataLoader[int]:
-    return DataLoader(Numbers(size), batch_size=3, shuffle=shuffle)
+    return DataLoader(Positions(size), batch_size=3, shuffle=shuffle)
 
 
 LOADERS: dict[str, Any] = {

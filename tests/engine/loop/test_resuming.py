@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 
-from ..tiny import Stream
+from ..tiny import SavesIn, Stream
 from .both import TRAINERS, Small, exactly, rows, trainer_of
 
 
@@ -49,21 +49,6 @@ class Scheduled(Small):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
-
-
-class SavesIn(pl.Callback):
-    """Saves a checkpoint the n-th time that a hook is called."""
-
-    def __init__(self, hook: str, at: int, path: Path) -> None:
-        self.num_calls = 0
-
-        def save(trainer: Any, *_: Any, **__: Any) -> None:
-            self.num_calls += 1
-            if self.num_calls == at:
-                self.num_seen = len(trainer.lightning_module.seen)
-                trainer.save_checkpoint(path)
-
-        setattr(self, hook, save)
 
 
 def run(trainer_class: type[pl.Trainer], folder: Path, checkpoint: Path | None = None, **flags: Any) -> dict[str, Any]:
