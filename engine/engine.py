@@ -55,7 +55,9 @@ class Engine(LoopTrainer):
             strategy objects are taken as well. ``"auto"``: ``single`` on one device, else ``ddp``.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
             on every device and under every strategy.
-        compression: how gradients are sent: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd:rank"``.
+        compression: how gradients are sent: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``, ``"topk:0.01"``,
+            ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: what is fastest here, found
+            in the first steps.
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes.
@@ -161,7 +163,7 @@ class Engine(LoopTrainer):
 
     @property
     def bytes_compressed(self) -> int | None:
-        """Bytes that this rank's comm hook has handed to collectives; None without one."""
+        """Bytes that this rank's comm hook has sent; None without one."""
         hook = self._parts.comm_hook
         return None if hook is None else hook.num_bytes
 
@@ -181,7 +183,7 @@ class Engine(LoopTrainer):
             SIGTERMException: the process was sent SIGTERM; all ranks stop after the same step, with exit code 143.
         """
         if isinstance(model, LightningModule):  # else Lightning says what it expects
-            check_module(model, precision=str(self.precision))
+            check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
         try:
             resume = self._resume if ckpt_path is None else ckpt_path
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)

@@ -177,12 +177,12 @@ def split_launcher(name: str) -> tuple[str, str]:
 
 
 def parse_options(kind: str, cls: type[_OptionsT], options: Mapping[str, str]) -> _OptionsT:
-    """Converts texts to the fields of the options dataclass `cls` by each field's type.
+    """Makes a `cls`, a dataclass or any class, converting texts to its constructor's arguments by their types.
 
     Raises:
         ValueError: an unknown key, or a text that is not of the field's type.
     """
-    types = typing.get_type_hints(cls)
+    types = {name: type_ for name, type_ in typing.get_type_hints(cls.__init__).items() if name != "return"}
     values = {
         choose(f"option of {kind}", key, types): _convert(f"{kind}:{key}", text, types[key])
         for key, text in options.items()

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from .compression import CommHook
+
 __all__ = ["check_module"]
 
 
-def check_module(module: LightningModule, *, precision: str) -> None:
+def check_module(module: LightningModule, *, precision: str, comm_hook: CommHook | None = None) -> None:
     """Checks that `module` can be trained.
 
     Raises:
         MisconfigurationException: it has no optimizer, or its own optimization loop would bypass the loss scale.
+        ValueError: gradients that `comm_hook` can't compress.
     """
     kind = type(module).__name__
     if not _overrides(module, "configure_optimizers"):
@@ -26,6 +29,9 @@ def check_module(module: LightningModule, *, precision: str) -> None:
             f"{kind} optimizes by hand and never calls `self.manual_backward(loss)`, so precision='16-mixed' could not"
             " scale its loss: call it in place of `loss.backward()`, or choose precision='bf16-mixed'."
         )
+    if comm_hook is not None and not _overrides(module, "configure_model"):  # else there is more to come
+        comm_hook.check(module)
+        comm_hook.is_checked = True
 
 
 def _overrides(module: LightningModule, name: str) -> bool:

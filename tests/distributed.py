@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -83,10 +84,9 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, tim
     context = mp.start_processes(
         _rank, args=(function, num_ranks, free_port(), arguments), nprocs=num_ranks, join=False, start_method="spawn"
     )
-    finished = context.join(timeout=timeout_s, grace_period=2)
-    while not finished and any(process.is_alive() for process in context.processes):
-        finished = context.join(timeout=timeout_s, grace_period=2)
-        if not finished:
+    deadline = time.monotonic() + timeout_s
+    while not context.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2):  # as often as a rank ends
+        if time.monotonic() >= deadline:
             for process in context.processes:
                 process.kill()
             raise TimeoutError(f"{function.__name__} was still running after {timeout_s} s")

@@ -1,39 +1,71 @@
 """Gradient compression: one comm hook a file, and this table of them."""
 
 import inspect
-import re
 
-from ..flags import check_count, choose, parse_flag
-from .base import CommHook
+from ..flags import choose, parse_flag, parse_options
+from .base import CommHook, NonFiniteGradientError
+from .bucket import Bucket, Member
 from .cast import BF16, FP16
+from .deal import deal_residuals
+from .int8 import Int8
+from .plain import Plain
 from .powersgd import PowerSGD
+from .sign import Sign
+from .topk import TopK
+from .wire import Sent, Wire
 
-__all__ = ["COMM_HOOKS", "CommHook", "make_comm_hook"]
+__all__ = [
+    "COMM_HOOKS",
+    "Bucket",
+    "CommHook",
+    "Member",
+    "NonFiniteGradientError",
+    "Plain",
+    "Sent",
+    "Wire",
+    "deal_residuals",
+    "make_comm_hook",
+]
 
-COMM_HOOKS: dict[str, type[CommHook]] = {hook.name: hook for hook in (FP16, BF16, PowerSGD)}
+COMM_HOOKS: dict[str, type[CommHook]] = {hook.name: hook for hook in (FP16, BF16, Int8, PowerSGD, TopK, Sign)}
 """Comm hooks by the name of their flag; `none` is no hook at all."""
 
 
 def make_comm_hook(flag: str) -> CommHook | None:
-    """The comm hook of a flag such as ``"powersgd:2,start=100"``; None for ``"none"``.
+    """The comm hook of a flag such as ``"powersgd:2,start=100"`` or ``"topk:0.01+fp16"``; None for ``"none"``.
 
-    The constructor's parameters are the flag's options, whole numbers all; the first may stand bare.
+    The constructor's parameters are the flag's options; the first may stand bare. ``+fp16`` and ``+bf16`` send in 16
+    bit what a method would send in the dtype of the gradients.
 
     Raises:
         ValueError: an unknown name or option, or a value that is out of range.
     """
-    parsed = parse_flag(flag, "compression")
+    method, plus, dtype = flag.partition("+") if isinstance(flag, str) else (flag, "", "")
+    parsed = parse_flag(method, "compression")
     name = choose("compression", parsed.name, ["none", *COMM_HOOKS])
+    kind = f"compression {name!r}"
     parameters = list(inspect.signature(COMM_HOOKS[name].__init__).parameters)[1:] if name != "none" else []
-    given = dict(parsed.options)
+    options = dict(parsed.options)
     if parsed.value is not None:
-        if not parameters or parameters[0] in given:
-            raise ValueError(f"compression {name!r} can't take the value {parsed.value!r}; remove it from {flag!r}.")
-        given[parameters[0]] = parsed.value
-    options = {choose(f"option of compression {name!r}", key, parameters): text for key, text in given.items()}
-    numbers = {key: _whole(f"compression {name}:{key}", text) for key, text in options.items()}
-    return None if name == "none" else COMM_HOOKS[name](**numbers)
+        if not parameters or parameters[0] == "feedback" or parameters[0] in options:
+            raise ValueError(f"{kind} can't take the value {parsed.value!r}; remove it from {flag!r}.")
+        options[parameters[0]] = parsed.value
+    for option in options:
+        choose(f"option of {kind}", option, parameters)
+    hook = None if name == "none" else parse_options(kind, COMM_HOOKS[name], options)
+    if plus:
+        _send_in(hook, name, choose("dtype to send in", dtype, ["fp16", "bf16"]))
+    if hook is not None:
+        hook.flag = flag.strip()
+    return hook
 
 
-def _whole(name: str, text: str) -> int:
-    return check_count(name, int(text) if re.fullmatch(r"-?[0-9]+", text) else text)
+def _send_in(hook: CommHook | None, name: str, dtype: str) -> None:
+    if hook is None or not hook.takes_dtype:
+        can = [name for name, kind in COMM_HOOKS.items() if kind.takes_dtype]
+        instead = f"; for 16 bit alone write {dtype!r}" if hook is None else ""
+        raise ValueError(
+            f"compression {name!r} sends nothing that +{dtype} could shorten{instead}. It can be added to:"
+            f" {', '.join(can)}."
+        )
+    hook.send_dtype = {"fp16": FP16, "bf16": BF16}[dtype].dtype

@@ -1,6 +1,10 @@
-"""What a comm hook is here: a DDP comm hook on any device that counts what it sends.
+"""What a compression is here: straight-line code that averages a bucket over the ranks and sends less for it.
 
-See https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html. A method is its own file and one line in the registry.
+Phases of each bucket, all of them beside backward: 1. note which gradients are not finite (local); 2. `average`, the
+method's own collectives; 3. note whether the average is finite (local). On the CPU they run in a thread, bucket after
+bucket, on a GPU on a stream of their own: in both the collectives of several buckets come in the same order on every
+rank, however many a method has. (Torch's PowerSGD starts its second all-reduce where the first one ends, which under
+gloo may be in another order on each rank.)
 """
 
 from abc import ABC, abstractmethod
@@ -8,51 +12,235 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["CommHook"]
+from .background import Background
+from .bucket import Bucket, Member
+from .memory import Memory
+from .wire import Wire, mark
+
+__all__ = ["CommHook", "NonFiniteGradientError"]
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient was infinite or not a number; compression would carry it on in what it remembers."""
 
 
 class CommHook(ABC):
-    """Turns a bucket of local gradients into the average over all ranks.
+    """Turns buckets of local gradients into their average over all ranks.
+
+    A method implements `average`, and `memories` if it remembers anything.
 
     Attributes:
-        num_calls: buckets reduced so far.
-        num_bytes: bytes this rank has handed to collectives so far. (A ring all-reduce puts up to twice that on the
-            wire.)
+        flag: by which it was made.
+        num_calls: buckets averaged so far.
+        step: optimizer steps done.
+        wire: what it sends through; None before training.
+        moments: of each bucket since the list was last cleared: its index, when its gradients were ready, when they
+            were averaged (seconds or CUDA events); None: not kept.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
-    reduce_dtype: ClassVar[torch.dtype | None] = None
-    """The dtype to reduce gradients in, for sharded strategies: set where that alone is the method."""
+    reduces_shards: ClassVar[bool] = False
+    """Whether it has a `reduce_scatter`, and so works where no rank ever sees the average of all gradients."""
+    takes_dtype: ClassVar[bool] = False
+    """Whether what it sends may be sent in 16 bit: ``powersgd+fp16``."""
 
     def __init__(self) -> None:
+        self.flag = self.name
         self.num_calls = 0
-        self.num_bytes = 0
-        self.names: dict[Tensor, str] = {}
+        self.step = 0
+        self.wire: Wire | None = None
+        self.moments: list[tuple[int, Any, Any]] | None = None
+        self.send_dtype: torch.dtype | None = None
+        self.is_checked = False
+        """Whether `check` has seen the module that is trained."""
+        self._scaler: torch.amp.GradScaler | None = None
+        self._names: dict[Tensor, str] = {}
+        self._buckets: dict[int, tuple[list[Tensor], tuple[Member, ...]]] = {}
+        self._background: Background | None = None
+        self._first_bad: dict[int, tuple[tuple[Member, ...], Tensor]] = {}
+        self._is_bad: dict[int, Tensor] = {}
 
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Registers the hook on `model`, whatever its device."""
-        self.names = {parameter: name for name, parameter in model.module.named_parameters()}
-        model.register_comm_hook(state=None, hook=self._run)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the method remembers from step to step, by the names of parameters; empty if nothing.
-
-        Under ``"residuals"`` is what each rank has not sent yet; everything else is the same on all ranks.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most methods remember nothing
-        """Goes on with a `state_dict` of the same method; ``"residuals"`` are this rank's."""
+    # --- what a method says
 
     @abstractmethod
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The future of the averaged bucket, of the shape and dtype of ``bucket.buffer()`` (flat)."""
+    def average(self, bucket: Bucket, wire: Wire) -> None:
+        """Replaces ``bucket.gradients`` by their average over the ranks of `wire`; may call its collectives."""
 
-    def _run(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    def reduce_scatter(self, shard: Tensor, whole: Tensor, wire: Wire) -> None:
+        """Writes this rank's part [n] of the average of `whole` [W n] over the ranks of `wire` to `shard`."""
+        raise NotImplementedError(f"{self.name} has no reduce-scatter")
+
+    def memories(self) -> dict[str, Memory]:
+        """What it remembers, by name. Under ``"residuals"`` is what each rank has not sent yet; all else is the same on
+        all ranks."""
+        return {}
+
+    def check(self, module: nn.Module) -> None:
+        """Checks that the gradients of `module` can be compressed, before any is.
+
+        Raises:
+            ValueError: gradients that will be complex or sparse.
+        """
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not parameter.dtype.is_floating_point:
+                raise ValueError(
+                    f"compression {self.flag!r} can't send the gradient of {name!r}, which is {parameter.dtype}: it"
+                    " works on real floating-point gradients. Keep real and imaginary parts as two parameters, or set"
+                    " compression='none'."
+                )
+        for name, part in module.named_modules():
+            if getattr(part, "sparse", False) is True and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                raise ValueError(
+                    f"compression {self.flag!r} can't send the sparse gradient of {name!r}: set sparse=False there, or"
+                    " compression='none'."
+                )
+
+    # --- how a strategy uses it
+
+    def begin(self, module: nn.Module, wire: Wire, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Called before the first step, with the parameters that will have gradients and the loss scale, if any."""
+        if not self.is_checked:
+            self.check(module)
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self.wire = wire
+        self._scaler = scaler
+        for memory in self.memories().values():
+            # With a loss scale a step may overflow, which is known only when all buckets are averaged.
+            memory.in_two_phases = scaler is not None
+
+    def attach(self, model: DistributedDataParallel, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Registers the hook on `model`, whatever its device."""
+        if self._background is None:
+            device = next(model.parameters()).device
+            self._background = Background(device)
+            # The thread's collectives and those of the other threads have no common order: it has a group of its own.
+            wire = Wire(dist.new_group() if device.type == "cpu" else None)
+        else:
+            assert self.wire is not None
+            wire = self.wire
+        self.begin(model.module, wire, scaler)
+        model.register_comm_hook(state=None, hook=self._on_bucket)
+
+    def run(self, bucket: Bucket, ready: Any = None) -> Tensor:
+        """Averages `bucket` at once."""
+        assert self.wire is not None
         self.num_calls += 1
-        return self.reduce(bucket)
+        self.wire.bucket = bucket.index
+        if self.moments is not None and ready is None:
+            ready = mark(bucket.gradients.device)
+        # Phase 1. Under a loss scale infinities are in order, and the step is left out.
+        if self._scaler is None:
+            self._note_bad(bucket)
+        # Phase 2.
+        self.average(bucket, self.wire)
+        # Phase 3. The same on all ranks, so that all can act on it.
+        if self._scaler is None:
+            bad = ~torch.isfinite(bucket.gradients.sum())
+            self._is_bad[bucket.index] = bad | self._is_bad.get(bucket.index, bad)
+        if self.moments is not None:
+            self.moments.append((bucket.index, ready, mark(bucket.gradients.device)))
+        return bucket.gradients
+
+    def run_reduce_scatter(self, shard: Tensor, whole: Tensor, unit: int) -> None:
+        """Writes this rank's part of the average of `whole` to `shard`, at once."""
+        assert self.wire is not None
+        self.num_calls += 1
+        self.wire.bucket = unit
+        self.reduce_scatter(shard, whole, self.wire)
+
+    def raise_if_bad(self) -> None:
+        """Reads from the device whether all averages were finite so far.
+
+        Raises:
+            NonFiniteGradientError: on every rank, if one was not; names the rank and parameter that had it first.
+        """
+        if not self._is_bad:
+            return
+        bad, self._is_bad = torch.stack(list(self._is_bad.values())), {}
+        if not bad.any():
+            return
+        assert self.wire is not None
+        found: list[Any] = [None] * self.wire.size
+        dist.all_gather_object(found, (dist.get_rank(), self._worst()), group=self.wire.group)
+        culprits = [(*worst, rank) for rank, worst in found if worst is not None]
+        if not culprits:
+            raise NonFiniteGradientError(
+                f"compression {self.flag!r}: an average of gradients overflowed at step {self.step}, though each rank's"
+                " own were finite: a 16-bit float ends at 65504 in fp16. Choose bf16, or clip the loss."
+            )
+        step, name, rank = min(culprits, key=lambda culprit: culprit[0])
+        others = f" (in all, {len(culprits)} ranks had such gradients)" if len(culprits) > 1 else ""
+        raise NonFiniteGradientError(
+            f"the gradient of {name!r} on rank {rank} was infinite or NaN at step {step}{others}. Training stops,"
+            f" since compression {self.flag!r} averages it into all ranks' weights and memory. Often a learning rate"
+            " that is too high, a logarithm or division of zero, or a sample that is not finite."
+        )
+
+    def settle(self, *, skipped: bool = False) -> None:
+        """The optimizer has stepped, or skipped the step since its gradients had overflowed."""
+        for memory in self.memories().values():
+            memory.settle(keep=not skipped)
+        if not skipped:
+            self.step += 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes this rank has sent so far."""
+        return 0 if self.wire is None else sum(self.wire.sent.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the method goes on with: the memories by the names of parameters.
+
+        Raises:
+            NonFiniteGradientError: they would carry on what was not finite.
+        """
+        self.raise_if_bad()
+        memories = {name: memory.state_dict() for name, memory in self.memories().items()}
+        return {"flag": self.flag, "step": self.step, **memories}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with a `state_dict` of the same method; ``"residuals"`` are this rank's."""
+        self.step = state["step"]
+        for name, memory in self.memories().items():
+            memory.load_state_dict(state.get(name, {}))
+
+    # ---
+
+    def _on_bucket(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        assert self._background is not None
+        index, gradients = bucket.index(), bucket.buffer()
+        ours = Bucket(index, gradients, self._members_of(index, bucket.parameters()))
+        ready = mark(gradients.device) if self.moments is not None else None
+        return self._background.submit(lambda: self.run(ours, ready))
+
+    def _members_of(self, index: int, parameters: list[Tensor]) -> tuple[Member, ...]:
+        """The members of a bucket, by the names that the module gave them."""
+        known, members = self._buckets.get(index, ([], ()))
+        if len(known) != len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=True)):
+            members = tuple(Member(self._names[p], tuple(p.shape)) for p in parameters)
+            self._buckets[index] = (parameters, members)
+        return members
+
+    def _note_bad(self, bucket: Bucket) -> None:
+        """Keeps the step at which each member was first not finite, without reading it from the device."""
+        norms = torch.stack(torch._foreach_norm(bucket.gradients.split(bucket.numels)))
+        members, first = self._first_bad.get(bucket.index, ((), norms))
+        if members != bucket.members:
+            first = torch.full_like(norms, -1, dtype=torch.int64)
+        first = torch.where((first < 0) & ~norms.isfinite(), self.step, first)
+        self._first_bad[bucket.index] = bucket.members, first
+
+    def _worst(self) -> tuple[int, str] | None:
+        """Step and name of the gradient of this rank that was first not finite."""
+        steps = [
+            (step, member.name)
+            for members, first in self._first_bad.values()
+            for member, step in zip(members, first.tolist(), strict=True)
+            if step >= 0
+        ]
+        return min(steps, default=None)

@@ -1,7 +1,7 @@
 """`fp16` and `bf16`: gradients are averaged in 16 bit, half the bytes of fp32.
 
-Phases: 1. divide and cast (local); 2. all-reduce, 2 bytes a parameter, overlapped with backward; 3. cast back (local).
-Torch's own `bf16_compress_hook` is the same but refuses devices other than CUDA.
+Phases: 1. divide and cast (local); 2. all-reduce, 2 bytes a parameter; 3. cast back (local). Torch's own
+`bf16_compress_hook` is the same but refuses devices other than CUDA. What rounding loses is not kept.
 """
 
 from typing import ClassVar
@@ -9,26 +9,29 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from .base import CommHook
+from .bucket import Bucket
+from .wire import Wire
 
 __all__ = ["BF16", "FP16"]
 
 
 class _Cast(CommHook):
-    reduce_dtype: ClassVar[torch.dtype]
+    dtype: ClassVar[torch.dtype]
+    reduces_shards = True
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        gradients = bucket.buffer()
+    def average(self, bucket: Bucket, wire: Wire) -> None:
         # Phase 1. Division before the sum keeps fp16 from overflowing.
-        small = gradients.div(dist.get_world_size()).to(self.reduce_dtype)
-        self.num_bytes += small.numel() * small.element_size()
-        # Phase 2.
-        work = dist.all_reduce(small, async_op=True)
-        assert work is not None
-        # Phase 3. Into the bucket itself, which spares an allocation.
-        return work.get_future().then(lambda _: gradients.copy_(small))
+        small = bucket.gradients.div(wire.size).to(self.dtype)
+        # Phases 2 and 3.
+        bucket.gradients.copy_(wire.all_reduce(small))
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor, wire: Wire) -> None:
+        small = whole.div(wire.size).to(self.dtype)
+        mine = shard.new_empty(shard.shape, dtype=self.dtype)
+        wire.reduce_scatter_into(mine, small, dist.ReduceOp.SUM)
+        shard.copy_(mine)
 
 
 class FP16(_Cast):
@@ -36,7 +39,7 @@ class FP16(_Cast):
 
     name = "fp16"
     description = "all-reduce in float16: half the bytes"
-    reduce_dtype = torch.float16
+    dtype = torch.float16
 
 
 class BF16(_Cast):
@@ -44,4 +47,4 @@ class BF16(_Cast):
 
     name = "bf16"
     description = "all-reduce in bfloat16: half the bytes, the range of fp32"
-    reduce_dtype = torch.bfloat16
+    dtype = torch.bfloat16

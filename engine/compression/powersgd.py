@@ -1,143 +1,150 @@
 """`powersgd[:rank]`: each matrix of gradients is sent as two thin factors (Vogels et al. 2019, arXiv:1905.13727).
 
-The mathematics and the communication are torch's `powerSGD_hook`, with error feedback and warm-started factors. Phases
-after the warm-up: 1. all-reduce the vectors raw; 2. all-reduce P, rank x rows a matrix; 3. orthogonalise (local);
-4. all-reduce Q, rank x columns a matrix. Before that, plain all-reduce, since early gradients change too fast.
+Phases after the warm-up: 1. P = M Q for each matrix, with the Q of the last step (local); 2. all-reduce of all P and of
+what is no matrix, in one message; 3. orthogonalise P, Q = M^T P (local); 4. all-reduce of all Q; 5. M = P Q^T (local).
+Before that, plain all-reduce, since early gradients change too fast. Bytes: 2 (W-1)/W times 4 rank (rows + columns) a
+matrix.
+
+Differs from torch's `powerSGD_hook`: vectors travel with P, which is one collective less, matrices of one shape are
+orthogonalised together, factors may be sent in 16 bit, and what is remembered goes by the names of parameters.
 """
 
-from typing import Any
+import math
+import zlib
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState,
-    _should_compress,  # which tensors are matrices worth two factors
-    powerSGD_hook,
-)
-from torch.futures import Future
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 
-from ..flags import check_count
-from .base import CommHook
+from ..flags import check_count, check_number
+from .bucket import Bucket, Member
+from .feedback import LossyHook
+from .memory import Memory
+from .wire import Wire
 
 __all__ = ["PowerSGD"]
 
-_MIN_RATE = 2.0
-"""A matrix is sent as factors if that is less than half of it; torch's default."""
 
-
-class PowerSGD(CommHook):
-    """PowerSGD with error feedback.
+class PowerSGD(LossyHook):
+    """PowerSGD with error feedback and factors that start from those of the last step.
 
     Args:
         rank: rank of the approximation; bytes grow with it, the error shrinks.
-        start: steps of plain all-reduce before compression begins; at least 2, since DDP rebuilds its buckets after
-            the first.
+        start: steps of plain all-reduce before compression begins.
+        min_ratio: a matrix is sent as factors if they have fewer values than it by more than this factor.
+        feedback: see `LossyHook`.
     """
 
     name = "powersgd"
     description = "low-rank factors with error feedback: powersgd[:rank][,start=steps]; rank 4, start 10"
+    takes_dtype: ClassVar[bool] = True
 
-    def __init__(self, rank: int = 4, start: int = 10) -> None:
-        super().__init__()
-        self.rank = check_count("the rank of powersgd", rank)
-        self.start = check_count("powersgd:start", start, least=2)
-        self._state: PowerSGDState | None = None
-        self._first_iter = 0
-        self._members: dict[int, list[Tensor]] = {}
-        # What is to be put into buckets that were not reduced yet, by the names of parameters.
-        self._residuals: dict[str, Tensor] = {}
-        self._factors: dict[str, Tensor] = {}
+    def __init__(self, rank: int = 4, start: int = 10, min_ratio: float = 2.0, feedback: bool = True) -> None:
+        super().__init__(feedback)
+        self.rank = check_count("powersgd:rank", rank)
+        self.start = check_count("powersgd:start", start, least=0)
+        self.min_ratio = check_number("powersgd:min_ratio", min_ratio, above=0)
+        self._factors = Memory(self._factor_sizes, initial=self._first_factor)
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Torch's hook; the state is made at the first bucket, when the process group exists."""
-        if self._state is None:
-            self._state = PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=self.rank,
-                start_powerSGD_iter=self.start,
-                min_compression_rate=_MIN_RATE,
-                orthogonalization_epsilon=1e-8,  # a matrix of zeros (a frozen expert, say) must not divide by zero
+    def memories(self) -> dict[str, Memory]:
+        """The residuals, and the factor Q of each matrix: the same on all ranks."""
+        return {**super().memories(), "factors": self._factors}
+
+    def check(self, module: nn.Module) -> None:
+        """Says so where there is nothing to compress."""
+        super().check(module)
+        members = [Member(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
+        if members and not any(map(self._is_matrix, members)):
+            rank_zero_warn(
+                f"compression {self.flag!r}: no parameter of {type(module).__name__} is a matrix of which factors of"
+                f" rank {self.rank} are less than 1/{self.min_ratio:g}: all gradients are sent as they are. topk, int8"
+                " and sign take parameters of any shape."
             )
-            self._state.iter = self._first_iter
-        state = self._state
-        gradients = bucket.buffer()
-        members = bucket.parameters()
-        if state.iter >= self.start and not _same(self._members.get(bucket.index()), members):
-            self._fill(bucket.index(), members, gradients)
-        if state.iter < self.start:
-            num_sent = gradients.numel()
-            future = powerSGD_hook(state, bucket)
+
+    def average(self, bucket: Bucket, wire: Wire) -> None:
+        """Plain all-reduce until `start`."""
+        if self.step < self.start:
+            wire.all_reduce(bucket.gradients.div_(wire.size))
         else:
-            already = state.total_numel_after_compression
-            future = powerSGD_hook(state, bucket)
-            num_sent = state.total_numel_after_compression - already
-        self.num_bytes += num_sent * gradients.element_size()
-        return future
+            super().average(bucket, wire)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Each parameter's residual, and the factor Q of those that are sent as matrices."""
-        residuals, factors = self._collected()
-        iteration = self._first_iter if self._state is None else self._state.iter
-        return {"iter": iteration, "residuals": residuals, "factors": factors}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with these residuals and factors at the next step, however its buckets are."""
-        self._first_iter = state["iter"]
-        self._residuals, self._factors = dict(state["residuals"]), dict(state["factors"])
-        self._state, self._members = None, {}
-
-    def _collected(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Residuals and factors by name, of torch's buckets and of what has not got into one yet."""
-        residuals, factors = dict(self._residuals), dict(self._factors)
-        for index, members in self._members.items():
-            assert self._state is not None
-            parts = self._state.error_dict[index].split([member.numel() for member in members])
-            residuals |= {self.names[m]: part.view_as(m) for m, part in zip(members, parts, strict=True)}
-            matrices = self._matrices(members)
-            parts = self._state.q_memory_dict[index].split([rows * columns for _, rows, columns in matrices])
-            factors |= {
-                self.names[m]: part.view(rows, columns)
-                for (m, rows, columns), part in zip(matrices, parts, strict=True)
-            }
-        return residuals, factors
-
-    def _fill(self, index: int, members: list[Tensor], gradients: Tensor) -> None:
-        """Puts residuals and factors into a bucket that is new, or has other members than before.
-
-        DDP rebuilds its buckets after the first step of each run, so a run that goes on has two of them to fill.
-        """
-        state = self._state
-        assert state is not None
-        if index in self._members:
-            self._residuals, self._factors = self._collected()
-            self._members.clear()
-            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-                memory.clear()
-        self._members[index] = members
-        matrices = self._matrices(members)
-        if not self._residuals and not self._factors:
-            return
-        empty, zero = gradients.new_empty(0), gradients.new_zeros(())
-        residuals = [self._residuals.pop(self.names[m], zero.expand(m.numel())) for m in members]
-        state.error_dict[index] = torch.cat([residual.to(gradients).flatten() for residual in residuals])
-        factors = [self._factors.pop(self.names[m]) for m, _, _ in matrices]
-        state.q_memory_dict[index] = torch.cat([empty, *(factor.to(gradients).flatten() for factor in factors)])
-        state.p_memory_dict[index] = gradients.new_empty(sum(m.shape[0] * columns for m, _, columns in matrices))
-
-    def _matrices(self, members: list[Tensor]) -> list[tuple[Tensor, int, int]]:
-        """The parameters of a bucket that torch sends as factors, in its order, each with the shape of its Q."""
-        by_shape: dict[tuple[int, int], list[Tensor]] = {}
-        for member in members:
-            rows, columns = member.shape[0], member.numel() // member.shape[0]
-            if _should_compress(rows, columns, min(rows, columns, self.rank), _MIN_RATE)[0]:
-                by_shape.setdefault((rows, columns), []).append(member)
-        return [
-            (member, columns, min(rows, columns, self.rank))
-            for (rows, columns), same_shape in by_shape.items()
-            for member in same_shape
+    def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
+        """See the phases above."""
+        mine = dict(zip(bucket.members, total.split(bucket.numels), strict=True))
+        averages = dict(zip(bucket.members, bucket.gradients.split(bucket.numels), strict=True))
+        groups = self._groups(bucket)
+        vectors = [member for member in bucket.members if not self._is_matrix(member)]
+        factors, new_factors = self._factors.of(bucket), self._factors.draft(bucket)
+        # Phase 1.
+        bases = [_orthonormal(q) for q in _batches(factors, [(len(g), c, r) for (_, c, r), g in groups.items()])]
+        ps = [
+            torch.stack([mine[member].view(rows, columns) @ q for member, q in zip(group, basis, strict=True)])
+            for ((rows, columns, _), group), basis in zip(groups.items(), bases, strict=True)
         ]
+        message = self._share([*(mine[member] for member in vectors), *ps], wire)
+        num_raw = sum(member.numel for member in vectors)
+        raw = message[:num_raw].split([member.numel for member in vectors])
+        for member, part in zip(vectors, raw, strict=True):
+            mine[member].sub_(part, alpha=wire.size)  # leaves what the division and 16 bit round off
+        # Phase 2.
+        wire.all_reduce(message)
+        for member, part in zip(vectors, raw, strict=True):
+            averages[member].copy_(part)
+        if not groups:
+            return
+        # Phase 3.
+        ps = [_orthonormal(p.to(total.dtype)) for p in _batches(message[num_raw:], [p.shape for p in ps])]
+        qs = [
+            torch.stack([mine[member].view(rows, columns).T @ p for member, p in zip(group, batch, strict=True)])
+            for ((rows, columns, _), group), batch in zip(groups.items(), ps, strict=True)
+        ]
+        # Phase 4.
+        new_factors.copy_(wire.all_reduce(self._share(qs, wire)))
+        # Phase 5.
+        for group, batch_p, batch_q in zip(
+            groups.values(), ps, _batches(new_factors, [q.shape for q in qs]), strict=True
+        ):
+            for member, p, q in zip(group, batch_p, batch_q, strict=True):
+                torch.mm(p, q.T, out=averages[member].view(p.size(0), q.size(0)))
+                mine[member].sub_(averages[member])
+
+    def _share(self, tensors: list[Tensor], wire: Wire) -> Tensor:
+        """This rank's share of the averages of `tensors`, one message."""
+        message = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(wire.size)
+        return message if self.send_dtype is None else message.to(self.send_dtype)
+
+    def _is_matrix(self, member: Member) -> bool:
+        rows, columns = member.matrix_shape
+        rank = min(rows, columns, self.rank)
+        return (rows + columns) * rank * self.min_ratio < rows * columns
+
+    def _groups(self, bucket: Bucket) -> dict[tuple[int, int, int], list[Member]]:
+        """The matrices of a bucket by rows, columns and rank of their factors."""
+        groups: dict[tuple[int, int, int], list[Member]] = {}
+        for member in filter(self._is_matrix, bucket.members):
+            rows, columns = member.matrix_shape
+            groups.setdefault((rows, columns, min(rows, columns, self.rank)), []).append(member)
+        return groups
+
+    def _factor_sizes(self, bucket: Bucket) -> dict[Member, int]:
+        groups = self._groups(bucket).items()
+        return {member: columns * rank for (_, columns, rank), group in groups for member in group}
+
+    @staticmethod
+    def _first_factor(member: Member, size: int) -> Tensor:
+        """Random, and the same on all ranks whatever their buckets are."""
+        return torch.randn(size, generator=torch.Generator().manual_seed(zlib.crc32(member.name.encode())))
 
 
-def _same(a: list[Tensor] | None, b: list[Tensor]) -> bool:
-    return a is not None and len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+def _batches(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """`flat` cut into tensors of `shapes`."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _orthonormal(matrices: Tensor) -> Tensor:
+    """Columns of the same span [k, n, rank] that are orthonormal; of zeros, too."""
+    exact = matrices if matrices.dtype in (torch.float32, torch.float64) else matrices.float()
+    return torch.linalg.qr(exact).Q.to(matrices.dtype)

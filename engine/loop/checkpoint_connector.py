@@ -35,7 +35,7 @@ from ..checkpoint import (
     read_manifest,
     set_random_state,
 )
-from ..flags import Layout
+from ..compression import deal_residuals
 from ..strategies import LayoutStrategy
 from ..version import __version__
 from .restoring import Templates, in_order_of, matching_accumulation, to_last_step
@@ -115,11 +115,10 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             states = zip(checkpoint["optimizer_states"], names, strict=True)
             checkpoint["optimizer_states"] = [by_name(state, of_state) for state, of_state in states]
         fitting = OURS in checkpoint
-        layout: Layout = getattr(trainer.strategy, "layout", None) or Layout(replicate=trainer.world_size)
         about = {
             "step": checkpoint["global_step"],
             "epoch": checkpoint["epoch"],
-            "layout": {axis: size for axis, size in layout.axes.items() if size > 1},
+            "layout": {axis: size for axis, size in trainer.layout.axes.items() if size > 1},
             "world_size": trainer.world_size,
             "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
         }
@@ -158,6 +157,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             "in_validation": self._stopped_in_validation,
             "batches": trainer.fit_loop.epoch_loop.batches_done(),
             "world_size": trainer.world_size,
+            "layout": trainer.layout.axes,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "accumulation_asked": self._accumulation_asked,
             "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
@@ -273,7 +273,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             trainer.accumulate_grad_batches = matching_accumulation(self._accumulation_asked, trainer.world_size, ours)
         trainer.fit_loop.epoch_loop.left_of_batch = left
         self.knows_place = trainer._data_connector.load_state_dict([rank["data"] for rank in ranks])
-        self._restore_compression([rank["compression"] for rank in ranks])
+        self._restore_compression([rank["compression"] for rank in ranks], ours.get("layout", {}))
         here = trainer.global_rank
         self._random_state = ranks[here]["random"] if here < len(ranks) else None
         if len(ranks) != trainer.world_size:
@@ -282,26 +282,34 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 " dropout and the like will draw other numbers than an uninterrupted run's."
             )
 
-    def _restore_compression(self, states: list[dict[str, Any]]) -> None:
-        """Hands each rank's hook what it had not sent yet; of other ranks' number, an equal share of their sum."""
+    def _restore_compression(self, states: list[dict[str, Any]], saved_layout: dict[str, int]) -> None:
+        """Hands each rank's hook what it had not sent yet; of another layout's, an equal share of the sum."""
         trainer = self.trainer
         hook = getattr(trainer.strategy, "comm_hook", None)
+        unsent = any(state.get("residuals") for state in states)
         if hook is None or not states[0]:
-            if states[0] or (hook is not None and hook.state_dict()):
+            if unsent:
                 rank_zero_warn(
                     "The checkpoint was saved under another `compression`: what the hook had not sent yet is lost."
                 )
             return
-        if len(states) == trainer.world_size:
-            hook.load_state_dict(states[trainer.global_rank])
-            return
-        rank_zero_info(
-            f"What the compression of {len(states)} rank(s) had not sent yet is dealt to {trainer.world_size}: the sum"
-            " stays the same."
-        )
-        residuals = [state["residuals"] for state in states]
-        shares = {name: sum(each[name] for each in residuals) / trainer.world_size for name in residuals[0]}
-        hook.load_state_dict({**states[0], "residuals": shares})
+        layout = trainer.layout
+        own = states[min(trainer.global_rank, len(states) - 1)]
+        if len(states) != trainer.world_size or saved_layout.get("shard", 1) != layout.shard:
+            rank_zero_info(
+                f"What the compression of {len(states)} rank(s) had not sent yet is dealt to {trainer.world_size}: the"
+                " sum stays the same."
+            )
+            shares = deal_residuals(
+                [state.get("residuals", {}) for state in states],
+                {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()},
+                saved_shards=saved_layout.get("shard", 1),
+                shards=layout.shard,
+                ranks=trainer.world_size,
+                rank=trainer.global_rank,
+            )
+            own = {**states[0], "residuals": shares}
+        hook.load_state_dict(own)
 
     def restore_optimizers_and_schedulers(self) -> None:
         """Restores both; of sharded optimizers too, which Lightning leaves to its strategy."""

@@ -19,8 +19,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import CommHook
+from ..compression import CommHook, Plain, Wire
 from ..flags import Layout, check_number
+from .compressing import CompressingStrategy
 from .launch import LayoutStrategy, end_group_at_exit
 
 __all__ = ["DDP", "DDPOptions"]
@@ -48,7 +49,7 @@ class DDPOptions:
         check_number("ddp:timeout_s", self.timeout_s, above=0)
 
 
-class DDP(LayoutStrategy, DDPStrategy):
+class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
     """`DistributedDataParallel` with its options set well, and any comm hook on any device."""
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
@@ -70,9 +71,17 @@ class DDP(LayoutStrategy, DDPStrategy):
         end_group_at_exit()
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
-        if self.comm_hook is not None:
+        self._counted: CommHook | None = Plain() if self.comm_hook is None and self.counts_traffic else None
+        hook = self.comm_hook or self._counted
+        if hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
-            self.comm_hook.attach(self.model)
+            hook.attach(self.model, self.loss_scaler)
+
+    @property
+    def wires(self) -> list[Wire]:
+        """Those of the comm hook, or of plain all-reduces where they are counted."""
+        counted = self._counted
+        return super().wires if counted is None or counted.wire is None else [counted.wire]
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Names unused parameters after the first synchronised backward, rather than failing at the second step."""

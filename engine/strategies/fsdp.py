@@ -2,7 +2,8 @@
 
 FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), applied for the user: the repeated
 blocks of the module are the units that are gathered together. Under `hsdp` the shards of each replica group are
-averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links.
+averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links. A compression works on
+that all-reduce, and leaves what stays within a group as it is; under `fsdp` it works on the reduce-scatter.
 
 Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes;
 2. backward: the same again, unless `reshard_after_forward=false`; 3. reduce-scatter of the gradients, and for hsdp an
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -34,9 +33,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from ..compression import CommHook, Wire
+from ..compression.int8 import Int8
 from ..flags import Layout, check_number
+from .compressing import CompressingStrategy
 from .launch import LayoutStrategy, end_group_at_exit
 from .materialize import materialize
+from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .units import shard_units
 
 __all__ = ["FSDP", "FSDPOptions", "HSDPOptions"]
@@ -77,22 +80,43 @@ class HSDPOptions(FSDPOptions):
     """Number of shards in each group; left out, what `replicate` leaves over."""
 
 
-class FSDP(LayoutStrategy, ModelParallelStrategy):
+class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
     """`fully_shard` on a mesh with the axes `replicate` (hsdp only) and `shard`, for any `LightningModule`.
 
     Args:
         options: `FSDPOptions` shard over all processes, `HSDPOptions` over groups of them.
         launcher: suffix of the flag, see `flags.LAUNCHERS`.
-        reduce_dtype: dtype in which gradients are averaged; None for that of the parameters.
+        comm_hook: how gradients are sent: between the groups of `hsdp`, or in the reduce-scatter of `fsdp`.
+
+    Raises:
+        ValueError: a compression that would keep on each rank what it has not sent of a whole model.
     """
 
-    def __init__(self, options: FSDPOptions, launcher: str = "", reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         # Whole checkpoints, gathered on rank 0: they open under every strategy.
         super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
         self.options = options
         self.launcher_suffix = launcher
-        self.reduce_dtype = reduce_dtype
+        self.comm_hook = comm_hook
         self._is_in_step = False
+        self._wires: list[Wire] = []
+        self._replica_averages: list[ReplicaAverage] = []
+        if isinstance(comm_hook, Int8) and not self._compresses_replicas:
+            if comm_hook.asks_for_feedback:
+                raise ValueError(
+                    "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep what it has not sent of"
+                    " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
+                )
+            comm_hook.feedback = False
+
+    @property
+    def _compresses_replicas(self) -> bool:
+        return self.comm_hook is not None and isinstance(self.options, HSDPOptions)
+
+    @property
+    def wires(self) -> list[Wire]:
+        """The comm hook's, and those of FSDP2's own collectives where they are counted."""
+        return [*super().wires, *self._wires]
 
     hands_out_shards = False
     """Whether optimizer state is handed out as each rank holds it, rather than gathered on rank 0."""
@@ -158,12 +182,16 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if fitting:
+            self._hook_units()
 
     def _shard(self, model: nn.Module) -> None:
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
         units = set(shard_units(model))
         self.compiles_units = self.compile is not None and bool(units)
         policy = CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy()
+        # The comm hook averages over the replicas in FSDP2's place.
+        mesh = self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
 
         def shard(part: nn.Module) -> None:
             if part not in units and part is not model:
@@ -175,10 +203,9 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
                 part.forward = self.compile(part.forward)
             fully_shard(
                 part,
-                mesh=self.device_mesh,
+                mesh=mesh,
                 # The last unit is needed first in backward, so freeing it after forward would gain nothing.
                 reshard_after_forward=self.options.reshard_after_forward and part is not model,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype),
                 offload_policy=policy,
             )
 
@@ -192,6 +219,32 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key in hooks.keys() - before:
                 hooks[key] = functools.partial(self._unless_in_step, hooks[key])
+
+    def _hook_units(self) -> None:
+        """Puts in place what compresses, or counts, the collectives of each unit."""
+        hook, model = self.comm_hook, self.model
+        assert model is not None
+        mesh = self.device_mesh
+        self._replica_averages = []
+        self._wires = []
+        if hook is None and not self.counts_traffic:
+            return
+        shards = Wire(mesh["shard"].get_group())
+        if hook is not None:
+            over = Wire(mesh["replicate"].get_group()) if self._compresses_replicas else shards
+            hook.begin(model, hook.wire or over, self.loss_scaler)
+        if self.counts_traffic and (hook is None or shards is not hook.wire):
+            self._wires.append(shards)
+        for index, (unit, members) in enumerate(fsdp_units(model, shards.size)):
+            if hook is not None and self._compresses_replicas and members:
+                self._replica_averages.append(ReplicaAverage(hook, index, members))
+                unit.set_all_reduce_hook(self._replica_averages[-1])
+            if hook is not None and not self._compresses_replicas:
+                unit.set_custom_reduce_scatter(CompressedReduceScatter(hook, index))
+            elif self.counts_traffic:
+                unit.set_custom_reduce_scatter(CountedReduceScatter(shards, index))
+            if self.counts_traffic:
+                unit.set_custom_all_gather(CountedAllGather(shards, index))
 
     def _marked(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -242,7 +295,11 @@ class FSDP(LayoutStrategy, ModelParallelStrategy):
         # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.
         switch = model.set_requires_gradient_sync if self.options.no_sync else model.set_requires_all_reduce
         switch(False)
+        for average in self._replica_averages:
+            average.is_held = True
         try:
             yield
         finally:
             switch(True)
+            for average in self._replica_averages:
+                average.is_held = False

@@ -35,16 +35,14 @@ class Row:
     """Why it can't do the others."""
 
 
-_CASTS = tuple(name for name, hook in COMM_HOOKS.items() if hook.reduce_dtype is not None)
 _GATHERS = (
     "per micro-batch: an all-gather of each unit in forward, and in backward but for the last unit; per optimizer step:"
     " a reduce-scatter of each"
 )
-_SHARDED = "gradients are reduced shard by shard there, which allows a reduced dtype but no DDP comm hook"
-
-
-def _sharded(options: Any, launcher: str, comm_hook: CommHook | None) -> Strategy:
-    return FSDP(options, launcher, reduce_dtype=comm_hook.reduce_dtype if comm_hook else None)
+_SHARDED = (
+    "each rank would have to remember what it has not sent of a whole unsharded model; hsdp does all of them, between"
+    " its groups"
+)
 
 
 STRATEGIES: dict[str, Row] = {
@@ -66,17 +64,16 @@ STRATEGIES: dict[str, Row] = {
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
         traffic=_GATHERS,
         options=FSDPOptions,
-        make=_sharded,
-        compressions=_CASTS,
+        make=FSDP,
+        compressions=tuple(name for name, hook in COMM_HOOKS.items() if hook.reduces_shards),
         why_not=_SHARDED,
     ),
     "hsdp": Row(
         description="shards within groups of devices, gradients averaged over the groups (2-D mesh)",
         traffic=f"{_GATHERS}, then an all-reduce of its shards",
         options=HSDPOptions,
-        make=_sharded,
-        compressions=_CASTS,
-        why_not=_SHARDED,
+        make=FSDP,
+        compressions=tuple(COMM_HOOKS),
     ),
 }
 """Strategies by the name of their flag."""

@@ -113,19 +113,48 @@ def loader(name: str, accumulate: int, world_size: int = 1) -> DataLoader:
     return DataLoader(data, batch_size=MICRO_BATCH // world_size)
 
 
-def plain_loop(module: LightningModule, batches: DataLoader, accumulate: int, clip: float | None) -> dict[str, Tensor]:
-    """The weights after `STEPS` optimizer steps."""
+def plain_loop(
+    module: LightningModule,
+    batches: DataLoader,
+    accumulate: int,
+    clip: float | None,
+    in_bf16: tuple[int, int] | None = None,
+) -> dict[str, Tensor]:
+    """The weights after `STEPS` optimizer steps.
+
+    With `in_bf16`, numbers of ranks and of replicas, the sum over the replicas' gradients is one of bfloat16.
+    """
     module.train()
     optimizer = adamw(module)
     micro_batches: Iterator[Any] = iter(batches)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for _ in range(accumulate):
-            (module.training_step(next(micro_batches), 0) / accumulate).backward()
+        window = [next(micro_batches) for _ in range(accumulate)]
+        if in_bf16 is None:
+            for batch in window:
+                (module.training_step(batch, 0) / accumulate).backward()
+        else:
+            average_in_bf16(module, window, *in_bf16)
         if clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
     return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def average_in_bf16(module: LightningModule, window: list[Any], ranks: int, replicas: int) -> None:
+    """Gradients of a window whose samples are dealt to `ranks`, neighbours of which form `replicas`."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    sums = [torch.zeros_like(p, dtype=torch.bfloat16) for p in parameters]
+    for replica in range(replicas):
+        mine = [i for i in range(MICRO_BATCH) if i % ranks // (ranks // replicas) == replica]
+        module.zero_grad()
+        for batch in window:
+            part = batch[mine] if isinstance(batch, Tensor) else [tensor[mine] for tensor in batch]
+            (module.training_step(part, 0) / len(window)).backward()
+        for total, p in zip(sums, parameters, strict=True):
+            total += (p.grad / replicas).bfloat16()
+    for total, p in zip(sums, parameters, strict=True):
+        p.grad = total.float()
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

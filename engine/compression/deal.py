@@ -1,0 +1,55 @@
+"""What ranks had not sent yet, for another number or layout of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["deal_residuals"]
+
+
+def deal_residuals(
+    saved: list[dict[str, Tensor]],
+    shapes: dict[str, torch.Size],
+    *,
+    saved_shards: int,
+    shards: int,
+    ranks: int,
+    rank: int,
+) -> dict[str, Tensor]:
+    """This rank's residuals: an equal share, so that the sum over all ranks is what it was.
+
+    Args:
+        saved: each saved rank's residuals by the names of parameters; shards are the inner axis of the ranks' order.
+        shapes: of the whole parameters; others are left out.
+        saved_shards: number of parts, along the first dim, that each saved parameter was cut into.
+        shards: the same, now.
+        ranks: number of ranks now.
+        rank: this one.
+    """
+    names = {name for residuals in saved for name in residuals if name in shapes}
+    return {
+        name: _part(
+            _whole([residuals.get(name) for residuals in saved], shapes[name], saved_shards), shards, rank % shards
+        )
+        / (ranks // shards)
+        for name in sorted(names)
+    }
+
+
+def _whole(residuals: list[Any], shape: torch.Size, shards: int) -> Tensor:
+    """The sum over replicas, of all shards: [rows, ...]."""
+    rows = shape[0] if shape else 1
+    parts = []
+    for shard in range(shards):
+        there = [residual.flatten() for residual in residuals[shard::shards] if residual is not None]
+        width = shape.numel() // max(rows, 1)
+        parts.append(sum(there) if there else torch.zeros(-(-rows // shards) * width))
+    return torch.cat(parts)[: shape.numel()].view(rows, -1)
+
+
+def _part(whole: Tensor, shards: int, shard: int) -> Tensor:
+    """One of `shards` equal parts along the first dim, filled up with zeros; flat."""
+    rows = -(-whole.size(0) // shards)
+    return functional.pad(whole, (0, 0, 0, rows * shards - whole.size(0)))[shard * rows : (shard + 1) * rows].flatten()

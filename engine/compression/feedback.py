@@ -1,0 +1,54 @@
+"""Error feedback: what a lossy method has not sent is added to the gradients of its next step (arXiv:1901.09847).
+
+Without it, whatever a method leaves out is lost for good, and training goes where the method likes. The law, which the
+tests check: averages x ranks + all residuals = all gradients + all earlier residuals.
+"""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from .base import CommHook
+from .bucket import Bucket
+from .memory import Memory
+from .wire import Wire
+
+__all__ = ["LossyHook"]
+
+
+class LossyHook(CommHook):
+    """A method that sends part of what it is given, and keeps the rest for later.
+
+    Args:
+        feedback: keep the rest, 4 bytes a parameter in fp32; without, it is lost.
+    """
+
+    def __init__(self, feedback: bool = True) -> None:
+        super().__init__()
+        self.feedback = feedback
+        self._residuals = Memory(lambda bucket: {member: member.numel for member in bucket.members})
+
+    def memories(self) -> dict[str, Memory]:
+        """The residuals, if they are kept."""
+        return {"residuals": self._residuals} if self.feedback else {}
+
+    @abstractmethod
+    def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
+        """Sends part of `total` [numel], takes it away from there, and writes its average over all ranks to
+        ``bucket.gradients``."""
+
+    def average(self, bucket: Bucket, wire: Wire) -> None:
+        """Adds the residuals, exchanges, and keeps what is left."""
+        if not self.feedback:
+            self.exchange(bucket.gradients.clone(), bucket, wire)
+            return
+        gradients = bucket.gradients
+        residual, total = self._residuals.of(bucket), self._residuals.draft(bucket)
+        if self._scaler is None:
+            self.exchange(torch.add(gradients, residual, out=total), bucket, wire)
+            return
+        # Residuals are kept without the loss scale, which may be another one at the next step.
+        scale = self._scaler.scale(torch.ones((), device=gradients.device)).to(gradients.dtype)
+        self.exchange(torch.addcmul(gradients, residual, scale, out=total), bucket, wire)
+        total.div_(scale)

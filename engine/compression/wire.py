@@ -1,0 +1,146 @@
+"""A process group that counts: whatever a compression sends goes through one of these.
+
+Bytes are those that this rank puts on the wire by the usual algorithms (W ranks): a ring all-reduce of n bytes sends
+2 n (W-1)/W, an all-gather of n bytes from each rank n (W-1), an all-to-all of n bytes n (W-1)/W, a ring reduce-scatter
+of n bytes n (W-1)/W. Gloo and NCCL (without trees and multicast) send just that.
+"""
+
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["DryWire", "Sent", "Wire", "aligned", "mark"]
+
+# Torch 2.13 renamed both and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Sent(NamedTuple):
+    """What a count of bytes is of."""
+
+    collective: str
+    bucket: int
+    """Of gradients, or under sharded strategies the unit of the module."""
+
+
+class Wire:
+    """A process group's collectives, with a count of what they send.
+
+    Args:
+        group: None for all ranks.
+
+    Attributes:
+        size: number of ranks.
+        rank: this one's.
+        sent: bytes this rank has sent.
+        bucket: which one is being sent.
+        spans: start and end of each collective since it was last cleared, in seconds or as CUDA events; None: not kept.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.sent: Counter[Sent] = Counter()
+        self.bucket = 0
+        self.spans: list[tuple[Any, Any]] | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        started = self._start(tensor)
+        dist.all_reduce(tensor, group=self.group)
+        self._end(started, tensor)
+        self._count("all_reduce", tensor, 2 * (self.size - 1) / self.size)
+        return tensor
+
+    def all_gather(self, payload: Tensor) -> Tensor:
+        """Every rank's `payload` [n], by rank: [W, n]."""
+        everyones = payload.new_empty(self.size, payload.numel())
+        self.all_gather_into(everyones.view(-1), payload)
+        return everyones
+
+    def all_gather_into(self, everyones: Tensor, payload: Tensor, async_op: bool = False) -> dist.Work | None:
+        """The same into a given tensor [W n]."""
+        started = self._start(payload)
+        work = _all_gather(everyones, payload, group=self.group, async_op=async_op)
+        self._end(started, payload)
+        self._count("all_gather", payload, self.size - 1)
+        return work
+
+    def all_to_all(self, payload: Tensor) -> Tensor:
+        """Row i of `payload` [W, n] goes to rank i; row i of the result came from rank i."""
+        received = torch.empty_like(payload)
+        started = self._start(payload)
+        dist.all_to_all_single(received, payload, group=self.group)
+        self._end(started, payload)
+        self._count("all_to_all", payload, (self.size - 1) / self.size)
+        return received
+
+    def reduce_scatter_into(self, shard: Tensor, whole: Tensor, op: Any, async_op: bool = False) -> dist.Work | None:
+        """This rank's part [n] of the reduction of `whole` [W n]."""
+        started = self._start(whole)
+        work = _reduce_scatter(shard, whole, op=op, group=self.group, async_op=async_op)
+        self._end(started, whole)
+        self._count("reduce_scatter", whole, (self.size - 1) / self.size)
+        return work
+
+    def _count(self, collective: str, tensor: Tensor, factor: float) -> None:
+        self.sent[Sent(collective, self.bucket)] += round(tensor.numel() * tensor.element_size() * factor)
+
+    def _start(self, tensor: Tensor) -> Any:
+        return None if self.spans is None else mark(tensor.device)
+
+    def _end(self, started: Any, tensor: Tensor) -> None:
+        if self.spans is not None:
+            self.spans.append((started, mark(tensor.device)))
+
+
+def mark(device: torch.device) -> Any:
+    """This moment: in seconds, or an event on the current stream of a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def aligned(part: Tensor) -> Tensor:
+    """A copy of some columns of a message, whose bytes can be viewed as numbers of several bytes."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+class DryWire(Wire):
+    """A wire of W ranks that all send the same, without any: to see what a method would send, and what it computes.
+
+    Attributes:
+        messages: collective and bytes handed to it, in order.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.group, self.size, self.rank = None, size, 0
+        self.sent, self.bucket, self.spans = Counter(), 0, None
+        self.messages: list[tuple[str, int]] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """As if all other ranks had zeros."""
+        self._count("all_reduce", tensor, 2 * (self.size - 1) / self.size)
+        return tensor
+
+    def all_gather_into(self, everyones: Tensor, payload: Tensor, async_op: bool = False) -> None:
+        """As if all other ranks had the same."""
+        everyones.view(self.size, -1).copy_(payload)
+        self._count("all_gather", payload, self.size - 1)
+
+    def all_to_all(self, payload: Tensor) -> Tensor:
+        """As if all other ranks had the same."""
+        self._count("all_to_all", payload, (self.size - 1) / self.size)
+        return payload.clone()
+
+    def _count(self, collective: str, tensor: Tensor, factor: float) -> None:
+        super()._count(collective, tensor, factor)
+        self.messages.append((collective, tensor.numel() * tensor.element_size()))

@@ -1,0 +1,156 @@
+"""What every comm hook must do, by what it gives and what it keeps: two and three ranks, no training."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyphase.engine.compression import COMM_HOOKS, Bucket, CommHook, Member, Plain, Wire, make_comm_hook
+from tests.distributed import run_ranks
+
+MEMBERS = (Member("a", (64, 48)), Member("b", (48,)), Member("c", (32, 64)), Member("d", (7,)), Member("e", (64, 48)))
+SIZE = sum(member.numel for member in MEMBERS)
+STEPS = 8
+
+LOSSY = ["int8:64", "powersgd:8,start=0", "topk:0.05", "sign"]
+ALL = ["none", "bf16", "fp16", *LOSSY, "powersgd:8,start=0+fp16", "topk:0.05+bf16"]
+
+
+def hook_of(flag: str) -> CommHook:
+    hook = make_comm_hook(flag) or Plain()
+    hook.wire = Wire()
+    return hook
+
+
+def gradients(step: int, rank: int) -> Tensor:
+    """A direction that all share, and noise."""
+    shared = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    return shared + torch.randn(SIZE, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def whole(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([state[member.name] for member in MEMBERS])
+
+
+def everywhere(tensor: Tensor) -> list[Tensor]:
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return tensors
+
+
+def run_steps(flag: str, rank: int) -> tuple[CommHook, Tensor, Tensor]:
+    """The hook, the sum of its averages, and the sum of all ranks' gradients."""
+    hook = hook_of(flag)
+    given, averages = torch.zeros(SIZE), torch.zeros(SIZE)
+    for step in range(STEPS):
+        flat = gradients(step, rank)
+        given += flat
+        hook.run(Bucket(0, flat, MEMBERS))
+        hook.settle()
+        averages += flat
+        for theirs in everywhere(flat):
+            assert torch.equal(theirs, flat), f"{flag}: the ranks have different averages"
+    dist.all_reduce(given)
+    return hook, averages, given
+
+
+def check_laws(rank: int) -> None:
+    """What is not sent is kept."""
+    size = dist.get_world_size()
+    for flag in ALL:
+        hook, averages, given = run_steps(flag, rank)
+        state = hook.state_dict()
+        kept = whole(state["residuals"]) if "residuals" in state else torch.zeros(SIZE)
+        unsent = torch.stack(everywhere(kept)).sum(0)
+        error = (averages * size + unsent - given).abs().max().item()
+        # Everything that came in was sent or is kept, to rounding; what 16 bit rounds off in a sum is not kept.
+        in_16_bit = flag.endswith("16")
+        assert error < (0.5 if flag == "bf16" else 0.1 if in_16_bit else 2e-4), f"{flag}: {error}"
+        assert hook.num_calls == STEPS
+        # And more of it is sent than kept, though each step sends little.
+        distance = (averages - given / size).norm() / (given / size).norm()
+        assert distance < 0.6, f"{flag}: {distance}"
+        if size == 2 and flag in LOSSY:
+            _, without, _ = run_steps(f"{flag}{',' if ':' in flag else ':'}feedback=false", rank)
+            assert (without - given / size).norm() >= 0.9 * (averages - given / size).norm()
+
+
+def predicted_bytes(flag: str, size: int) -> float:
+    """By the formulas in the files of the methods."""
+    ring = 2 * (size - 1) / size
+    if flag == "topk:0.05":
+        return (size - 1) * 8 * sum(max(1, round(0.05 * member.numel)) for member in MEMBERS)
+    if flag == "sign":
+        return (size - 1) * (SIZE / 8 + 4 * len(MEMBERS))
+    if flag == "int8:64":
+        whole_blocks = sum(-(-member.numel // (size * 64)) * size * 64 for member in MEMBERS)
+        return ring * whole_blocks * (1 + 4 / 64)
+    if flag == "powersgd:8,start=0":
+        return ring * 4 * (48 + 7 + 8 * (64 + 48 + 32 + 64 + 64 + 48))
+    return ring * SIZE * {"none": 4, "bf16": 2, "fp16": 2}[flag]
+
+
+def check_bytes(rank: int) -> None:
+    """Bytes are those of the formula; one rank alone sends none."""
+    for flag in ["none", "bf16", "fp16", *LOSSY]:
+        hook, _, _ = run_steps(flag, rank)
+        assert hook.num_bytes == pytest.approx(STEPS * predicted_bytes(flag, dist.get_world_size()), rel=0.05), flag
+
+
+def check_exact_at_full_rate(rank: int) -> None:
+    """Nothing is lost where all is sent."""
+    for flag in ("topk:1", "powersgd:64,start=0,min_ratio=0.001"):
+        _, averages, given = run_steps(flag, rank)
+        torch.testing.assert_close(averages, given / dist.get_world_size(), atol=2e-4, rtol=1e-4)
+
+
+def check_a_zero_gradient(rank: int) -> None:
+    """Zeros stay zeros."""
+    for flag in ALL:
+        hook = hook_of(flag)
+        for _ in range(3):
+            flat = torch.zeros(SIZE)
+            hook.run(Bucket(0, flat, MEMBERS))
+            hook.settle()
+            assert torch.count_nonzero(flat) == 0, flag
+
+
+def check_other_buckets(rank: int) -> None:
+    """Residuals follow their parameters into other buckets, as DDP builds them after its first step."""
+    for flag in LOSSY:
+        hook = hook_of(flag)
+        flat = gradients(0, rank)
+        hook.run(Bucket(0, flat, MEMBERS))
+        hook.settle()
+        before = {name: value.clone() for name, value in hook.state_dict()["residuals"].items()}
+        zeros = torch.zeros(SIZE)
+        first, second = MEMBERS[3:], MEMBERS[:3][::-1]
+        num_first = sum(member.numel for member in first)
+        sent = [zeros[:num_first], zeros[num_first:]]
+        hook.run(Bucket(0, sent[0], first))
+        hook.run(Bucket(1, sent[1], second))
+        hook.settle()
+        after = hook.state_dict()["residuals"]
+        averages = dict(zip(first, sent[0].split([m.numel for m in first]), strict=True))
+        averages |= dict(zip(second, sent[1].split([m.numel for m in second]), strict=True))
+        for member in MEMBERS:
+            lost = before[member.name] - after[member.name]
+            dist.all_reduce(lost)
+            torch.testing.assert_close(lost / dist.get_world_size(), averages[member], atol=1e-4, rtol=1e-4)
+
+
+def check_all(rank: int) -> None:
+    check_laws(rank)
+    check_bytes(rank)
+    check_exact_at_full_rate(rank)
+    check_a_zero_gradient(rank)
+    check_other_buckets(rank)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_laws(num_ranks):
+    run_ranks(check_all, num_ranks, timeout_s=150)
+
+
+def test_the_table_and_these_tests_name_the_same_methods():
+    assert {flag.partition(":")[0] for flag in ALL} - {"none"} == set(COMM_HOOKS)
