@@ -1,5 +1,6 @@
 """What is watched and logged; rank 0 writes."""
 
+from .communication import CommunicationMonitor
 from .console import ConsoleLogger, default_progress_bar
 from .gradient_norm import GradientNormMonitor
 from .memory import MemoryMonitor
@@ -8,6 +9,7 @@ from .snapshot import Snapshot, default_snapshot
 from .throughput import ThroughputMonitor
 
 __all__ = [
+    "CommunicationMonitor",
     "ConsoleLogger",
     "GradientNormMonitor",
     "MemoryMonitor",

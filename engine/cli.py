@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from . import launch
 from .checkpoint import commands
-from .compression import COMM_HOOKS
+from .compression import COMM_HOOKS, make_comm_hook
 from .engine import Engine
 from .flags import LAUNCHERS, check_count, choose
 from .strategies import PRECISIONS, STRATEGIES
@@ -26,7 +26,7 @@ from .version import __version__
 
 __all__ = ["main"]
 
-RUNS = ("fit", "validate", "test", "predict", "verify")
+RUNS = ("fit", "validate", "test", "predict", "verify", "wire")
 
 COMMANDS = {"ckpt": commands.main, "launch": launch.main}
 """Commands that train nothing themselves: each takes the words behind it and returns the exit code."""
@@ -52,7 +52,7 @@ SHORT = (
 _SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
 
 HELP = """\
-usage: polyphase {fit,validate,test,predict,verify} [options]
+usage: polyphase {fit,validate,test,predict,verify,wire} [options]
        polyphase launch [--nproc N] [--max-restarts K] -- script.py
        polyphase strategies
        polyphase ckpt {list,inspect,verify,export,prune}
@@ -64,6 +64,8 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
   polyphase fit --model my_package.MyModule --data my_package.MyData --config run.yaml
   polyphase verify --model ByteGPT --data PythonSource --strategy fsdp --devices 2 --steps 5
                    shows that the flags compute what one process does, or names the first tensor that differs
+  polyphase wire --strategy ddp --devices 2 [--model ByteGPT --data PythonSource]
+                   measures the wire between the ranks, forecasts a step under each --compression, recommends one
 
   polyphase strategies            the table of strategies, precisions and compressions
   polyphase launch --help         torchrun, for jobs that survive the loss of a process
@@ -76,8 +78,9 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
 class _CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `verify`."""
-        return {**LightningCLI.subcommands(), "verify": {"model", "train_dataloaders", "datamodule"}}
+        """Lightning's, `verify` and `wire`."""
+        own = {"model", "train_dataloaders", "datamodule"}
+        return {**LightningCLI.subcommands(), "verify": own, "wire": own}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Says in each ``--help`` that the engine's main flags have short names."""
@@ -98,6 +101,18 @@ class _CLI(LightningCLI):
             _exit(str(error))
         if self.datamodule is None:
             _exit("verify needs data to take its steps on: --data NAME or --data package.Class.")
+
+    def before_wire(self) -> None:
+        """Checks what `wire` alone needs."""
+        try:
+            for flag in self.config["wire"]["compressions"] or []:
+                make_comm_hook(flag)
+        except ValueError as error:
+            _exit(str(error))
+        if self.trainer.world_size == 1:
+            _exit("wire measures what is between ranks: set --devices 2 or more, or start it with torchrun.")
+        if self.datamodule is None:
+            _exit("wire needs data to take its steps on: --data NAME or --data package.Class.")
 
     def after_verify(self) -> None:
         """Exits with 1 where the certificate was not given."""
@@ -132,6 +147,8 @@ def run(words: Sequence[str]) -> None:
     models = importlib.import_module("polyphase.models")  # its classes go by their short names from then on
     importlib.import_module("polyphase.callbacks")  # and so do these
     words = expand(words)
+    if words[0] == "wire" and not any(re.match("--?(model|config|help|h)", word) for word in words):
+        words += ["--model", "ByteGPT", "--data", "PythonSource"]
     try:
         LightningArgumentParser()
     except ModuleNotFoundError:

@@ -18,13 +18,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from . import verify as verification
+from .compression import make_comm_hook
 from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
 from .strategies import select
+from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]
+
+_A_FEW_STEPS = {
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Flags of a run that is to measure or compare something and leaves nothing behind."""
 
 _SPREADING = {
     "async_checkpoints",
@@ -212,15 +224,7 @@ class Engine(LoopTrainer):
             The certificate, on every rank; it is printed as well.
         """
         check_count("steps", steps)
-        quiet = {
-            "max_steps": steps,
-            "max_epochs": -1,
-            "limit_val_batches": 0,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
+        quiet = {**_A_FEW_STEPS, "max_steps": steps}
         # The reference gets all flags but those that are ours, or that say how the run is spread.
         shared = {key: value for key, value in self._flags.items() if key not in _SPREADING}
         loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
@@ -242,6 +246,38 @@ class Engine(LoopTrainer):
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
         rank_zero_info(str(self.certificate))
         return self.certificate
+
+    def wire(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        compressions: list[str] | None = None,
+    ) -> WireReport:
+        """Measures the wire between this engine's ranks, and forecasts a step of `model` under each compression.
+
+        Args:
+            model: left as it is; a copy takes a few steps.
+            train_dataloaders: one DataLoader; or give `datamodule`.
+            datamodule: whose `train_dataloader()` is used.
+            compressions: flags, those that change less of the gradients first; None for all methods and ``"none"``.
+
+        Returns:
+            The report, on every rank; it is printed as well.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "report.json"
+            flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
+            engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **flags})
+            if compressions is not None:
+                for flag in compressions:
+                    make_comm_hook(flag)
+                engine._parts.comm_hook.candidates = list(compressions)  # type: ignore[union-attr]
+            engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
+            report = WireReport.read(path) if engine.is_global_zero else None
+        self.report: WireReport = engine.strategy.broadcast(report)  # type: ignore[assignment]
+        rank_zero_info(str(self.report))
+        return self.report
 
 
 def fit(module: LightningModule, data: LightningDataModule | DataLoader, **flags: Any) -> Engine:

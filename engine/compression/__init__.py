@@ -3,21 +3,26 @@
 import inspect
 
 from ..flags import choose, parse_flag, parse_options
+from .auto import Auto
 from .base import CommHook, NonFiniteGradientError
 from .bucket import Bucket, Member
 from .cast import BF16, FP16
 from .deal import deal_residuals
+from .forecast import Forecast, Link
 from .int8 import Int8
 from .plain import Plain
 from .powersgd import PowerSGD
 from .sign import Sign
 from .topk import TopK
-from .wire import Sent, Wire
+from .wire import Sent, Wire, seconds_between
 
 __all__ = [
     "COMM_HOOKS",
+    "Auto",
     "Bucket",
     "CommHook",
+    "Forecast",
+    "Link",
     "Member",
     "NonFiniteGradientError",
     "Plain",
@@ -25,9 +30,10 @@ __all__ = [
     "Wire",
     "deal_residuals",
     "make_comm_hook",
+    "seconds_between",
 ]
 
-COMM_HOOKS: dict[str, type[CommHook]] = {hook.name: hook for hook in (FP16, BF16, Int8, PowerSGD, TopK, Sign)}
+COMM_HOOKS: dict[str, type[CommHook]] = {hook.name: hook for hook in (FP16, BF16, Int8, PowerSGD, TopK, Sign, Auto)}
 """Comm hooks by the name of their flag; `none` is no hook at all."""
 
 

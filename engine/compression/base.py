@@ -8,6 +8,7 @@ gloo may be in another order on each rank.)
 """
 
 from abc import ABC, abstractmethod
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,8 @@ class CommHook(ABC):
     Attributes:
         flag: by which it was made.
         num_calls: buckets averaged so far.
+        num_plain_bytes: bytes this rank would have sent so far of the gradients as they are.
+        overlaps: whether backward goes on while buckets are averaged.
         step: optimizer steps done.
         wire: what it sends through; None before training.
         moments: of each bucket since the list was last cleared: its index, when its gradients were ready, when they
@@ -52,6 +55,7 @@ class CommHook(ABC):
     def __init__(self) -> None:
         self.flag = self.name
         self.num_calls = 0
+        self.num_plain_bytes = 0
         self.step = 0
         self.wire: Wire | None = None
         self.moments: list[tuple[int, Any, Any]] | None = None
@@ -59,6 +63,7 @@ class CommHook(ABC):
         self.is_checked = False
         """Whether `check` has seen the module that is trained."""
         self._scaler: torch.amp.GradScaler | None = None
+        self._is_on_gpu = False
         self._names: dict[Tensor, str] = {}
         self._buckets: dict[int, tuple[list[Tensor], tuple[Member, ...]]] = {}
         self._background: Background | None = None
@@ -108,18 +113,29 @@ class CommHook(ABC):
             self.check(module)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self.wire = wire
+        self._is_on_gpu = any(parameter.is_cuda for parameter in self._names)
         self._scaler = scaler
         for memory in self.memories().values():
             # With a loss scale a step may overflow, which is known only when all buckets are averaged.
             memory.in_two_phases = scaler is not None
 
-    def attach(self, model: DistributedDataParallel, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Registers the hook on `model`, whatever its device."""
+    @property
+    def overlaps(self) -> bool:
+        """See the class."""
+        return self._background is not None or self._is_on_gpu
+
+    def attach(
+        self,
+        model: DistributedDataParallel,
+        scaler: torch.amp.GradScaler | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Registers the hook on `model`, whatever its device; `timeout` is that of its collectives."""
         if self._background is None:
             device = next(model.parameters()).device
             self._background = Background(device)
             # The thread's collectives and those of the other threads have no common order: it has a group of its own.
-            wire = Wire(dist.new_group() if device.type == "cpu" else None)
+            wire = Wire(dist.new_group(timeout=timeout) if device.type == "cpu" else None)
         else:
             assert self.wire is not None
             wire = self.wire
@@ -131,6 +147,7 @@ class CommHook(ABC):
         assert self.wire is not None
         self.num_calls += 1
         self.wire.bucket = bucket.index
+        self.num_plain_bytes += round(bucket.gradients.nbytes * 2 * (self.wire.size - 1) / self.wire.size)
         if self.moments is not None and ready is None:
             ready = mark(bucket.gradients.device)
         # Phase 1. Under a loss scale infinities are in order, and the step is left out.
@@ -151,6 +168,7 @@ class CommHook(ABC):
         assert self.wire is not None
         self.num_calls += 1
         self.wire.bucket = unit
+        self.num_plain_bytes += round(whole.nbytes * (self.wire.size - 1) / self.wire.size)
         self.reduce_scatter(shard, whole, self.wire)
 
     def raise_if_bad(self) -> None:

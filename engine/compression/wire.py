@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DryWire", "Sent", "Wire", "aligned", "mark"]
+__all__ = ["DryWire", "Sent", "Wire", "aligned", "mark", "seconds_between"]
 
 # Torch 2.13 renamed both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -107,6 +107,14 @@ def mark(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Between two marks; waits for the device if they are a GPU's."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def aligned(part: Tensor) -> Tensor:

@@ -22,10 +22,15 @@ class CompressingStrategy(ParallelStrategy):
     """Whether what is sent for gradients and parameters is to be counted without a comm hook, too."""
 
     @property
+    def averaging(self) -> CommHook | None:
+        """What averages the gradients and counts; None where torch does, uncounted."""
+        return self.comm_hook
+
+    @property
     def wires(self) -> list[Wire]:
         """What everything goes through that is counted; empty before training."""
-        wire = self.comm_hook.wire if self.comm_hook is not None else None
-        return [] if wire is None else [wire]
+        hook = self.averaging
+        return [] if hook is None or hook.wire is None else [hook.wire]
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import CommHook, Plain, Wire
+from ..compression import CommHook, Plain
 from ..flags import Layout, check_number
 from .compressing import CompressingStrategy
 from .launch import LayoutStrategy, end_group_at_exit
@@ -57,6 +57,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
+        self._counted: Plain | None = None
         self._checks_unused = not (options.find_unused_parameters or options.static_graph)
         self._has_run_backward = False
 
@@ -71,17 +72,16 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         end_group_at_exit()
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
-        self._counted: CommHook | None = Plain() if self.comm_hook is None and self.counts_traffic else None
-        hook = self.comm_hook or self._counted
+        self._counted = Plain() if self.comm_hook is None and self.counts_traffic else None
+        hook = self.averaging
         if hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
-            hook.attach(self.model, self.loss_scaler)
+            hook.attach(self.model, self.loss_scaler, self._timeout)  # Lightning: DDPStrategy._timeout
 
     @property
-    def wires(self) -> list[Wire]:
-        """Those of the comm hook, or of plain all-reduces where they are counted."""
-        counted = self._counted
-        return super().wires if counted is None or counted.wire is None else [counted.wire]
+    def averaging(self) -> CommHook | None:
+        """The comm hook, or the plain all-reduces where they are counted."""
+        return self.comm_hook or self._counted
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Names unused parameters after the first synchronised backward, rather than failing at the second step."""

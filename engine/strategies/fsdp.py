@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ..compression import CommHook, Wire
+from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
 from ..flags import Layout, check_number
 from .compressing import CompressingStrategy
@@ -99,6 +99,7 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
         self._is_in_step = False
+        self._counted: Plain | None = None
         self._wires: list[Wire] = []
         self._replica_averages: list[ReplicaAverage] = []
         if isinstance(comm_hook, Int8) and not self._compresses_replicas:
@@ -110,8 +111,13 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
             comm_hook.feedback = False
 
     @property
+    def averaging(self) -> CommHook | None:
+        """The comm hook, or what averages over the replicas as it is where that is counted."""
+        return self.comm_hook or self._counted
+
+    @property
     def _compresses_replicas(self) -> bool:
-        return self.comm_hook is not None and isinstance(self.options, HSDPOptions)
+        return self.averaging is not None and isinstance(self.options, HSDPOptions)
 
     @property
     def wires(self) -> list[Wire]:
@@ -174,6 +180,8 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if not isinstance(self.model, FSDPModule):
+            if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
+                self._counted = Plain()  # FSDP2's own all-reduce can't be replaced, only left out
             if fitting and self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
@@ -222,7 +230,7 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
 
     def _hook_units(self) -> None:
         """Puts in place what compresses, or counts, the collectives of each unit."""
-        hook, model = self.comm_hook, self.model
+        hook, model = self.averaging, self.model
         assert model is not None
         mesh = self.device_mesh
         self._replica_averages = []
@@ -231,9 +239,9 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
             return
         shards = Wire(mesh["shard"].get_group())
         if hook is not None:
-            over = Wire(mesh["replicate"].get_group()) if self._compresses_replicas else shards
-            hook.begin(model, hook.wire or over, self.loss_scaler)
-        if self.counts_traffic and (hook is None or shards is not hook.wire):
+            over = mesh["replicate" if self._compresses_replicas else "shard"].get_group()
+            hook.begin(model, hook.wire or Wire(over), self.loss_scaler)
+        if self.counts_traffic:
             self._wires.append(shards)
         for index, (unit, members) in enumerate(fsdp_units(model, shards.size)):
             if hook is not None and self._compresses_replicas and members:

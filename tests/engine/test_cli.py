@@ -1,6 +1,7 @@
 """The `polyphase` command as a user types it."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -99,6 +100,9 @@ def test_expanding_twice_changes_nothing():
         (["fit", *GPT, "--devices", "some"], "`devices`"),
         (["verify", *GPT, "--steps", "0"], "steps must be a whole number of at least 1"),
         (["verify", "--model", "ByteGPT", "--accelerator", "cpu"], "verify needs data"),
+        (["wire", "--devices", "1", "--accelerator", "cpu"], "wire measures what is between ranks: set --devices 2"),
+        (["wire", "--model", "ByteGPT", "--devices", "2", "--accelerator", "cpu"], "wire needs data to take its steps"),
+        (["wire", *GPT, "--devices", "2", "--compressions", "[topk:2]"], "topk:density must be greater than 0 and at"),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(arguments, message, capsys, command):
@@ -189,6 +193,16 @@ def test_verify_gives_the_certificate():
     finished = run_command([*MODULE, "verify", *GPT, *SMALL, *flags])
     assert finished.returncode == 0, finished.output
     assert "equal to one process within 1e-05" in finished.output
+
+
+def test_wire_measures_forecasts_and_recommends():
+    flags = ["--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--compressions", "[none,sign]"]
+    finished = run_command([*MODULE, "wire", *flags])
+    assert finished.returncode == 0, finished.output
+    assert "compression='auto' goes on with '" in finished.output
+    for line in (r"between 2 ranks +latency +bandwidth", r"all_reduce +[\d.]+ ms", r"none .* 1\.000 ", r"sign .* MB"):
+        assert re.search(line, finished.output), line
+    assert re.search(r"recommended: compression='(none|sign)'", finished.output)
 
 
 def test_python_m_starts_the_other_processes_itself():

@@ -12,8 +12,8 @@ from .parity import SUBJECTS, TOLERANCE, build, largest_difference, loader, plai
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp:replicate=2,shard=2": 4}
 """World size by flag; the launcher's suffix is added by the test."""
 
-# A gradient that float32 rounds differently may be rounded to another bfloat16, 1/256 away, of which AdamW at 1e-3 makes
-# a step that is up to 4e-6 longer (seen: 6e-6 after all of them, and 0 under ddp).
+# A gradient that float32 rounds differently may be rounded to another bfloat16, 1/256 away, of which AdamW at 1e-3
+# makes a step that is up to 4e-6 longer (seen: 6e-6 after all of them, and 0 under ddp).
 BF16_TOLERANCE = 3e-5
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -1,0 +1,160 @@
+"""How long a step would take under another compression: measured links, measured computation, and what is sent.
+
+Each collective is timed with a small and a large message, which gives a latency and a bandwidth (Hockney 1994). Each
+method is run on buckets like the real ones, without a wire, which gives its computation and its messages. The rest of a
+step, and when in it each bucket is ready, is taken from real steps.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import CommHook
+from .bucket import Bucket
+from .wire import DryWire, Wire
+
+__all__ = ["Forecast", "Link", "Step", "forecast", "measure_links"]
+
+_SMALL_BYTES, _LARGEST_BYTES = 2**10, 2**26
+_LONG_ENOUGH_S = 0.2
+"""A transfer of this length is ruled by the bandwidth, also where a shaped link lets short bursts pass."""
+
+
+class Link(NamedTuple):
+    """One collective over these ranks."""
+
+    latency_s: float
+    bytes_per_s: float
+    """Of what each rank hands to the collective."""
+
+    def time_s(self, num_bytes: float) -> float:
+        """Of a message of `num_bytes` from each rank."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+class Step(NamedTuple):
+    """What was seen of real steps: in seconds since the end of the step before."""
+
+    ready_s: list[float]
+    """When the gradients of each bucket were there."""
+    averaged_s: list[float]
+    """When each bucket was averaged."""
+    length_s: float
+    overlaps: bool
+    """Whether backward goes on while buckets are averaged."""
+
+
+class Forecast(NamedTuple):
+    """What a step would be under one compression."""
+
+    compression: str
+    step_s: float
+    sent_bytes: int
+    """By each rank and step."""
+
+
+def measure_links(wire: Wire, device: torch.device) -> dict[str, Link]:
+    """Times each collective; all ranks call it together."""
+    collectives: dict[str, Callable[[int], Tensor | None]] = {
+        "all_reduce": lambda n: wire.all_reduce(torch.zeros(n // 4, device=device)),
+        "all_gather": lambda n: wire.all_gather(torch.zeros(n, dtype=torch.uint8, device=device)),
+        "all_to_all": lambda n: wire.all_to_all(
+            torch.zeros(wire.size, n // wire.size, dtype=torch.uint8, device=device)
+        ),
+    }
+    links = {}
+    for name, collective in collectives.items():
+        collective(_SMALL_BYTES)  # opens connections
+        latency_s = statistics.median(_time_s(collective, _SMALL_BYTES, wire, device) for _ in range(5))
+        num_bytes, time_s = 2**16, 0.0
+        while True:
+            time_s = _time_s(collective, num_bytes, wire, device)
+            if time_s > _LONG_ENOUGH_S or num_bytes >= _LARGEST_BYTES:
+                break
+            num_bytes *= 2
+        links[name] = Link(latency_s, (num_bytes - _SMALL_BYTES) / max(time_s - latency_s, 1e-9))
+    return links
+
+
+def _time_s(collective: Callable[[int], Tensor | None], num_bytes: int, wire: Wire, device: torch.device) -> float:
+    """The longest of all ranks', so that they all come to the same conclusions."""
+    _wait(device)
+    wire.all_reduce(torch.zeros(1, device=device))  # lets all begin together
+    started = time.perf_counter()
+    collective(num_bytes)
+    _wait(device)
+    return _longest([time.perf_counter() - started], wire, device)[0]
+
+
+def _longest(times_s: Sequence[float], wire: Wire, device: torch.device) -> list[float]:
+    packed = torch.tensor(times_s, device=device)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=wire.group)
+    return packed.tolist()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def forecast(
+    hooks: Mapping[str, CommHook],
+    buckets: Sequence[Bucket],
+    step: Step,
+    links: Mapping[str, Link],
+    wire: Wire,
+    plain: CommHook,
+) -> list[Forecast]:
+    """Forecasts for each of `hooks`, the same on all ranks; all of them call it together.
+
+    Args:
+        hooks: new ones, by their flags.
+        buckets: with gradients of any values, in the order of a step; they are overwritten.
+        step: measured under `plain`.
+        links: measured.
+        wire: what all ranks share.
+        plain: a hook that does what was done in the measured steps.
+    """
+    device = buckets[0].gradients.device
+    all_costs = [_costs(hook, buckets, links, wire.size) for hook in (plain, *hooks.values())]
+    steps_s = _longest([_step_s(step, costs, all_costs[0][0]) for costs, _ in all_costs[1:]], wire, device)
+    return [
+        Forecast(flag, step_s, num_bytes)
+        for flag, step_s, (_, num_bytes) in zip(hooks, steps_s, all_costs[1:], strict=True)
+    ]
+
+
+def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link], size: int) -> tuple[list[float], int]:
+    """Seconds for each bucket, and bytes sent for all."""
+    hook.step = 10**9  # past any warm-up
+    costs: list[float] = []
+    for _ in range(2):  # the second one counts
+        dry = DryWire(size)
+        costs.clear()
+        for bucket in buckets:
+            dry.messages.clear()
+            bucket.gradients.normal_()
+            _wait(bucket.gradients.device)
+            started = time.perf_counter()
+            hook.average(bucket, dry)
+            _wait(bucket.gradients.device)
+            computation_s = time.perf_counter() - started
+            costs.append(computation_s + sum(links[name].time_s(num_bytes) for name, num_bytes in dry.messages))
+        hook.settle()
+    return costs, sum(dry.sent.values())
+
+
+def _step_s(step: Step, costs: Sequence[float], plain_costs: Sequence[float]) -> float:
+    """The length of a step whose buckets cost other times than they did."""
+    if not step.overlaps:
+        return step.length_s + sum(costs) - sum(plain_costs)
+    done = 0.0
+    for ready, cost in zip(step.ready_s, costs, strict=True):
+        done = max(done, ready) + cost
+    rest = step.length_s - step.averaged_s[-1]
+    return done + rest
