@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--devices", default="auto", help="devices per node")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ...")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, ...")
-    parser.add_argument("--compression", default="none", help="none, fp16, bf16, powersgd:4")
+    parser.add_argument("--compression", default="none", help="none, bf16, powersgd:4, topk:0.01, auto, ...")
     parser.add_argument("--accumulate_grad_batches", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--max_epochs", type=int, default=15)
     flags = vars(parser.parse_args())

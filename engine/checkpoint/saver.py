@@ -150,6 +150,7 @@ class Saver:
         *,
         leave_out: tuple[str, ...] = (),
         weights_only: bool | None = None,
+        layout: dict[str, int] | None = None,
         alone: bool = False,
     ) -> dict[str, Any]:
         """Opens the checkpoint `path`, after all of its files were checked.
@@ -160,6 +161,7 @@ class Saver:
                 on the CPU.
             leave_out: top-level keys that are not needed.
             weights_only: as for `torch.load`; None for True.
+            layout: this run's; of a checkpoint with the same, each rank needs only what it said itself.
             alone: this rank opens it by itself, rather than all ranks together.
 
         Returns:
@@ -180,14 +182,16 @@ class Saver:
         for key in leave_out:
             rest.pop(key, None)
         ranks = load_file(files, RANKS, weights_only)
-        if manifest.world_size == share[1]:
-            wanted = [*marks(rest), *marks(ranks[share[0]])]
+        if manifest.world_size == share[1] and manifest.layout == layout:
+            of_ranks = marks(ranks[share[0]])
         else:
-            wanted = [*marks(rest), *marks(ranks)]  # each rank's are to be dealt anew
+            of_ranks = marks(ranks)  # each rank's are to be dealt anew
         stored = tensors_in(files)
-        if absent := [key for key in wanted if key not in stored]:
+        shared = marks(rest)
+        if absent := [key for key in (*shared, *of_ranks) if key not in stored]:
             raise CheckpointError(f"The checkpoint {path} is damaged: it has no tensors {', '.join(absent)}.")
-        tensors = {key: like(template(key), stored[key].size, stored[key].properties.dtype) for key in wanted}
+        templates = {key: template(key) for key in shared} | dict.fromkeys(of_ranks)  # a rank's own are whole
+        tensors = {key: like(given, stored[key].size, stored[key].properties.dtype) for key, given in templates.items()}
         dcp.load(
             tensors,
             storage_reader=Reader(files),

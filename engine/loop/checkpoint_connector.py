@@ -118,7 +118,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         about = {
             "step": checkpoint["global_step"],
             "epoch": checkpoint["epoch"],
-            "layout": {axis: size for axis, size in trainer.layout.axes.items() if size > 1},
+            "layout": self._layout,
             "world_size": trainer.world_size,
             "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
         }
@@ -145,6 +145,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     def _stopped_in_validation(self) -> bool:
         return self.is_ending and self.trainer.validating
 
+    @property
+    def _layout(self) -> dict[str, int]:
+        """Sizes of the axes that are not 1."""
+        return {axis: size for axis, size in self.trainer.layout.axes.items() if size > 1}
+
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's dict, with the progress as of the last whole step, and what it leaves out."""
         checkpoint = super().dump_checkpoint(weights_only)
@@ -157,7 +162,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             "in_validation": self._stopped_in_validation,
             "batches": trainer.fit_loop.epoch_loop.batches_done(),
             "world_size": trainer.world_size,
-            "layout": trainer.layout.axes,
+            "layout": self._layout,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "accumulation_asked": self._accumulation_asked,
             "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
@@ -221,7 +226,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         needless = () if trainer.state.fn == TrainerFn.FITTING else ("optimizer_states",)
         template = Templates(trainer.lightning_module)
         self._loaded_checkpoint = numbered(
-            self.saver.load(path, template, leave_out=needless, weights_only=weights_only)
+            self.saver.load(path, template, leave_out=needless, weights_only=weights_only, layout=self._layout)
         )
         self._ckpt_path = path
 
