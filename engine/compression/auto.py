@@ -122,12 +122,12 @@ class Auto(CommHook):
 
     def _take(self, flag: str) -> None:
         self.chosen, self._method, self.moments = flag, _make(flag), None
-        self._method.step = self.step
-        if self._loaded:
-            self._method.load_state_dict(self._loaded)
         if self._module is not None:
             assert self.wire is not None
             self._method.begin(self._module, self.wire, self._scaler)
+        self._method.step = self.step
+        if self._loaded:
+            self._method.load_state_dict(self._loaded)
 
     def _measured_step(self) -> Step:
         """The medians of what was seen."""

@@ -69,6 +69,8 @@ class CommHook(ABC):
         self._background: Background | None = None
         self._first_bad: dict[int, tuple[tuple[Member, ...], Tensor]] = {}
         self._is_bad: dict[int, Tensor] = {}
+        self.sees_shards_only = False
+        """Whether each rank knows a part of the averages only, as `reduce_scatter` has it."""
 
     # --- what a method says
 
@@ -108,9 +110,12 @@ class CommHook(ABC):
     # --- how a strategy uses it
 
     def begin(self, module: nn.Module, wire: Wire, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Called before the first step, with the parameters that will have gradients and the loss scale, if any."""
+        """Called before a run, with the parameters that will have gradients and the loss scale, if any."""
         if not self.is_checked:
             self.check(module)
+        self.step = 0
+        for forgotten in (self._buckets, self._first_bad, self._is_bad):
+            forgotten.clear()
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self.wire = wire
         self._is_on_gpu = any(parameter.is_cuda for parameter in self._names)
@@ -118,6 +123,7 @@ class CommHook(ABC):
         for memory in self.memories().values():
             # With a loss scale a step may overflow, which is known only when all buckets are averaged.
             memory.in_two_phases = scaler is not None
+            memory.load_state_dict({})
 
     @property
     def overlaps(self) -> bool:
@@ -152,24 +158,29 @@ class CommHook(ABC):
             ready = mark(bucket.gradients.device)
         # Phase 1. Under a loss scale infinities are in order, and the step is left out.
         if self._scaler is None:
-            self._note_bad(bucket)
+            self._note_bad(bucket.index, bucket.members, bucket.gradients.split(bucket.numels))
         # Phase 2.
         self.average(bucket, self.wire)
         # Phase 3. The same on all ranks, so that all can act on it.
         if self._scaler is None:
-            bad = ~torch.isfinite(bucket.gradients.sum())
-            self._is_bad[bucket.index] = bad | self._is_bad.get(bucket.index, bad)
+            self._note_average(bucket.index, bucket.gradients)
         if self.moments is not None:
             self.moments.append((bucket.index, ready, mark(bucket.gradients.device)))
         return bucket.gradients
 
-    def run_reduce_scatter(self, shard: Tensor, whole: Tensor, unit: int) -> None:
-        """Writes this rank's part of the average of `whole` to `shard`, at once."""
+    def run_reduce_scatter(self, shard: Tensor, whole: Tensor, unit: int, members: tuple[Member, ...]) -> None:
+        """Writes this rank's part [n], made of `members`, of the average of `whole` [W n] to `shard`, at once."""
         assert self.wire is not None
         self.num_calls += 1
         self.wire.bucket = unit
-        self.num_plain_bytes += round(whole.nbytes * (self.wire.size - 1) / self.wire.size)
+        self.num_plain_bytes += round(whole.nbytes * self.wire.reduce_scatter_share)
+        self.sees_shards_only = True
+        if self._scaler is None and sum(member.numel for member in members) == shard.numel():  # else some have none
+            parts = whole.view(self.wire.size, -1).split([member.numel for member in members], dim=1)
+            self._note_bad(unit, members, parts)
         self.reduce_scatter(shard, whole, self.wire)
+        if self._scaler is None:
+            self._note_average(unit, shard)
 
     def raise_if_bad(self) -> None:
         """Reads from the device whether all averages were finite so far.
@@ -179,20 +190,24 @@ class CommHook(ABC):
         """
         if not self._is_bad:
             return
-        bad, self._is_bad = torch.stack(list(self._is_bad.values())), {}
-        if not bad.any():
-            return
         assert self.wire is not None
+        bad = torch.stack(list(self._is_bad.values())).any().int()
+        self._is_bad.clear()
+        if self.sees_shards_only:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=self.wire.group)
+        if not bad:
+            return
         found: list[Any] = [None] * self.wire.size
         dist.all_gather_object(found, (dist.get_rank(), self._worst()), group=self.wire.group)
         culprits = [(*worst, rank) for rank, worst in found if worst is not None]
         if not culprits:
             raise NonFiniteGradientError(
                 f"compression {self.flag!r}: an average of gradients overflowed at step {self.step}, though each rank's"
-                " own were finite: a 16-bit float ends at 65504 in fp16. Choose bf16, or clip the loss."
+                " own gradients were finite. float16 ends at 65504: choose bf16, or a smaller loss."
             )
         step, name, rank = min(culprits, key=lambda culprit: culprit[0])
-        others = f" (in all, {len(culprits)} ranks had such gradients)" if len(culprits) > 1 else ""
+        num_others = sum(other[0] == step for other in culprits) - 1
+        others = f" (and of {num_others} more rank(s))" if num_others else ""
         raise NonFiniteGradientError(
             f"the gradient of {name!r} on rank {rank} was infinite or NaN at step {step}{others}. Training stops,"
             f" since compression {self.flag!r} averages it into all ranks' weights and memory. Often a learning rate"
@@ -244,14 +259,17 @@ class CommHook(ABC):
             self._buckets[index] = (parameters, members)
         return members
 
-    def _note_bad(self, bucket: Bucket) -> None:
+    def _note_bad(self, index: int, members: tuple[Member, ...], gradients: tuple[Tensor, ...]) -> None:
         """Keeps the step at which each member was first not finite, without reading it from the device."""
-        norms = torch.stack(torch._foreach_norm(bucket.gradients.split(bucket.numels)))
-        members, first = self._first_bad.get(bucket.index, ((), norms))
-        if members != bucket.members:
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=_wide(gradients[0].dtype)))
+        known, first = self._first_bad.get(index, ((), norms))
+        if known != members:
             first = torch.full_like(norms, -1, dtype=torch.int64)
-        first = torch.where((first < 0) & ~norms.isfinite(), self.step, first)
-        self._first_bad[bucket.index] = bucket.members, first
+        self._first_bad[index] = members, torch.where((first < 0) & ~norms.isfinite(), self.step, first)
+
+    def _note_average(self, index: int, average: Tensor) -> None:
+        bad = ~torch.isfinite(average.sum(dtype=_wide(average.dtype)))
+        self._is_bad[index] = bad | self._is_bad.get(index, bad)
 
     def _worst(self) -> tuple[int, str] | None:
         """Step and name of the gradient of this rank that was first not finite."""
@@ -262,3 +280,8 @@ class CommHook(ABC):
             if step >= 0
         ]
         return min(steps, default=None)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """For sums, which may leave the range of 16 bit where no number does."""
+    return torch.promote_types(dtype, torch.float32)

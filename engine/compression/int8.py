@@ -50,7 +50,9 @@ class Int8(LossyHook):
         # Phase 1. Of each parameter, each rank gets an equal number of blocks, whatever bucket it is in.
         sizes = [-(-part.numel() // (wire.size * self.block)) * self.block for part in parts]
         rows = [
-            functional.pad(part, (0, wire.size * size - part.numel())).view(wire.size, size)
+            (functional.pad(part, (0, missing)) if (missing := wire.size * size - part.numel()) else part).view(
+                -1, size
+            )
             for part, size in zip(parts, sizes, strict=True)
         ]
         noise = self._noise(total.device, wire.rank)

@@ -25,31 +25,25 @@ class Sign(LossyHook):
 
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
         """See the phases above."""
-        # Phase 1.
+        # Phase 1. Parameter by parameter, so that what is made in between stays in the cache.
         parts = total.split(bucket.numels)
-        means = [
-            norm / max(part.numel(), 1) for norm, part in zip(torch._foreach_norm(parts, ord=1), parts, strict=True)
-        ]
+        norms = torch._foreach_norm(parts, ord=1, dtype=torch.promote_types(total.dtype, torch.float32))
+        means = [norm / max(part.numel(), 1) for norm, part in zip(norms, parts, strict=True)]
         scales = torch.stack(means).float()
-        bits = pack(total >= 0)
+        bits = [pack(part >= 0) for part in parts]
         # Phase 2.
-        everyones = wire.all_gather(torch.cat([scales.view(torch.uint8), bits]))
+        everyones = wire.all_gather(torch.cat([scales.view(torch.uint8), *bits]))
         # Phase 3.
-        own = _decode(bits, scales, bucket)
-        average = bucket.gradients
-        average.zero_()
-        all_scales = aligned(everyones[:, : 4 * len(parts)]).view(torch.float32)
-        for rank in range(wire.size):
-            theirs = everyones[rank, 4 * len(parts) :]
-            decoded = own if rank == wire.rank else _decode(theirs, all_scales[rank], bucket)
-            average.add_(decoded, alpha=1 / wire.size)
-        total.sub_(own)
-
-
-def _decode(bits: Tensor, scales: Tensor, bucket: Bucket) -> Tensor:
-    values = unpack(bits, bucket.gradients.numel(), bucket.gradients.dtype)
-    torch._foreach_mul_(values.split(bucket.numels), scales.to(values.dtype).unbind())
-    return values
+        all_scales = aligned(everyones[:, : 4 * len(parts)]).view(torch.float32).to(total.dtype)
+        all_bits = everyones[:, 4 * len(parts) :].split([packed.numel() for packed in bits], dim=1)
+        averages = bucket.gradients.split(bucket.numels)
+        for index, (part, average, of_ranks) in enumerate(zip(parts, averages, all_bits, strict=True)):
+            average.zero_()
+            for rank, packed in enumerate(of_ranks):
+                decoded = unpack(packed, part.numel(), part.dtype).mul_(all_scales[rank, index])
+                average.add_(decoded, alpha=1 / wire.size)
+                if rank == wire.rank:
+                    part.sub_(decoded)
 
 
 def pack(bits: Tensor) -> Tensor:

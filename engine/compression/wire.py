@@ -1,8 +1,9 @@
 """A process group that counts: whatever a compression sends goes through one of these.
 
 Bytes are those that this rank puts on the wire by the usual algorithms (W ranks): a ring all-reduce of n bytes sends
-2 n (W-1)/W, an all-gather of n bytes from each rank n (W-1), an all-to-all of n bytes n (W-1)/W, a ring reduce-scatter
-of n bytes n (W-1)/W. Gloo and NCCL (without trees and multicast) send just that.
+2 n (W-1)/W, an all-gather of n bytes from each rank n (W-1), an all-to-all or a ring reduce-scatter of n bytes
+n (W-1)/W. Gloo and NCCL (without trees and multicast) send just that, but for gloo's reduce-scatter, which is an
+all-reduce inside.
 """
 
 import time
@@ -18,6 +19,8 @@ __all__ = ["DryWire", "Sent", "Wire", "aligned", "mark", "seconds_between"]
 # Torch 2.13 renamed both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_PIECE_BYTES, _MOST_PIECES = 2**18, 4
 
 
 class Sent(NamedTuple):
@@ -46,6 +49,7 @@ class Wire:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self._is_gloo = dist.get_backend(group) == "gloo"
         self.sent: Counter[Sent] = Counter()
         self.bucket = 0
         self.spans: list[tuple[Any, Any]] | None = None
@@ -60,8 +64,20 @@ class Wire:
 
     def all_gather(self, payload: Tensor) -> Tensor:
         """Every rank's `payload` [n], by rank: [W, n]."""
-        everyones = payload.new_empty(self.size, payload.numel())
-        self.all_gather_into(everyones.view(-1), payload)
+        pieces = self._pieces(payload)
+        if len(pieces) == 1:
+            everyones = payload.new_empty(self.size, payload.numel())
+            self.all_gather_into(everyones.view(-1), payload)
+            return everyones
+        started = self._start(payload)
+        received = [piece.new_empty(self.size, piece.numel()) for piece in pieces]
+        pending = [
+            _all_gather(out.view(-1), piece, group=self.group, async_op=True)
+            for out, piece in zip(received, pieces, strict=True)
+        ]
+        everyones = _joined(received, pending)
+        self._end(started, payload)
+        self._count("all_gather", payload, self.size - 1)
         return everyones
 
     def all_gather_into(self, everyones: Tensor, payload: Tensor, async_op: bool = False) -> dist.Work | None:
@@ -74,20 +90,35 @@ class Wire:
 
     def all_to_all(self, payload: Tensor) -> Tensor:
         """Row i of `payload` [W, n] goes to rank i; row i of the result came from rank i."""
-        received = torch.empty_like(payload)
         started = self._start(payload)
-        dist.all_to_all_single(received, payload, group=self.group)
+        pieces = [piece.contiguous() for piece in self._pieces(payload)]
+        received = [torch.empty_like(piece) for piece in pieces]
+        pending = [
+            dist.all_to_all_single(out, piece, group=self.group, async_op=True)
+            for out, piece in zip(received, pieces, strict=True)
+        ]
+        result = _joined(received, pending)
         self._end(started, payload)
         self._count("all_to_all", payload, (self.size - 1) / self.size)
-        return received
+        return result
 
     def reduce_scatter_into(self, shard: Tensor, whole: Tensor, op: Any, async_op: bool = False) -> dist.Work | None:
         """This rank's part [n] of the reduction of `whole` [W n]."""
         started = self._start(whole)
         work = _reduce_scatter(shard, whole, op=op, group=self.group, async_op=async_op)
         self._end(started, whole)
-        self._count("reduce_scatter", whole, (self.size - 1) / self.size)
+        self._count("reduce_scatter", whole, self.reduce_scatter_share)
         return work
+
+    def _pieces(self, payload: Tensor) -> tuple[Tensor, ...]:
+        """Gloo sends a large message in one direction after the other; those of several messages overlap."""
+        num_pieces = min(_MOST_PIECES, payload.nbytes // _PIECE_BYTES) if self._is_gloo else 1
+        return payload.chunk(max(1, num_pieces), dim=-1)
+
+    @property
+    def reduce_scatter_share(self) -> float:
+        """Bytes that a reduce-scatter sends for each byte it is given."""
+        return (2 if self._is_gloo else 1) * (self.size - 1) / self.size
 
     def _count(self, collective: str, tensor: Tensor, factor: float) -> None:
         self.sent[Sent(collective, self.bucket)] += round(tensor.numel() * tensor.element_size() * factor)
@@ -98,6 +129,12 @@ class Wire:
     def _end(self, started: Any, tensor: Tensor) -> None:
         if self.spans is not None:
             self.spans.append((started, mark(tensor.device)))
+
+
+def _joined(received: list[Tensor], pending: list[Any]) -> Tensor:
+    for work in pending:
+        work.wait()
+    return received[0] if len(received) == 1 else torch.cat(received, dim=1)
 
 
 def mark(device: torch.device) -> Any:
@@ -130,7 +167,7 @@ class DryWire(Wire):
     """
 
     def __init__(self, size: int) -> None:
-        self.group, self.size, self.rank = None, size, 0
+        self.group, self.size, self.rank, self._is_gloo = None, size, 0, False
         self.sent, self.bucket, self.spans = Counter(), 0, None
         self.messages: list[tuple[str, int]] = []
 

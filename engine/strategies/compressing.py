@@ -55,13 +55,16 @@ class CompressingStrategy(ParallelStrategy):
         return output
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Stops before a step with gradients that are not finite; on a GPU, where reading waits, at logged steps."""
+        """Stops before a step with gradients that are not finite.
+
+        At logged steps only where reading waits for a GPU, or needs a collective since no rank has all averages.
+        """
         super().post_backward(closure_loss)
         hook = self.comm_hook
         if hook is None:
             return
         every = self.lightning_module.trainer.log_every_n_steps or 50  # type: ignore[union-attr]
-        if self.root_device.type == "cpu" or hook.step % every == 0:
+        if (self.root_device.type == "cpu" and not hook.sees_shards_only) or hook.step % every == 0:
             hook.raise_if_bad()
 
     def on_train_end(self) -> None:

@@ -248,7 +248,7 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
                 self._replica_averages.append(ReplicaAverage(hook, index, members))
                 unit.set_all_reduce_hook(self._replica_averages[-1])
             if hook is not None and not self._compresses_replicas:
-                unit.set_custom_reduce_scatter(CompressedReduceScatter(hook, index))
+                unit.set_custom_reduce_scatter(CompressedReduceScatter(hook, index, members))
             elif self.counts_traffic:
                 unit.set_custom_reduce_scatter(CountedReduceScatter(shards, index))
             if self.counts_traffic:

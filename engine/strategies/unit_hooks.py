@@ -90,15 +90,15 @@ class CountedReduceScatter(_Allocates, ReduceScatter):
 class CompressedReduceScatter(_Allocates, ReduceScatter):
     """The reduce-scatter of a unit's gradients by a comm hook."""
 
-    def __init__(self, hook: CommHook, unit: int) -> None:
-        self._hook, self._unit = hook, unit
+    def __init__(self, hook: CommHook, unit: int, members: tuple[Member, ...]) -> None:
+        self._hook, self._unit, self._members = hook, unit, members
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """See `torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter`."""
         with torch.no_grad():
-            self._hook.run_reduce_scatter(output_tensor, input_tensor, self._unit)
+            self._hook.run_reduce_scatter(output_tensor, input_tensor, self._unit, self._members)
             if op == dist.ReduceOp.SUM:
                 output_tensor.mul_(group.size())
 

@@ -200,8 +200,16 @@ def test_a_gradient_that_is_not_finite_stops_all_with_its_rank_and_name(strategy
         train(Two(bad_rank=1, factor=float("nan")), 2, strategy=strategy, compression=compression, nonfinite="ignore")
 
 
+@pytest.mark.parametrize("compression", ["bf16", "int8:16"])
+def test_under_fsdp_a_logged_step_tells(compression):
+    message = r"the gradient of 'net.2.bias' on rank 1 was infinite or NaN at step 3\."
+    module = Two(bad_rank=1, factor=float("nan"))
+    with pytest.raises(ProcessRaisedException, match=message):
+        train(module, 2, strategy="fsdp_fork", compression=compression, nonfinite="ignore", log_every_n_steps=5)
+
+
 def test_an_average_that_overflows_is_no_ranks_fault():
-    with pytest.raises(ProcessRaisedException, match=r"an average of gradients overflowed at step 3.* Choose bf16"):
+    with pytest.raises(ProcessRaisedException, match=r"an average of gradients overflowed at step 3.* choose bf16"):
         train(Two(bad_rank=1, factor=1e8), 2, compression="fp16", nonfinite="ignore")
 
 
