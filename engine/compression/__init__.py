@@ -53,7 +53,7 @@ def make_comm_hook(flag: str) -> CommHook | None:
     parameters = list(inspect.signature(COMM_HOOKS[name].__init__).parameters)[1:] if name != "none" else []
     options = dict(parsed.options)
     if parsed.value is not None:
-        if not parameters or parameters[0] == "feedback" or parameters[0] in options:
+        if not parameters or parameters[0] in ("start", "feedback") or parameters[0] in options:
             raise ValueError(f"{kind} can't take the value {parsed.value!r}; remove it from {flag!r}.")
         options[parameters[0]] = parsed.value
     for option in options:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,6 +36,18 @@ class Bucket:
     gradients: Tensor
     """[numel], one member behind the other; to be replaced by the average over the ranks."""
     members: tuple[Member, ...]
+
+    def cut(self, least_numel: int) -> "Iterator[tuple[slice, Bucket]]":
+        """Runs of members of at least so many values together, the last one aside; and where in the bucket they are."""
+        start = numel = 0
+        run: list[Member] = []
+        for position, member in enumerate(self.members, start=1):
+            run.append(member)
+            numel += member.numel
+            if numel >= least_numel or position == len(self.members):
+                place = slice(start, start + numel)
+                yield place, Bucket(self.index, self.gradients[place], tuple(run))
+                start, numel, run = start + numel, 0, []
 
     @property
     def numels(self) -> list[int]:

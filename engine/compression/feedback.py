@@ -9,6 +9,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from ..flags import check_count
 from .base import CommHook
 from .bucket import Bucket
 from .memory import Memory
@@ -22,11 +23,14 @@ class LossyHook(CommHook):
 
     Args:
         feedback: keep the rest, 4 bytes a parameter in fp32; without, it is lost.
+        start: steps of plain all-reduce before compression begins. Early gradients change too fast for what comes late:
+            a tenth of a run is usual.
     """
 
-    def __init__(self, feedback: bool = True) -> None:
+    def __init__(self, feedback: bool = True, start: int = 0) -> None:
         super().__init__()
         self.feedback = feedback
+        self.start = check_count(f"{self.name}:start", start, least=0)
         self._residuals = Memory(lambda bucket: {member: member.numel for member in bucket.members})
 
     def memories(self) -> dict[str, Memory]:
@@ -39,7 +43,10 @@ class LossyHook(CommHook):
         ``bucket.gradients``."""
 
     def average(self, bucket: Bucket, wire: Wire) -> None:
-        """Adds the residuals, exchanges, and keeps what is left."""
+        """Adds the residuals, exchanges, and keeps what is left; until `start`, averages as it is."""
+        if self.step < self.start:
+            wire.all_reduce(bucket.gradients.div_(wire.size))
+            return
         if not self.feedback:
             self.exchange(bucket.gradients.clone(), bucket, wire)
             return

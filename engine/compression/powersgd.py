@@ -32,7 +32,7 @@ class PowerSGD(LossyHook):
 
     Args:
         rank: rank of the approximation; bytes grow with it, the error shrinks.
-        start: steps of plain all-reduce before compression begins.
+        start: see `LossyHook`.
         min_ratio: a matrix is sent as factors if they have fewer values than it by more than this factor.
         feedback: see `LossyHook`.
     """
@@ -42,9 +42,8 @@ class PowerSGD(LossyHook):
     takes_dtype: ClassVar[bool] = True
 
     def __init__(self, rank: int = 4, start: int = 10, min_ratio: float = 2.0, feedback: bool = True) -> None:
-        super().__init__(feedback)
+        super().__init__(feedback, start)
         self.rank = check_count("powersgd:rank", rank)
-        self.start = check_count("powersgd:start", start, least=0)
         self.min_ratio = check_number("powersgd:min_ratio", min_ratio, above=0)
         self._factors = Memory(self._factor_sizes, initial=self._first_factor)
 
@@ -62,13 +61,6 @@ class PowerSGD(LossyHook):
                 f" rank {self.rank} are less than 1/{self.min_ratio:g}: all gradients are sent as they are. topk, int8"
                 " and sign take parameters of any shape."
             )
-
-    def average(self, bucket: Bucket, wire: Wire) -> None:
-        """Plain all-reduce until `start`."""
-        if self.step < self.start:
-            wire.all_reduce(bucket.gradients.div_(wire.size))
-        else:
-            super().average(bucket, wire)
 
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
         """See the phases above."""

@@ -1,8 +1,11 @@
-"""`sign`: one bit a value, and one scale a parameter (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847).
+"""`sign`: one bit a value, and one scale a row of each matrix (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847).
 
-Phases: 1. signs, eight in a byte, and the mean magnitude of each parameter (local); 2. all-gather of n/8 bytes and 4
-bytes a parameter, in one message; 3. the mean of all ranks' signs times scales (local). Bytes grow with the number of
-ranks, W-1 times n/8: half as much as a plain all-reduce of fp32 at W = 32.
+Phases: 1. signs, eight in a byte, and the mean magnitude of each row (local); 2. all-gather of n/8 bytes and 2 bytes a
+row, in one message; 3. the mean of all ranks' signs times scales (local). Bytes grow with the number of ranks, W-1
+times n/8: half as much as a plain all-reduce of fp32 at W = 32.
+
+The paper has one scale a layer. Where rows differ, as those of an embedding do by how often a token occurs, most are
+then sent many times too large, and what has to be taken back piles up.
 """
 
 import functools
@@ -10,45 +13,82 @@ import functools
 import torch
 from torch import Tensor
 
-from .bucket import Bucket
+from .bucket import Bucket, Member
 from .feedback import LossyHook
 from .wire import Wire, aligned
 
 __all__ = ["Sign", "pack", "unpack"]
 
+_RUN = 2**20
+"""Least number of values that are sent together."""
+_SHORT_ROW = 64
+"""Shorter rows share one scale, which would otherwise be a good part of the bytes."""
+
 
 class Sign(LossyHook):
-    """Send signs; see `LossyHook` for the argument."""
+    """Send signs.
+
+    Args:
+        start: see `LossyHook`.
+        feedback: see `LossyHook`.
+    """
 
     name = "sign"
-    description = "one bit a value and a scale a parameter, with error feedback"
+    description = "one bit a value and a scale a row, with error feedback: sign[:start=steps]"
+
+    def __init__(self, start: int = 0, feedback: bool = True) -> None:
+        super().__init__(feedback, start)
 
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
         """See the phases above."""
-        # Phase 1. Parameter by parameter, so that what is made in between stays in the cache.
-        parts = total.split(bucket.numels)
-        norms = torch._foreach_norm(parts, ord=1, dtype=torch.promote_types(total.dtype, torch.float32))
-        means = [norm / max(part.numel(), 1) for norm, part in zip(norms, parts, strict=True)]
-        scales = torch.stack(means).float()
-        bits = [pack(part >= 0) for part in parts]
-        # Phase 2.
-        everyones = wire.all_gather(torch.cat([scales.view(torch.uint8), *bits]))
+        # Phases 1 and 2, a run of parameters after the other, each of which travels while the next one is packed.
+        runs = [(total[place], run) for place, run in bucket.cut(_RUN)]
+        pending = [wire.start_all_gather(_packed(_parts(mine, run))) for mine, run in runs]
         # Phase 3.
-        all_scales = aligned(everyones[:, : 4 * len(parts)]).view(torch.float32).to(total.dtype)
-        all_bits = everyones[:, 4 * len(parts) :].split([packed.numel() for packed in bits], dim=1)
-        averages = bucket.gradients.split(bucket.numels)
-        for index, (part, average, of_ranks) in enumerate(zip(parts, averages, all_bits, strict=True)):
-            average.zero_()
-            for rank, packed in enumerate(of_ranks):
-                decoded = unpack(packed, part.numel(), part.dtype).mul_(all_scales[rank, index])
-                average.add_(decoded, alpha=1 / wire.size)
-                if rank == wire.rank:
-                    part.sub_(decoded)
+        for (mine, run), receive in zip(runs, pending, strict=True):
+            _average(_parts(mine, run), run, receive(), wire)
+
+
+def _parts(flat: Tensor, run: Bucket) -> list[Tensor]:
+    """Each parameter's values, by the rows that have a scale."""
+    return [part.view(_rows(m), -1) for part, m in zip(flat.split(run.numels), run.members, strict=True)]
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    """All scales, then all signs. Parameter by parameter, so that what is made in between stays in the cache."""
+    scales = torch.cat([part.abs().mean(1, dtype=_wide(part.dtype)).bfloat16() for part in parts])
+    return torch.cat([scales.view(torch.uint8), *(pack(part >= 0) for part in parts)])
+
+
+def _average(parts: list[Tensor], run: Bucket, everyones: Tensor, wire: Wire) -> None:
+    """The mean of what all ranks have sent, into the run's gradients; takes what this rank has sent from `parts`."""
+    rows = [part.size(0) for part in parts]
+    scales = aligned(everyones[:, : 2 * sum(rows)]).view(torch.bfloat16).to(run.gradients.dtype)
+    signs = everyones[:, 2 * sum(rows) :].split([-(-part.numel() // 8) for part in parts], dim=1)
+    by_member = zip(parts, run.gradients.split(run.numels), scales.split(rows, dim=1), signs, strict=True)
+    for part, average, of_rows, bits in by_member:
+        average = average.view_as(part).zero_()
+        for rank in range(wire.size):
+            theirs = unpack(bits[rank], part.numel(), part.dtype).view_as(part)
+            scale = of_rows[rank].unsqueeze(1)
+            average.addcmul_(theirs, scale, value=1 / wire.size)
+            if rank == wire.rank:
+                part.addcmul_(theirs, scale, value=-1)
+
+
+def _rows(member: Member) -> int:
+    """Number of parts of a parameter that have a scale of their own."""
+    rows, columns = member.matrix_shape
+    return rows if len(member.shape) > 1 and columns >= _SHORT_ROW else 1
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def pack(bits: Tensor) -> Tensor:
-    """Booleans [n] as bytes [ceil(n / 8)], the first one in the lowest bit; what is left over is False."""
-    padded = torch.nn.functional.pad(bits.view(torch.uint8), (0, -bits.numel() % 8))
+    """Booleans as bytes [ceil(n / 8)], the first one in the lowest bit; what is left over is False."""
+    padded = torch.nn.functional.pad(bits.flatten().view(torch.uint8), (0, -bits.numel() % 8))
     # Eight bytes of 0 or 1 as one number: this product has all of them in its highest byte.
     words = padded.view(torch.int64)
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)

@@ -26,15 +26,16 @@ class TopK(LossyHook):
 
     Args:
         density: share of each parameter that is sent, greater than 0 and at most 1.
+        start: see `LossyHook`.
         feedback: see `LossyHook`.
     """
 
     name = "topk"
-    description = "the largest values and their places, with error feedback: topk[:density]; density 0.01"
+    description = "the largest values and their places, with error feedback: topk[:density][,start=steps]; density 0.01"
     takes_dtype: ClassVar[bool] = True
 
-    def __init__(self, density: float = 0.01, feedback: bool = True) -> None:
-        super().__init__(feedback)
+    def __init__(self, density: float = 0.01, start: int = 0, feedback: bool = True) -> None:
+        super().__init__(feedback, start)
         self.density = check_number("topk:density", density, above=0, most=1)
 
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:

@@ -8,6 +8,7 @@ all-reduce inside.
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,6 @@ __all__ = ["DryWire", "Sent", "Wire", "aligned", "mark", "seconds_between"]
 # Torch 2.13 renamed both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_PIECE_BYTES, _MOST_PIECES = 2**18, 4
 
 
 class Sent(NamedTuple):
@@ -64,21 +63,18 @@ class Wire:
 
     def all_gather(self, payload: Tensor) -> Tensor:
         """Every rank's `payload` [n], by rank: [W, n]."""
-        pieces = self._pieces(payload)
-        if len(pieces) == 1:
-            everyones = payload.new_empty(self.size, payload.numel())
-            self.all_gather_into(everyones.view(-1), payload)
-            return everyones
+        return self.start_all_gather(payload)()
+
+    def start_all_gather(self, payload: Tensor) -> Callable[[], Tensor]:
+        """The same; waited for by calling what is returned. Several of them overlap, if begun in one order everywhere.
+
+        Gloo sends a large message in one direction after the other, so several are faster than one.
+        """
+        everyones = payload.new_empty(self.size, payload.numel())
         started = self._start(payload)
-        received = [piece.new_empty(self.size, piece.numel()) for piece in pieces]
-        pending = [
-            _all_gather(out.view(-1), piece, group=self.group, async_op=True)
-            for out, piece in zip(received, pieces, strict=True)
-        ]
-        everyones = _joined(received, pending)
-        self._end(started, payload)
+        work = _all_gather(everyones.view(-1), payload, group=self.group, async_op=True)
         self._count("all_gather", payload, self.size - 1)
-        return everyones
+        return lambda: self._finished(work, started, everyones)
 
     def all_gather_into(self, everyones: Tensor, payload: Tensor, async_op: bool = False) -> dist.Work | None:
         """The same into a given tensor [W n]."""
@@ -90,17 +86,20 @@ class Wire:
 
     def all_to_all(self, payload: Tensor) -> Tensor:
         """Row i of `payload` [W, n] goes to rank i; row i of the result came from rank i."""
+        return self.start_all_to_all(payload)()
+
+    def start_all_to_all(self, payload: Tensor) -> Callable[[], Tensor]:
+        """The same; see `start_all_gather`."""
+        received = torch.empty_like(payload)
         started = self._start(payload)
-        pieces = [piece.contiguous() for piece in self._pieces(payload)]
-        received = [torch.empty_like(piece) for piece in pieces]
-        pending = [
-            dist.all_to_all_single(out, piece, group=self.group, async_op=True)
-            for out, piece in zip(received, pieces, strict=True)
-        ]
-        result = _joined(received, pending)
-        self._end(started, payload)
+        work = dist.all_to_all_single(received, payload, group=self.group, async_op=True)
         self._count("all_to_all", payload, (self.size - 1) / self.size)
-        return result
+        return lambda: self._finished(work, started, received)
+
+    def _finished(self, work: Any, started: Any, received: Tensor) -> Tensor:
+        work.wait()
+        self._end(started, received)
+        return received
 
     def reduce_scatter_into(self, shard: Tensor, whole: Tensor, op: Any, async_op: bool = False) -> dist.Work | None:
         """This rank's part [n] of the reduction of `whole` [W n]."""
@@ -109,11 +108,6 @@ class Wire:
         self._end(started, whole)
         self._count("reduce_scatter", whole, self.reduce_scatter_share)
         return work
-
-    def _pieces(self, payload: Tensor) -> tuple[Tensor, ...]:
-        """Gloo sends a large message in one direction after the other; those of several messages overlap."""
-        num_pieces = min(_MOST_PIECES, payload.nbytes // _PIECE_BYTES) if self._is_gloo else 1
-        return payload.chunk(max(1, num_pieces), dim=-1)
 
     @property
     def reduce_scatter_share(self) -> float:
@@ -129,12 +123,6 @@ class Wire:
     def _end(self, started: Any, tensor: Tensor) -> None:
         if self.spans is not None:
             self.spans.append((started, mark(tensor.device)))
-
-
-def _joined(received: list[Tensor], pending: list[Any]) -> Tensor:
-    for work in pending:
-        work.wait()
-    return received[0] if len(received) == 1 else torch.cat(received, dim=1)
 
 
 def mark(device: torch.device) -> Any:
@@ -176,15 +164,15 @@ class DryWire(Wire):
         self._count("all_reduce", tensor, 2 * (self.size - 1) / self.size)
         return tensor
 
-    def all_gather_into(self, everyones: Tensor, payload: Tensor, async_op: bool = False) -> None:
+    def start_all_gather(self, payload: Tensor) -> Callable[[], Tensor]:
         """As if all other ranks had the same."""
-        everyones.view(self.size, -1).copy_(payload)
         self._count("all_gather", payload, self.size - 1)
+        return lambda: payload.expand(self.size, -1).contiguous()
 
-    def all_to_all(self, payload: Tensor) -> Tensor:
+    def start_all_to_all(self, payload: Tensor) -> Callable[[], Tensor]:
         """As if all other ranks had the same."""
         self._count("all_to_all", payload, (self.size - 1) / self.size)
-        return payload.clone()
+        return payload.clone
 
     def _count(self, collective: str, tensor: Tensor, factor: float) -> None:
         super()._count(collective, tensor, factor)

@@ -62,7 +62,8 @@ def run(folder: Path, strategy: str, devices: int, **flags: Any) -> tuple[dict[s
         ("fsdp_fork", 2, "bf16", {"all_gather": 2 * NUM_PARAMETERS, "reduce_scatter": 2 * NUM_PARAMETERS}, 2),
         (
             "hsdp_fork:replicate=2", 4, "none",
-            {"all_gather": 2 * NUM_PARAMETERS, "reduce_scatter": 4 * NUM_PARAMETERS, "all_reduce": 2 * NUM_PARAMETERS}, 1,
+            {"all_gather": 2 * NUM_PARAMETERS, "reduce_scatter": 4 * NUM_PARAMETERS, "all_reduce": 2 * NUM_PARAMETERS},
+            1,
         ),
         (
             "hsdp_fork:replicate=2", 4, "bf16",

@@ -81,7 +81,7 @@ def predicted_bytes(flag: str, size: int) -> float:
     if flag == "topk:0.05":
         return (size - 1) * 8 * sum(max(1, round(0.05 * member.numel)) for member in MEMBERS)
     if flag == "sign":
-        return (size - 1) * (SIZE / 8 + 4 * len(MEMBERS))
+        return (size - 1) * (SIZE / 8 + 2 * (32 + 4))  # the rows of c; those of the others are short
     if flag == "int8:64":
         whole_blocks = sum(-(-member.numel // (size * 64)) * size * 64 for member in MEMBERS)
         return ring * whole_blocks * (1 + 4 / 64)

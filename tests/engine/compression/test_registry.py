@@ -48,7 +48,7 @@ def test_powersgds_options(flag, rank, start):
     assert (hook.rank, hook.start) == (rank, start)
 
 
-ALLOWED = "Allowed: bf16, fp16, int8, none, powersgd, sign, topk."
+ALLOWED = "Allowed: auto, bf16, fp16, int8, none, powersgd, sign, topk."
 
 
 @pytest.mark.parametrize(
