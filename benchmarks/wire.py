@@ -35,15 +35,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from polyphase.engine.compression import CommHook, Plain, make_comm_hook
+from polyphase.engine.compression import Auto, CommHook, Plain, make_comm_hook
 from polyphase.models import ByteGPT
 
 ROUNDS = {"25mbit": 1}
 """Where fewer than three are enough: a step takes seconds, so that little else disturbs it."""
 RATES = ("25mbit", "100mbit", "1gbit", "unlimited")
-ALONE = "compute alone"
+ALONE, FORECAST = "compute alone", "polyphase wire"
 _POWERSGD = ("powersgd:2,start=0", "powersgd:4,start=0", "powersgd:4,start=0+fp16")
-OURS = ("plain", "fp16", "bf16", "int8", *_POWERSGD, "topk:0.01", "sign")
+OURS = ("plain", "bf16", "fp16", "int8", *_POWERSGD, "topk:0.01", "sign")
 CONTESTANTS = (ALONE, "none", "torch fp16", "torch powersgd:2", "torch powersgd:4", *OURS)
 FASTER, SLOWEST = {"powersgd:2,start=0": 8.0, "topk:0.01": 8.0, "int8": 3.0, "sign": 15.0}, 1.5
 """Goals at 100mbit, in times faster than none; and without a limit, times as slow."""
@@ -116,6 +116,27 @@ def measure(name: str) -> Record:
     return record
 
 
+def forecast(names: list[str]) -> Record:
+    """What `polyphase wire` says of our methods here, by way of `compression="auto"`, before any is measured."""
+    hook = Auto()
+    hook.candidates = ["none" if name == "plain" else name for name in names]
+    torch.manual_seed(0)
+    module = Loss()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
+    model = DistributedDataParallel(module, bucket_cap_mb=25, gradient_as_bucket_view=True, init_sync=False)
+    hook.attach(model)
+    batch = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
+    while hook.chosen is None:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hook.settle()
+    step_s = {each.compression.replace("none", "plain"): each.step_s for each in hook.forecasts}
+    assert hook.wire is not None
+    dist.destroy_process_group(hook.wire.group)
+    return {"contestant": FORECAST, "step_s": step_s, "recommended": hook.chosen.replace("none", "plain")}
+
+
 def sent_bytes() -> int:
     """By this process and its torchrun, with headers."""
     return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
@@ -125,7 +146,7 @@ def work(rounds: int, only: list[str], output: Path) -> None:
     """Rank 0 writes the records of all rounds."""
     settle()
     dist.init_process_group("gloo")
-    records = []
+    records = [forecast([name for name in only if name in OURS])]
     order = random.Random(0)  # the same on both ranks
     for _ in range(rounds):
         for name in order.sample(only, len(only)):
@@ -144,14 +165,17 @@ def run(rate: str, rounds: int, only: list[str]) -> dict[str, "Result"]:
         output = Path(folder) / "records.json"
         net.torchrun([__file__, "--rounds", str(rounds), "--only", *only, "--to", str(output)])
         records: list[Record] = json.loads(output.read_text())
-    return {name: Result(rate, name, records) for name in only}
+    forecasts, records = records[0], records[1:]
+    return {name: Result(rate, name, records, forecasts) for name in only}
 
 
 class Result:
     """All rounds of a contestant at one rate."""
 
-    def __init__(self, rate: str, contestant: str, records: list[Record]) -> None:
+    def __init__(self, rate: str, contestant: str, records: list[Record], forecasts: Record) -> None:
         self.rate, self.contestant = rate, contestant
+        self.forecast_s: float | None = forecasts["step_s"].get(contestant)
+        self.is_recommended = contestant == forecasts["recommended"]
         records = [record for record in records if record["contestant"] == contestant]
         self.rounds_s = [statistics.median(record["times_s"]) for record in records]
         self.step_s = statistics.median(self.rounds_s)
@@ -167,6 +191,7 @@ class Result:
 Results = dict[str, dict[str, Result]]  # by rate and contestant
 COLUMNS: dict[str, Callable[[Result, dict[str, Result]], str]] = {
     "step, ms": lambda own, _: spread([1e3 * seconds for seconds in own.rounds_s], 1),
+    "forecast, ms": lambda own, _: f"{1e3 * own.forecast_s:.1f}" if own.forecast_s else "",
     "times faster than none": lambda own, found: spread(own.times_faster(found["none"]), 2),
     "sent, MB a step": lambda own, _: f"{own.sent_bytes / 1e6:.3f}",
     "counted, MB a step": lambda own, _: f"{own.counted_bytes / 1e6:.3f}" if own.counted_bytes else "",
@@ -189,6 +214,25 @@ def summary(results: Results) -> Table:
         if name != ALONE
     ]
     return Table(title="Times faster than none, by rate, and the goals", rows=rows)
+
+
+def recommendations(results: Results) -> Table:
+    """What `polyphase wire` recommends, and how far that is from the fastest of ours."""
+    rows = []
+    for rate, found in results.items():
+        ours = [own for own in found.values() if own.contestant in OURS]
+        best = min(ours, key=lambda own: own.step_s)
+        taken = next(own for own in ours if own.is_recommended)
+        ratio = taken.step_s / best.step_s
+        rows.append(
+            {
+                "rate": rate,
+                "recommended": f"{taken.contestant}, {1e3 * taken.step_s:.1f} ms",
+                "the fastest": f"{best.contestant}, {1e3 * best.step_s:.1f} ms",
+                "ratio": f"{ratio:.2f}; at most 1.1: {'met' if ratio <= 1.1 else 'missed'}",
+            }
+        )
+    return Table(title="What `polyphase wire` recommends before any is measured", rows=rows)
 
 
 def judged(rate: str, name: str, found: dict[str, Result]) -> str:
@@ -232,14 +276,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the report")
     parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    only = [name for name in CONTESTANTS if not options.only or name in options.only or name == "none"]
+    only = [name for name in CONTESTANTS if not options.only or name in options.only or name in ("none", "plain")]
     if options.to is not None:
         work(options.rounds, only, options.to)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by which the namespaces are removed
     results = {rate: run(rate, options.rounds or ROUNDS.get(rate, 3), only) for rate in options.rates}
     where = about(shlex.join(["python", "benchmarks/wire.py", *sys.argv[1:]])) + uncommitted()
-    tables = [summary(results), *(table(rate, found) for rate, found in results.items())]
+    tables = [summary(results), recommendations(results), *(table(rate, found) for rate, found in results.items())]
     write_report(options.output / "wire-cpu.md", "Compression on a wire", where, tables, plot=False)
     plot(options.output / "wire-cpu.svg", results)
 

@@ -6,6 +6,7 @@ n (W-1)/W. Gloo and NCCL (without trees and multicast) send just that, but for g
 all-reduce inside.
 """
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DryWire", "Sent", "Wire", "aligned", "mark", "seconds_between"]
+__all__ = ["DryWire", "Message", "Sent", "Wire", "aligned", "clock_s", "mark", "seconds_between"]
 
 # Torch 2.13 renamed both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -134,6 +135,13 @@ def mark(device: torch.device) -> Any:
     return event
 
 
+def clock_s(device: torch.device) -> float:
+    """Now, when all that was launched is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def seconds_between(start: Any, end: Any) -> float:
     """Between two marks; waits for the device if they are a GPU's."""
     if isinstance(start, float):
@@ -147,33 +155,50 @@ def aligned(part: Tensor) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
+@dataclasses.dataclass
+class Message:
+    """What was handed to a collective of a wire that is none."""
+
+    collective: str
+    num_bytes: int
+    begun_s: float
+    needed_s: float
+    """When it was waited for."""
+
+
 class DryWire(Wire):
     """A wire of W ranks that all send the same, without any: to see what a method would send, and what it computes.
 
     Attributes:
-        messages: collective and bytes handed to it, in order.
+        messages: handed to it, in order.
     """
 
     def __init__(self, size: int) -> None:
         self.group, self.size, self.rank, self._is_gloo = None, size, 0, False
         self.sent, self.bucket, self.spans = Counter(), 0, None
-        self.messages: list[tuple[str, int]] = []
+        self.messages: list[Message] = []
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """As if all other ranks had zeros."""
-        self._count("all_reduce", tensor, 2 * (self.size - 1) / self.size)
+        self._begin("all_reduce", tensor, 2 * (self.size - 1) / self.size)
         return tensor
 
     def start_all_gather(self, payload: Tensor) -> Callable[[], Tensor]:
         """As if all other ranks had the same."""
-        self._count("all_gather", payload, self.size - 1)
-        return lambda: payload.expand(self.size, -1).contiguous()
+        message = self._begin("all_gather", payload, self.size - 1)
+        return lambda: self._needed(message, payload.expand(self.size, -1).contiguous())
 
     def start_all_to_all(self, payload: Tensor) -> Callable[[], Tensor]:
         """As if all other ranks had the same."""
-        self._count("all_to_all", payload, (self.size - 1) / self.size)
-        return payload.clone
+        message = self._begin("all_to_all", payload, (self.size - 1) / self.size)
+        return lambda: self._needed(message, payload.clone())
 
-    def _count(self, collective: str, tensor: Tensor, factor: float) -> None:
-        super()._count(collective, tensor, factor)
-        self.messages.append((collective, tensor.numel() * tensor.element_size()))
+    def _begin(self, collective: str, tensor: Tensor, factor: float) -> Message:
+        self._count(collective, tensor, factor)
+        now = clock_s(tensor.device)
+        self.messages.append(Message(collective, tensor.nbytes, now, now))
+        return self.messages[-1]
+
+    def _needed(self, message: Message, received: Tensor) -> Tensor:
+        message.needed_s = clock_s(received.device)
+        return received
