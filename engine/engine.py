@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from . import verify as verification
-from .compression import make_comm_hook
+from .compression import COMM_HOOKS, make_comm_hook
 from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
@@ -269,10 +269,10 @@ class Engine(LoopTrainer):
             path = Path(folder) / "report.json"
             flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
             engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **flags})
-            if compressions is not None:
-                for flag in compressions:
-                    make_comm_hook(flag)
-                engine._parts.comm_hook.candidates = list(compressions)  # type: ignore[union-attr]
+            for flag in compressions or ():
+                make_comm_hook(flag)  # says what is wrong with it
+            every_method = ["none", *(name for name in COMM_HOOKS if name != "auto")]
+            engine._parts.comm_hook.candidates = list(compressions or every_method)  # type: ignore[union-attr]
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             report = WireReport.read(path) if engine.is_global_zero else None
         self.report: WireReport = engine.strategy.broadcast(report)  # type: ignore[assignment]

@@ -33,7 +33,7 @@ __all__ = [
     "seconds_between",
 ]
 
-COMM_HOOKS: dict[str, type[CommHook]] = {hook.name: hook for hook in (FP16, BF16, Int8, PowerSGD, TopK, Sign, Auto)}
+COMM_HOOKS: dict[str, type[CommHook]] = {hook.name: hook for hook in (BF16, FP16, Int8, PowerSGD, TopK, Sign, Auto)}
 """Comm hooks by the name of their flag; `none` is no hook at all."""
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyphase.engine.compression import COMM_HOOKS, Bucket, CommHook, Member, Plain, Wire, make_comm_hook
+from polyphase.engine.compression.feedback import LossyHook
 from tests.distributed import run_ranks
 
 MEMBERS = (Member("a", (64, 48)), Member("b", (48,)), Member("c", (32, 64)), Member("d", (7,)), Member("e", (64, 48)))
@@ -154,7 +155,33 @@ def check_dtypes(rank: int) -> None:
             assert cosine > 0.3, (flag, dtype, cosine)
 
 
+class Half(LossyHook):
+    """The example of docs/compression.md."""
+
+    name = "half"
+    description = "the first half of each bucket"
+
+    def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
+        half = total[: total.numel() // 2]
+        bucket.gradients.zero_()
+        bucket.gradients[: half.numel()] = wire.all_reduce(half / wire.size)
+        half.zero_()
+
+
+def check_a_method_of_ones_own(rank: int) -> None:
+    hook = Half()
+    hook.wire = Wire()
+    given = gradients(0, rank)
+    flat = given.clone()
+    hook.run(Bucket(0, flat, MEMBERS))
+    expected = torch.stack(everywhere(given)).mean(0)
+    torch.testing.assert_close(flat[: SIZE // 2], expected[: SIZE // 2])
+    assert torch.count_nonzero(flat[SIZE // 2 :]) == 0
+    assert torch.equal(whole(hook.state_dict()["residuals"])[SIZE // 2 :], given[SIZE // 2 :])
+
+
 def check_all(rank: int) -> None:
+    check_a_method_of_ones_own(rank)
     check_dtypes(rank)
     check_laws(rank)
     check_bytes(rank)
