@@ -50,6 +50,7 @@ FORMAT = 1
 _LOCK = ".lock"
 _STAGING = ".saving-"
 _REPLACED = ".replaced-"
+_LINK = ".link-"
 LEFTOVERS = (_STAGING, _REPLACED)
 """What the names of directories begin with that are only there while a checkpoint is saved or removed."""
 
@@ -129,7 +130,7 @@ def point(path: str | os.PathLike[str], name: str = "last") -> None:
     fs, final = resolve(path)
     if isinstance(fs, LocalFileSystem):
         link = f"{_parent(final)}/{name}"
-        fresh = f"{_parent(final)}/.{name}-{uuid.uuid4().hex[:12]}"
+        fresh = f"{_parent(final)}/{_LINK}{uuid.uuid4().hex[:12]}"
         os.symlink(os.path.basename(final), fresh)
         os.replace(fresh, link)
 
@@ -238,6 +239,9 @@ def repair(folder: str | os.PathLike[str]) -> list[str]:
     back: list[str] = []
     if not isinstance(fs, LocalFileSystem) or not os.path.isdir(root):
         return back
+    for entry in os.listdir(root):
+        if entry.startswith(_LINK):  # killed before it got its name
+            os.remove(f"{root}/{entry}")
     left = [f"{root}/{entry}" for entry in sorted(os.listdir(root)) if entry.startswith(LEFTOVERS)]
     # Staged ones first: they are newer than what they were to replace.
     for path in sorted(left, key=lambda path: os.path.basename(path).startswith(_REPLACED)):

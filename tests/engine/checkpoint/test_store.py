@@ -133,6 +133,12 @@ def test_the_link_points_at_the_last_one_and_is_found_once(tmp_path):
 # --- what a killed process leaves
 
 
+def test_a_link_that_had_not_got_its_name_is_removed(tmp_path):
+    os.symlink("x", tmp_path / ".link-0123456789ab")
+    assert repair(tmp_path) == []
+    assert os.listdir(tmp_path) == []
+
+
 def test_one_that_was_published_but_not_renamed_gets_its_name(tmp_path):
     path = make(f"{tmp_path}/x")
     os.rename(path, tmp_path / ".saving-0123")
