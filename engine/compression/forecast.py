@@ -118,7 +118,14 @@ def forecast(
     """
     device = buckets[0].gradients.device
     all_costs = [_costs(hook, buckets, links, wire.size) for hook in (plain, *hooks.values())]
-    steps_s = _longest([_step_s(step, costs, all_costs[0][0]) for costs, _ in all_costs[1:]], wire, device)
+    steps_s = _longest(
+        [
+            step.length_s if type(hook) is type(plain) else _step_s(step, costs, all_costs[0][0])  # which was seen
+            for hook, (costs, _) in zip(hooks.values(), all_costs[1:], strict=True)
+        ],
+        wire,
+        device,
+    )
     return [
         Forecast(flag, step_s, num_bytes)
         for flag, step_s, (_, num_bytes) in zip(hooks, steps_s, all_costs[1:], strict=True)
