@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .background import Background
-from .bucket import Bucket, Member
+from .bucket import Bucket, Member, wide
 from .memory import Memory
 from .wire import Wire, mark
 
@@ -261,14 +261,14 @@ class CommHook(ABC):
 
     def _note_bad(self, index: int, members: tuple[Member, ...], gradients: tuple[Tensor, ...]) -> None:
         """Keeps the step at which each member was first not finite, without reading it from the device."""
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=_wide(gradients[0].dtype)))
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=wide(gradients[0].dtype)))
         known, first = self._first_bad.get(index, ((), norms))
         if known != members:
             first = torch.full_like(norms, -1, dtype=torch.int64)
         self._first_bad[index] = members, torch.where((first < 0) & ~norms.isfinite(), self.step, first)
 
     def _note_average(self, index: int, average: Tensor) -> None:
-        bad = ~torch.isfinite(average.sum(dtype=_wide(average.dtype)))
+        bad = ~torch.isfinite(average.sum(dtype=wide(average.dtype)))
         self._is_bad[index] = bad | self._is_bad.get(index, bad)
 
     def _worst(self) -> tuple[int, str] | None:
@@ -280,8 +280,3 @@ class CommHook(ABC):
             if step >= 0
         ]
         return min(steps, default=None)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """For sums, which may leave the range of 16 bit where no number does."""
-    return torch.promote_types(dtype, torch.float32)

@@ -5,9 +5,10 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Member"]
+__all__ = ["Bucket", "Member", "wide"]
 
 
 class Member(NamedTuple):
@@ -53,3 +54,8 @@ class Bucket:
     def numels(self) -> list[int]:
         """Number of values of each member."""
         return [member.numel for member in self.members]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """For sums, which may leave the range of 16 bit where no number does."""
+    return torch.promote_types(dtype, torch.float32)

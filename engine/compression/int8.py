@@ -120,7 +120,7 @@ class Int8(LossyHook):
         n = shard.numel()
         padded = functional.pad(whole.view(wire.size, n), (0, -n % self.block))
         payload = quantize(padded, self._noise(whole.device, wire.rank))
-        shard.copy_(dequantize(wire.all_to_all(payload), self.block, shard.dtype).mean(0)[:n])
+        shard.copy_(_mean(dequantize(wire.all_to_all(payload), self.block, shard.dtype))[:n])
 
     def _noise(self, device: torch.device, stream: int) -> Tensor:
         """What to add before rounding down, for one block.

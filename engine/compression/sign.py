@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, Member
+from .bucket import Bucket, Member, wide
 from .feedback import LossyHook
 from .wire import Wire, aligned
 
@@ -56,7 +56,7 @@ def _parts(flat: Tensor, run: Bucket) -> list[Tensor]:
 
 def _packed(parts: list[Tensor]) -> Tensor:
     """All scales, then all signs. Parameter by parameter, so that what is made in between stays in the cache."""
-    scales = torch.cat([part.abs().mean(1, dtype=_wide(part.dtype)).bfloat16() for part in parts])
+    scales = torch.cat([part.abs().mean(1, dtype=wide(part.dtype)).bfloat16() for part in parts])
     return torch.cat([scales.view(torch.uint8), *(pack(part >= 0) for part in parts)])
 
 
@@ -80,10 +80,6 @@ def _rows(member: Member) -> int:
     """Number of parts of a parameter that have a scale of their own."""
     rows, columns = member.matrix_shape
     return rows if len(member.shape) > 1 and columns >= _SHORT_ROW else 1
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def pack(bits: Tensor) -> Tensor:
