@@ -78,7 +78,8 @@ class Int8(LossyHook):
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
         """See the phases above."""
         runs = [(total[place], run, self._pieces(run, wire.size)) for place, run in bucket.cut(_RUN)]
-        noise, owners_noise = self._noise(total.device, wire.rank), self._noise(total.device, wire.size)
+        num_blocks = total.numel() // self.block + len(bucket.members)  # at most, of each rank's
+        noise, owners_noise = (self._noise(total.device, stream, num_blocks) for stream in (wire.rank, wire.size))
         # Phases 1 and 2, a run of parameters after the other, each of which travels while the next one is quantised.
         payloads = [[quantize(piece.rows(mine), noise) for piece in pieces] for mine, _, pieces in runs]
         received = [wire.start_all_to_all(torch.cat(payload, dim=1)) for payload in payloads]
@@ -119,17 +120,19 @@ class Int8(LossyHook):
         """Phases 1 and 2, and the average of 3."""
         n = shard.numel()
         padded = functional.pad(whole.view(wire.size, n), (0, -n % self.block))
-        payload = quantize(padded, self._noise(whole.device, wire.rank))
+        payload = quantize(padded, self._noise(whole.device, wire.rank, padded.size(1) // self.block))
         shard.copy_(_mean(dequantize(wire.all_to_all(payload), self.block, shard.dtype))[:n])
 
-    def _noise(self, device: torch.device, stream: int) -> Tensor:
-        """What to add before rounding down, for one block.
+    def _noise(self, device: torch.device, stream: int, num_blocks: int) -> Tensor:
+        """What to add before rounding down so many blocks.
 
-        It depends on the step and the rank alone, so a resumed run draws the same. All blocks share it: each number is
-        rounded without bias, which is what matters, and drawing others would take longer than all else here.
+        It depends on the step and the rank alone, so a resumed run draws the same. Drawing one for each number would
+        take longer than all else here: a block takes its own from where the block before it does, but for one.
         """
         seed = hash((self.step, stream)) & 0x7FFF_FFFF_FFFF_FFFF  # of whole numbers: the same in all processes
-        return torch.rand(self.block, device=device, generator=torch.Generator(device).manual_seed(seed))
+        generator = torch.Generator(device).manual_seed(seed)
+        noise = torch.rand(self.block + num_blocks, device=device, generator=generator)
+        return noise.unfold(0, self.block, 1)
 
 
 def _mean(rows: Tensor) -> Tensor:
@@ -145,15 +148,16 @@ def quantize(values: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         values: n is a multiple of the block.
-        noise: [block], uniform in [0, 1).
+        noise: [at least n / block, block], uniform in [0, 1).
     """
     rows, n = values.shape
-    blocks = values.float().view(rows, -1, noise.numel())
+    blocks = values.float().view(rows, -1, noise.size(1))
     # A little more than the greatest, so that no sum with the noise is rounded up to 128.
     scales = blocks.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
     # Of a block of zeros, nothing is divided by zero.
     factors = scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_()
-    numbers = torch.addcmul(noise, blocks, factors).floor_().to(torch.int8)
+    total = torch.addcmul(noise[: blocks.size(1)], blocks, factors, out=torch.empty_like(blocks))
+    numbers = total.floor_().to(torch.int8)
     return torch.cat([numbers.view(rows, n).view(torch.uint8), scales.view(rows, -1).view(torch.uint8)], dim=1)
 
 
