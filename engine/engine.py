@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from . import verify as verification
 from .compression import COMM_HOOKS, make_comm_hook
+from .data import check_batch_sizes, check_loader
 from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
@@ -70,6 +71,9 @@ class Engine(LoopTrainer):
         compression: how gradients are sent: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``, ``"topk:0.01"``,
             ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: what is fastest here, found
             in the first steps.
+        global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
+            accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
+        micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes.
@@ -103,6 +107,8 @@ class Engine(LoopTrainer):
         callbacks: list[Callback] | Callback | None = None,
         enable_progress_bar: bool | None = None,
         accumulate_grad_batches: int = 1,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
         gradient_clip_val: int | float | None = None,
         plugins: Any | list[Any] | None = None,
         sync_batchnorm: bool = False,
@@ -161,6 +167,14 @@ class Engine(LoopTrainer):
             hang_timeout_s=hang_timeout_s,
             async_checkpoints=async_checkpoints,
             keeps_global_batch=resume == "auto",
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+        )
+        check_batch_sizes(
+            global_batch_size,
+            micro_batch_size,
+            num_ranks=self.world_size,
+            accumulate_grad_batches=accumulate_grad_batches,
         )
 
     @property
@@ -196,6 +210,9 @@ class Engine(LoopTrainer):
         """
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
+        global_batch_size = self._flags["global_batch_size"]
+        if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
+            check_loader(train_dataloaders, global_batch_size, self._flags["micro_batch_size"])
         try:
             resume = self._resume if ckpt_path is None else ckpt_path
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)

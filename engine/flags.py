@@ -117,14 +117,15 @@ def choose(kind: str, given: str, allowed: Collection[str]) -> str:
     raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed)) or 'none'}.")
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """`value` itself if it is a whole number of at least `least`.
+def check_count(name: str, value: Any, *, least: int = 1, most: float = math.inf) -> int:
+    """`value` itself if it is a whole number from `least` to `most`.
 
     Raises:
         ValueError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, but got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        bound = "" if math.isinf(most) else f" and at most {most}"
+        raise ValueError(f"{name} must be a whole number of at least {least}{bound}, but got {value!r}.")
     return value
 
 

@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,17 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["GlobalOrder"]
+__all__ = ["GlobalOrder", "Samples"]
+
+
+class Samples(NamedTuple):
+    """How many samples a batch has."""
+
+    mine: int
+    """On this rank; 0 for one that only fills up."""
+    all: int
+    """On all ranks together."""
+
 
 _TORCHS_OWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, list, range)
 
@@ -78,7 +88,8 @@ class GlobalOrder(DistributedSampler[Any]):
         Args:
             epoch: the epoch.
             position: number of samples of the order that all ranks together are done with.
-            num_done: number of samples of this rank's that count as done; `len` includes them.
+            num_done: what counts as done of this rank's part: samples here, which `len` includes; micro-batches in a
+                `GlobalBatches`.
             sampler_state: what the method of that name said in the run that is resumed.
         """
         self._bring_to(epoch, sampler_state)
@@ -86,8 +97,18 @@ class GlobalOrder(DistributedSampler[Any]):
         self._start, self._num_done, self._resumes = position, num_done, True
 
     def count_done(self, num_done: int) -> None:
-        """Says anew how many of this rank's samples count as done."""
+        """Says anew how much of this rank's part counts as done."""
         self._num_done = num_done
+
+    @property
+    def start(self) -> int:
+        """Position in the order at which this run began the epoch."""
+        return self._start
+
+    @property
+    def num_done(self) -> int:
+        """What counts as done of the epoch, in the unit of whoever counted."""
+        return self._num_done
 
     @property
     def num_repeated(self) -> int:
@@ -98,13 +119,18 @@ class GlobalOrder(DistributedSampler[Any]):
     def __len__(self) -> int:
         return self._num_done + self._rounds(len(self.sampler) - self._start)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def begin(self) -> tuple[Any, int]:
+        """The order of all ranks together for a pass over it, and where in it the pass begins."""
         order = self.global_order()
         if self._resumes:
             # Drawn already, to compare it. What a DataLoader drew since from the same generator comes before the order.
             _set_generator(self.sampler, self._states[1])
         # Only the first pass begins in the middle: a shorter loader beside a longer one may pass again in an epoch.
         start, self._resumes = self._start if self._resumes else 0, False
+        return order, start
+
+    def __iter__(self) -> Iterator[Any]:
+        order, start = self.begin()
         end = start + self._rounds(len(order) - start) * self.num_replicas
         # Every rank needs as many samples as the others, since they meet at each step: the first ones fill it up.
         return (order[position % len(order)] for position in range(start + self.rank, end, self.num_replicas))
@@ -123,6 +149,13 @@ class GlobalOrder(DistributedSampler[Any]):
             self._is_new = False
             self._digested = (0, 0)
         return self._order
+
+    def samples(self, index: int) -> Samples:
+        """Of an order of batches: those of this rank's batch of that index in the epoch, and of all ranks' together."""
+        order = self.global_order()
+        first = self._start + (index - self._num_done) * self.num_replicas
+        sizes = [len(batch) for batch in order[first : first + self.num_replicas]]
+        return Samples(sizes[self.rank] if self.rank < len(sizes) else 0, sum(sizes))
 
     def sampler_state(self, epoch: int) -> Any:
         """State of the sampler's own generator, or of a sampler that has one, as `epoch` begins; None for neither.

@@ -6,6 +6,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchdata.stateful_dataloader import sampler as torchdatas
 
+from .global_batches import GlobalBatches
 from .global_order import GlobalOrder
 
 __all__ = ["Pass", "decides", "order_of"]
@@ -23,7 +24,7 @@ def order_of(loader: DataLoader) -> GlobalOrder | None:
 def decides(loader: DataLoader) -> Any:
     """What says which samples are trained on together: the sampler, or a batch sampler of the user's own."""
     batches: Any = loader.batch_sampler
-    is_own = batches is not None and type(batches) not in (BatchSampler, torchdatas.BatchSampler)
+    is_own = batches is not None and type(batches) not in (BatchSampler, torchdatas.BatchSampler, GlobalBatches)
     return batches if is_own and hasattr(batches, "__len__") else getattr(batches, "sampler", loader.sampler)
 
 
@@ -72,8 +73,9 @@ class Pass:
         """
         order, position = order_of(loader), state["position"]
         assert order is not None
-        batches = position // (world_size * _per_rank(loader))
-        order.resume(state["epoch"], position, batches * _per_rank(loader), state["sampler_state"])
+        place = cls(loader, world_size, position, ledger=state["ledger"], began_again=state["began_again"])
+        order.resume(state["epoch"], position, 0, state["sampler_state"])
+        place.count(place._batches_before(position))
         found = _unit(loader), len(order.sampler)  # type: ignore[arg-type]
         if position and (found != (state["unit"], state["length"]) or not _is_same(order, state)):
             raise ValueError(
@@ -83,19 +85,26 @@ class Pass:
                 " generator needs `state_dict` and `load_state_dict`. To begin an epoch instead, load the weights"
                 " alone."
             )
-        return cls(loader, world_size, position, batches, state["ledger"], began_again=state["began_again"])
+        return place
 
     @property
-    def per_step(self) -> int:
-        """Items of the order that all ranks together take for one batch each."""
-        return self.world_size * _per_rank(self.loader)
+    def _dealt(self) -> GlobalBatches | None:
+        batches = self.loader.batch_sampler
+        return batches if isinstance(batches, GlobalBatches) else None
+
+    @property
+    def per_step(self) -> tuple[int, int]:
+        """Items of the order that all ranks together take, and in how many batches of each."""
+        if self._dealt is not None:
+            return self._dealt.size, self._dealt.per_step
+        return self.world_size * _per_rank(self.loader), 1
 
     def count(self, batches: int) -> None:
         """Says that `batches` of this rank's batches count as done: as many as of the loaders beside this one."""
         self.batches = batches
         order = order_of(self.loader)
         if order is not None and not self.began_again:
-            order.count_done(batches * _per_rank(self.loader))
+            order.count_done(batches if self._dealt is not None else batches * _per_rank(self.loader))
 
     def state_dict(self, epoch: int, batches: int) -> dict[str, Any]:
         """Where the epoch is when this rank has done `batches` batches of it, those before the resumption included."""
@@ -106,13 +115,17 @@ class Pass:
         if self.cycles and done > first:
             began_again, start = True, 0
             done = (done - first) % max(1, self._batches_from(0, length))
-        position = min(length, start + done * self.per_step)
+        num_items, num_batches = self.per_step
+        steps, more = divmod(done, num_batches)
+        # Of a step only the last one of an epoch has fewer batches.
+        steps += bool(more) and done >= self._batches_from(start, length)
+        position = min(length, start + steps * num_items)
         return {
             "epoch": epoch,
             "unit": _unit(self.loader),
             "position": position,
             "length": length,
-            "batch_size": _per_rank(self.loader),
+            "per_step": list(self.per_step),
             "num_sharing": self.world_size,
             "began_again": began_again,
             "in_order": type(decided) is SequentialSampler,
@@ -121,6 +134,13 @@ class Pass:
             "ledger": [*self.ledger, {"from": start, "to": position, "world_size": self.world_size}],
         }
 
+    def _batches_before(self, position: int) -> int:
+        num_items, num_batches = self.per_step
+        return position // num_items * num_batches
+
     def _batches_from(self, start: int, length: int) -> int:
+        if self._dealt is not None:
+            return self._dealt.num_batches(length - start)
         drops = getattr(order_of(self.loader) or self.loader.batch_sampler, "drop_last", False)
-        return (length - start) // self.per_step if drops else -(-(length - start) // self.per_step)
+        (num_items, _), left = self.per_step, length - start
+        return left // num_items if drops else -(-left // num_items)

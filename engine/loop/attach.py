@@ -144,6 +144,8 @@ def attach(
     hang_timeout_s: float | None = None,
     async_checkpoints: bool = True,
     keeps_global_batch: bool = False,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
 ) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
@@ -154,15 +156,22 @@ def attach(
         hang_timeout_s: how long a rank may stand in one place before the run is ended; None for ever.
         async_checkpoints: save while training goes on.
         keeps_global_batch: where another number of processes resumes, change the accumulation to match.
+        global_batch_size: samples of an optimizer step, over all ranks; None: as the DataLoader has it.
+        micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``.
     """
     trainer.heartbeat = Heartbeat(trainer)
     trainer.hang_timeout_s = hang_timeout_s
     # Lightning: the private parts that Trainer.__init__ makes.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
     trainer._checkpoint_connector = CheckpointConnector(
-        trainer, in_background=async_checkpoints, keeps_global_batch=keeps_global_batch
+        # A global batch size is kept by whoever deals the samples.
+        trainer,
+        in_background=async_checkpoints,
+        keeps_global_batch=keeps_global_batch and global_batch_size is None,
     )
-    trainer._data_connector = DataConnector(trainer)
+    trainer._data_connector = DataConnector(
+        trainer, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
+    )
     trainer._signal_connector = SignalConnector(trainer)
     # The connector was told its loggers already: they stay.
     trainer._logger_connector = LoggerConnector(trainer)

@@ -9,19 +9,23 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset, sized_len
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torchdata.stateful_dataloader import sampler as torchdatas
 
 from ..data import (
+    GlobalBatches,
     GlobalOrder,
+    InOneRow,
     Pass,
     Remembering,
+    Samples,
     as_stateful,
+    check_loader,
     decides,
     is_stateful,
     keeps_place,
@@ -34,12 +38,23 @@ __all__ = ["DataConnector"]
 
 
 class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
-    """Lightning's, with `GlobalOrder` in place of its `DistributedSampler`, and a state."""
+    """Lightning's, with `GlobalOrder` in place of its `DistributedSampler`, and a state.
+
+    Args:
+        trainer: whose data it is.
+        global_batch_size: samples of an optimizer step; None: what the DataLoader and the accumulation make.
+        micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``.
+    """
 
     trainer: Any
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(
+        self, trainer: Trainer, *, global_batch_size: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
         super().__init__(trainer)
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self._step_samples: tuple[int, int | None] = -1, None
         self._resumed: dict[DataLoader, Pass] = {}
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
@@ -61,6 +76,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
     def _prepare_training(self, dataloader: object) -> object:
+        if self.global_batch_size is not None:
+            check_loader(dataloader, self.global_batch_size, self.micro_batch_size)
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):
@@ -82,8 +99,10 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         batches: Any = dataloader.batch_sampler
         trains = mode == RunningStage.TRAINING
         decided = decides(dataloader) if trains else _order_of(dataloader)
+        size = self.global_batch_size if trains else None
+        inner = _seedable(decided, dataloader) if size is None or decided is not batches else InOneRow(batches, size)
         sampler = GlobalOrder(
-            _seedable(decided, dataloader),
+            inner,
             seed=self.trainer.strategy.broadcast(global_seed()),
             drop_last=trains and getattr(batches, "drop_last", False),
             **ranks,
@@ -97,12 +116,60 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if trains:
             # Workers ask for the first indices before Lightning says which epoch it is.
             sampler.set_epoch(self._epoch)
+        if size is not None or (trains and batches is not None and decided is not batches):
+            return self._in_global_batches(dataloader, sampler)
         if decided is batches:
             # As `sampler` too, which is not used beside a batch sampler: there Lightning sets the epoch.
             return _changed(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
         return _update_dataloader(dataloader, sampler, mode=mode)  # says what it needs of such a batch sampler
+
+    def _in_global_batches(self, dataloader: DataLoader, order: GlobalOrder) -> DataLoader:
+        given, wanted = getattr(dataloader.batch_sampler, "batch_size", None), self.global_batch_size
+        micro = self.micro_batch_size or given or wanted
+        assert micro is not None  # check_loader
+        batches = GlobalBatches(
+            order, size=wanted or micro * order.num_replicas, micro_batch_size=micro, drop_last=order.drop_last
+        )
+        if wanted is not None:
+            self.trainer.accumulate_grad_batches = batches.per_step
+            rank_zero_info(
+                f"global batch of {wanted} samples: {order.num_replicas} rank(s) x {batches.per_step} micro-batch(es)"
+                f" of at most {min(micro, -(-wanted // order.num_replicas))}"
+            )
+        return _changed(dataloader, sampler=order, batch_sampler=batches)
+
+    # --- how much a batch holds
+
+    def samples(self, batch_idx: int) -> Samples:
+        """Of a training batch, on this rank and on all of them; where it is not known, one for each rank."""
+        loader = self._only_loader
+        if loader is not None:
+            batches: Any = loader.batch_sampler
+            if isinstance(batches, GlobalBatches):
+                return batches.samples(batch_idx)
+            if isinstance(batches, GlobalOrder):
+                return batches.samples(batch_idx)
+            if type(batches) is BatchSampler and not has_iterable_dataset(loader):
+                left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
+                mine = min(batches.batch_size, left)
+                return Samples(mine, mine * self.trainer.world_size)
+        return Samples(1, self.trainer.world_size)
+
+    def samples_of_step(self, first: int, num_batches: int) -> int | None:
+        """Samples of so many batches from the one given, on all ranks; None if the end of the data is not known."""
+        if self.trainer.num_training_batches == float("inf"):
+            return None
+        if self._step_samples[0] != first:
+            self._step_samples = first, sum(self.samples(first + i).all for i in range(num_batches))
+        return self._step_samples[1]
+
+    @property
+    def _only_loader(self) -> DataLoader | None:
+        combined = self.trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        return loaders[0] if len(loaders) == 1 and isinstance(loaders[0], DataLoader) else None
 
     def _dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
         """Whether the order of `dataloader` is ours to deal.
@@ -115,6 +182,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if has_iterable_dataset(dataloader) or (is_stateful(dataloader) and not trains):
             return False
         if trains and self._is_resuming and self._to_resume and self._to_resume[0].get("position"):
+            return True
+        if trains and self.global_batch_size is not None:
             return True
         if self._deals_itself(dataloader):
             return False
@@ -202,8 +271,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
                 " weights alone to begin an epoch."
             )
         place = Pass.resumed(loader, sharing, state)
-        if state["batch_size"] * state["num_sharing"] == place.per_step:
-            place.batches = self._saved
+        if state["per_step"] == list(place.per_step):
+            place.count(self._saved)
         self._resumed[loader] = place
         # All loaders are as many batches on, also where one of them has begun again or was over.
         batches = max(place.batches for place in self._resumed.values())

@@ -1,7 +1,7 @@
-"""Automatic optimization with honest accumulation: a window is divided by the number of micro-batches it has.
+"""Automatic optimization with honest accumulation: each micro-batch counts for what it holds, see `weights.py`.
 
 Lightning divides by `accumulate_grad_batches` throughout, so the last, shorter window of an epoch has gradients that
-are too small by that factor.
+are too small by that factor, and a short batch counts for as much as a full one.
 """
 
 from collections import OrderedDict
@@ -12,26 +12,29 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .hooks import Hooks
 from .nonfinite import NonFiniteWatch
+from .weights import StepWeights
 
 __all__ = ["AutomaticOptimization"]
 
 
 class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpochLoop.automatic_optimization
-    """Lightning's, with windows divided by their own length and a watch on the loss."""
+    """Lightning's, with weighted micro-batches and a watch on the loss."""
 
     def __init__(self, trainer: Trainer, watch: NonFiniteWatch) -> None:
         super().__init__(trainer)
         self.watch = watch
-        self._divisor = 1
+        self.weights = StepWeights(trainer)
+        self._batch_idx = 0
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """One micro-batch, and the optimizer step where it ends a window."""
-        self._divisor = self._planned_length(batch_idx)
+        self._batch_idx = batch_idx
         return super().run(optimizer, batch_idx, kwargs)
 
     @property
@@ -51,7 +54,6 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on it is Lightning's own.
         trainer = self.trainer
         strategy = trainer.strategy
-        self._divisor = self._planned_length(batch_idx)
         closure = _MicroBatch(self, hooks, batch_idx, arguments, ends_window)
         if ends_window:
             steps = self.optim_progress.optimizer.step
@@ -72,23 +74,26 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
 
-    def _planned_length(self, batch_idx: int) -> int:
-        """Number of micro-batches in this one's window, as far as the length of the epoch is known."""
-        full = self.trainer.accumulate_grad_batches
-        if full == 1:
-            return 1
-        left = self.trainer.num_training_batches - (batch_idx - batch_idx % full)
-        return full if left > full else max(1, int(left))
-
     def _training_step(self, kwargs: OrderedDict) -> ClosureResult:
         # Lightning: _AutomaticOptimization._training_step, which divides by the constant.
-        full = self.trainer.accumulate_grad_batches
-        result = super()._training_step(kwargs)
-        if result.closure_loss is not None:
-            if self._divisor != full:
-                result.closure_loss = result.closure_loss * (full / self._divisor)
-                result.loss = result.closure_loss.detach().clone()
-            self.watch.observe(self.trainer, "loss", result.loss, self.trainer.global_step)
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self.trainer.strategy.post_training_step()
+        return self.result(output, self._batch_idx)
+
+    def result(self, output: Any, batch_idx: int) -> ClosureResult:
+        """What `training_step` returned, with a loss that can be added to those of the step's other micro-batches."""
+        trainer = self.trainer
+        if output is None and trainer.world_size > 1:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None in distributed training is not supported: the other"
+                " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
+            )
+        # Lightning: its own words for what is no loss.
+        given = ClosureResult(output) if type(output) is Tensor else ClosureResult.from_training_step_output(output)
+        weighed = self.weights.weigh(given.closure_loss, output, batch_idx)
+        result = given if weighed is given.closure_loss else ClosureResult(weighed, extra=given.extra)
+        if result.loss is not None:
+            self.watch.observe(trainer, "loss", result.loss, self.num_steps)
         return result
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
@@ -105,25 +110,15 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         # Lightning: _AutomaticOptimization._make_backward_fn
         backward = super()._make_backward_fn(optimizer)
-        if backward is None or self.trainer.accumulate_grad_batches == 1:
-            return backward
+        if backward is None:
+            return None
 
         def backward_and_correct(loss: Tensor) -> None:
             backward(loss)
-            self._correct(optimizer)
+            if not self.trainer.fit_loop._should_accumulate():
+                self.weights.correct(optimizer)
 
         return backward_and_correct
-
-    def _correct(self, optimizer: Optimizer) -> None:
-        """Scales the gradients of a window that ended before its planned length: a loader of unknown length did."""
-        trainer = self.trainer
-        if trainer.fit_loop._should_accumulate():
-            return
-        num_ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        length = (num_ready - 1) % trainer.accumulate_grad_batches + 1
-        if length != self._divisor:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(gradients, self._divisor / length)
 
 
 class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: then it says so
@@ -168,26 +163,15 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
             self._zero_grad(trainer, optimizer)
         if result.closure_loss is not None:
             hooks.within("backward", trainer.strategy.backward, result.closure_loss, optimizer)
-            if self._ends_window and trainer.accumulate_grad_batches != 1:
-                optimization._correct(optimizer)
+            if self._ends_window:
+                optimization.weights.correct(optimizer)
         return result
 
     def _forward(self, trainer: Trainer) -> ClosureResult:
         # Lightning: _AutomaticOptimization._training_step
         optimization = self._optimization
         output = self._hooks.within("training_step", trainer.strategy.training_step, *self._arguments)
-        if output is None and trainer.world_size > 1:
-            raise RuntimeError(
-                "Skipping the `training_step` by returning None in distributed training is not supported: the other"
-                " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
-            )
-        divisor = optimization._divisor
-        # A division by one would cost a node of the graph in each direction.
-        plain = divisor == 1 and isinstance(output, Tensor)
-        result = ClosureResult(output) if plain else ClosureResult.from_training_step_output(output, divisor)
-        if result.loss is not None:
-            optimization.watch.observe(trainer, "loss", result.loss, optimization.num_steps)
-        return result
+        return optimization.result(output, self._batch_idx)
 
     def _zero_grad(self, trainer: Trainer, optimizer: Optimizer) -> None:
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad

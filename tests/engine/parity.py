@@ -160,3 +160,9 @@ def average_in_bf16(module: LightningModule, window: list[Any], ranks: int, repl
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     return max((a[key].double() - b[key].double()).abs().max().item() for key in a)
+
+
+def suffixed(flag: str, suffix: str) -> str:
+    """A strategy flag with the suffix of a launcher; one process needs none."""
+    name, colon, options = flag.partition(":")
+    return flag if name == "single" else f"{name}_{suffix}{colon}{options}"

@@ -7,7 +7,7 @@ import pytest
 
 from polyphase.engine import Engine
 
-from .parity import SUBJECTS, TOLERANCE, build, largest_difference, loader, plain_loop
+from .parity import SUBJECTS, TOLERANCE, build, largest_difference, loader, plain_loop, suffixed
 
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp:replicate=2,shard=2": 4}
 """World size by flag; the launcher's suffix is added by the test."""
@@ -55,11 +55,6 @@ def differences(
     )
     engine.fit(module, loader(subject, accumulate, devices))
     return largest_difference(module.state_dict(), expected)
-
-
-def suffixed(flag: str, suffix: str) -> str:
-    name, colon, options = flag.partition(":")
-    return flag if name == "single" else f"{name}_{suffix}{colon}{options}"
 
 
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["no clip", "clip"])

@@ -1,0 +1,122 @@
+"""What each micro-batch counts for in its optimizer step.
+
+The step's gradient shall be that of the mean over everything that its micro-batches hold, on all ranks: over samples,
+or over whatever `training_step` counts and returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With
+w_ij for micro-batch j of rank i, T for the sum of all w_ij and W ranks, whose gradients a strategy averages:
+
+    gradient = 1/W sum_ij (W w_ij / T) gradient(mean loss_ij)
+
+How many samples each rank has is known from the order of samples, so nothing is sent for it. Weights of `training_step`
+are added up over the ranks: one all-reduce of one number in the step's first micro-batch, from which T is estimated
+(and known, where the step has but one), and one in the last, after which the gradients are corrected.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["StepWeights"]
+
+
+class StepWeights:
+    """Of the step that is being done."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._first = -1
+        self._estimate: Any = None
+        """Of T."""
+        self._is_known = False
+        """Whether that is the number itself."""
+        self._samples: dict[int, int] = {}
+        """Of all ranks together, by micro-batch of the step."""
+        self._weights: dict[int, Tensor] = {}
+        """Of this rank's, as `training_step` has it. (An optimizer may ask for a loss several times.)"""
+
+    def weigh(self, loss: Tensor | None, output: Any, batch_idx: int) -> Tensor | None:
+        """A micro-batch's loss, times what it counts for; one without a loss counts, too.
+
+        Raises:
+            ValueError: some micro-batches of a step say what they count for, and some do not.
+        """
+        trainer = self._trainer
+        window: int = trainer.accumulate_grad_batches
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        if weight is None and window == 1 and trainer.world_size == 1:
+            self._estimate = None
+            return loss
+        if batch_idx % window == 0 or batch_idx - batch_idx % window != self._first:
+            self._first, self._estimate = batch_idx - batch_idx % window, None
+            self._samples.clear()
+            self._weights.clear()
+        elif self._samples if weight is not None else self._weights:
+            raise ValueError(
+                "`training_step` returned a weight for some micro-batches of a step and none for others: return one for"
+                " all of them (zero is allowed), or for none."
+            )
+        if weight is None or loss is None:
+            return self._by_samples(loss, batch_idx)
+        return self._by_weight(loss, weight, batch_idx)
+
+    def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
+        data = self._trainer._data_connector
+        mine, everyones = data.samples(batch_idx)
+        if self._estimate is None:
+            planned = self._planned_length(batch_idx)
+            known = data.samples_of_step(self._first, planned)
+            self._is_known = known is not None
+            self._estimate = everyones * planned if known is None else known
+        self._samples[batch_idx] = everyones
+        if loss is None:
+            return None
+        # Infinite for a filler.
+        divisor = self._estimate / (mine * self._num_replicas) if mine else torch.inf
+        return loss if divisor == 1 else loss / divisor
+
+    def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
+        mine = torch.as_tensor(weight, dtype=torch.float32, device=loss.device).detach()
+        if self._trainer._data_connector.samples(batch_idx).mine == 0:
+            mine = torch.zeros_like(mine)
+        self._weights[batch_idx] = mine
+        if self._estimate is None:
+            num_planned = self._planned_length(batch_idx)
+            self._is_known = num_planned == 1
+            estimate = self._added_up(mine) * num_planned
+            self._estimate = torch.where(estimate > 0, estimate, 1.0)
+        # The mean of nothing is not a number.
+        return loss.masked_fill(mine == 0, 0.0) * (mine * self._num_replicas / self._estimate)
+
+    def correct(self, optimizer: Optimizer) -> None:
+        """Called after the last backward of a step: its gradients become those of the mean."""
+        if self._estimate is None or self._is_known:
+            return
+        if self._samples:
+            factor = self._estimate / sum(self._samples.values())
+        else:
+            total = self._added_up(torch.stack(list(self._weights.values())).sum())
+            factor = torch.where(total > 0, self._estimate / total, 1.0)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+
+    @property
+    def _num_replicas(self) -> int:
+        return (self._trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+
+    def _planned_length(self, batch_idx: int) -> int:
+        """Number of micro-batches of the step, as far as the length of the epoch is known."""
+        full = self._trainer.accumulate_grad_batches
+        left = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
+        return full if left > full else max(1, int(left))
+
+    def _added_up(self, mine: Tensor) -> Tensor:
+        if self._trainer.world_size == 1:
+            return mine
+        total = mine.clone()
+        dist.all_reduce(total)
+        return total
