@@ -24,7 +24,7 @@ from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
-from .strategies import select
+from .strategies import prepare_to_repeat, select
 from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]
@@ -74,6 +74,7 @@ class Engine(LoopTrainer):
         global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
         micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
+            ``"auto"``: its whole share; where a rank runs out of memory, the step is done again with half as many.
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes.
@@ -108,7 +109,7 @@ class Engine(LoopTrainer):
         enable_progress_bar: bool | None = None,
         accumulate_grad_batches: int = 1,
         global_batch_size: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         gradient_clip_val: int | float | None = None,
         plugins: Any | list[Any] | None = None,
         sync_batchnorm: bool = False,
@@ -176,6 +177,8 @@ class Engine(LoopTrainer):
             num_ranks=self.world_size,
             accumulate_grad_batches=accumulate_grad_batches,
         )
+        if micro_batch_size == "auto" and self.world_size > 1:
+            prepare_to_repeat(self.strategy, sync_batchnorm=sync_batchnorm)
 
     @property
     def layout(self) -> Layout:

@@ -69,6 +69,8 @@ class CommHook(ABC):
         self._background: Background | None = None
         self._first_bad: dict[int, tuple[tuple[Member, ...], Tensor]] = {}
         self._is_bad: dict[int, Tensor] = {}
+        self.may_repeat = False
+        """Whether a step may be done again whose buckets have been averaged already; before training."""
         self.sees_shards_only = False
         """Whether each rank knows a part of the averages only, as `reduce_scatter` has it."""
 
@@ -122,7 +124,7 @@ class CommHook(ABC):
         self._scaler = scaler
         for memory in self.memories().values():
             # With a loss scale a step may overflow, which is known only when all buckets are averaged.
-            memory.in_two_phases = scaler is not None
+            memory.in_two_phases = scaler is not None or self.may_repeat
             memory.load_state_dict({})
 
     @property
@@ -213,6 +215,11 @@ class CommHook(ABC):
             f" since compression {self.flag!r} averages it into all ranks' weights and memory. Often a learning rate"
             " that is too high, a logarithm or division of zero, or a sample that is not finite."
         )
+
+    def finish(self) -> None:
+        """Waits for what was begun beside backward."""
+        if self._background is not None:
+            self._background.submit(lambda: torch.empty(0)).wait()
 
     def settle(self, *, skipped: bool = False) -> None:
         """The optimizer has stepped, or skipped the step since its gradients had overflowed."""

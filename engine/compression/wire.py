@@ -43,6 +43,7 @@ class Wire:
         sent: bytes this rank has sent.
         bucket: which one is being sent.
         spans: start and end of each collective since it was last cleared, in seconds or as CUDA events; None: not kept.
+        num_calls: collectives so far.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -53,9 +54,25 @@ class Wire:
         self.sent: Counter[Sent] = Counter()
         self.bucket = 0
         self.spans: list[tuple[Any, Any]] | None = None
+        self.num_calls = 0
+        self._num_muted = 0
+
+    def mute(self, num_calls: int) -> None:
+        """Has so many of the next collectives not take place: this rank repeats itself, and the others do not.
+
+        What they return has the right shape, and no meaning.
+        """
+        self._num_muted = num_calls
+
+    def _speaks(self) -> bool:
+        self.num_calls += 1
+        self._num_muted -= (was_muted := self._num_muted > 0)
+        return not was_muted
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
+        if not self._speaks():
+            return tensor
         started = self._start(tensor)
         dist.all_reduce(tensor, group=self.group)
         self._end(started, tensor)
@@ -71,6 +88,9 @@ class Wire:
 
         Gloo sends a large message in one direction after the other, so several are faster than one.
         """
+        if not self._speaks():
+            repeated = payload.expand(self.size, -1).contiguous()
+            return lambda: repeated
         everyones = payload.new_empty(self.size, payload.numel())
         started = self._start(payload)
         work = _all_gather(everyones.view(-1), payload, group=self.group, async_op=True)
@@ -79,6 +99,9 @@ class Wire:
 
     def all_gather_into(self, everyones: Tensor, payload: Tensor, async_op: bool = False) -> dist.Work | None:
         """The same into a given tensor [W n]."""
+        if not self._speaks():
+            everyones.view(self.size, -1).copy_(payload.expand(self.size, -1))
+            return None
         started = self._start(payload)
         work = _all_gather(everyones, payload, group=self.group, async_op=async_op)
         self._end(started, payload)
@@ -91,6 +114,8 @@ class Wire:
 
     def start_all_to_all(self, payload: Tensor) -> Callable[[], Tensor]:
         """The same; see `start_all_gather`."""
+        if not self._speaks():
+            return payload.clone
         received = torch.empty_like(payload)
         started = self._start(payload)
         work = dist.all_to_all_single(received, payload, group=self.group, async_op=True)
@@ -104,6 +129,9 @@ class Wire:
 
     def reduce_scatter_into(self, shard: Tensor, whole: Tensor, op: Any, async_op: bool = False) -> dist.Work | None:
         """This rank's part [n] of the reduction of `whole` [W n]."""
+        if not self._speaks():
+            shard.copy_(whole.view(self.size, -1)[self.rank])
+            return None
         started = self._start(whole)
         work = _reduce_scatter(shard, whole, op=op, group=self.group, async_op=async_op)
         self._end(started, whole)

@@ -1,6 +1,6 @@
 """The flags `global_batch_size` and `micro_batch_size`: what they allow."""
 
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader
@@ -11,7 +11,11 @@ __all__ = ["check_batch_sizes", "check_loader"]
 
 
 def check_batch_sizes(
-    global_batch_size: int | None, micro_batch_size: int | None, *, num_ranks: int, accumulate_grad_batches: int
+    global_batch_size: int | None,
+    micro_batch_size: int | Literal["auto"] | None,
+    *,
+    num_ranks: int,
+    accumulate_grad_batches: int,
 ) -> None:
     """Checks the flags against each other, before any process starts.
 
@@ -26,7 +30,9 @@ def check_batch_sizes(
             )
         return
     check_count("global_batch_size", global_batch_size)
-    if micro_batch_size is not None:
+    if isinstance(micro_batch_size, str) and micro_batch_size != "auto":
+        raise ValueError(f"micro_batch_size must be a whole number, 'auto' or None, but got {micro_batch_size!r}.")
+    if micro_batch_size not in (None, "auto"):
         check_count("micro_batch_size", micro_batch_size, most=global_batch_size)
     if accumulate_grad_batches != 1:
         raise ValueError(
@@ -41,7 +47,7 @@ def check_batch_sizes(
         )
 
 
-def check_loader(loader: Any, global_batch_size: int, micro_batch_size: int | None) -> None:
+def check_loader(loader: Any, global_batch_size: int, micro_batch_size: int | str | None) -> None:
     """Checks that global batches can be made of what `loader` yields.
 
     Raises:

@@ -94,6 +94,10 @@ class GlobalOrder(DistributedSampler[Any]):
         """
         self._bring_to(epoch, sampler_state)
         self.set_epoch(epoch)
+        self.go_on_at(position, num_done)
+
+    def go_on_at(self, position: int, num_done: int) -> None:
+        """Has the next pass begin in mid-epoch; see `resume`."""
         self._start, self._num_done, self._resumes = position, num_done, True
 
     def count_done(self, num_done: int) -> None:

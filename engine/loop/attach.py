@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -20,6 +20,7 @@ from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
 from .nonfinite import NonFiniteWatch
+from .out_of_memory import OutOfMemory
 from .signals import SignalConnector
 from .training import TrainingEpochLoop
 
@@ -145,7 +146,7 @@ def attach(
     async_checkpoints: bool = True,
     keeps_global_batch: bool = False,
     global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | Literal["auto"] | None = None,
 ) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
@@ -157,7 +158,8 @@ def attach(
         async_checkpoints: save while training goes on.
         keeps_global_batch: where another number of processes resumes, change the accumulation to match.
         global_batch_size: samples of an optimizer step, over all ranks; None: as the DataLoader has it.
-        micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``.
+        micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``: as
+            many as fit in memory.
     """
     trainer.heartbeat = Heartbeat(trainer)
     trainer.hang_timeout_s = hang_timeout_s
@@ -177,6 +179,8 @@ def attach(
     trainer._logger_connector = LoggerConnector(trainer)
     epochs = trainer.fit_loop.epoch_loop
     trainer.fit_loop.epoch_loop = TrainingEpochLoop(trainer, epochs.min_steps, epochs.max_steps, watch)
+    if micro_batch_size == "auto":
+        trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory = OutOfMemory(trainer)
     for name, fn, stage in (
         ("validate_loop", TrainerFn.VALIDATING, RunningStage.VALIDATING),
         ("test_loop", TrainerFn.TESTING, RunningStage.TESTING),

@@ -4,7 +4,8 @@ Lightning shuffles in all distributed training, and a run that is resumed begins
 """
 
 import copy
-from typing import Any
+import math
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _parse_num_batches
@@ -43,18 +44,25 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     Args:
         trainer: whose data it is.
         global_batch_size: samples of an optimizer step; None: what the DataLoader and the accumulation make.
-        micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``.
+        micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``:
+            all of its share, and less where memory says so.
     """
 
     trainer: Any
 
     def __init__(
-        self, trainer: Trainer, *, global_batch_size: int | None = None, micro_batch_size: int | None = None
+        self,
+        trainer: Trainer,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__(trainer)
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self._step_samples: tuple[int, int | None] = -1, None
+        self._found: int | None = None
+        """The size of micro-batches that was found to fit, here or in the run that is resumed."""
         self._resumed: dict[DataLoader, Pass] = {}
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
@@ -127,7 +135,9 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     def _in_global_batches(self, dataloader: DataLoader, order: GlobalOrder) -> DataLoader:
         given, wanted = getattr(dataloader.batch_sampler, "batch_size", None), self.global_batch_size
-        micro = self.micro_batch_size or given or wanted
+        micro = wanted if self.micro_batch_size == "auto" else self.micro_batch_size or given or wanted
+        if self.micro_batch_size == "auto" and self._found is not None:
+            micro = self._found
         assert micro is not None  # check_loader
         batches = GlobalBatches(
             order, size=wanted or micro * order.num_replicas, micro_batch_size=micro, drop_last=order.drop_last
@@ -156,6 +166,61 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
                 mine = min(batches.batch_size, left)
                 return Samples(mine, mine * self.trainer.world_size)
         return Samples(1, self.trainer.world_size)
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Samples of a rank in the largest micro-batch of a full global batch."""
+        batches = self._global_batches
+        return math.ceil(math.ceil(batches.size / batches.sampler.num_replicas) / batches.per_step)
+
+    @property
+    def _global_batches(self) -> GlobalBatches:
+        assert self._only_loader is not None
+        batches = self._only_loader.batch_sampler
+        assert isinstance(batches, GlobalBatches)
+        return batches
+
+    def smallest_batch(self) -> Any:
+        """A batch of one sample, made in this process."""
+        loader = self._only_loader
+        assert loader is not None
+        assert loader.collate_fn is not None
+        return loader.collate_fn([loader.dataset[self._global_batches.sampler.global_order()[0]]])
+
+    def cut(self, done: int, micro_batch_size: int) -> int:
+        """Cuts the rest of the epoch into micro-batches of another size, between two steps.
+
+        Args:
+            done: micro-batches of the epoch that are done.
+            micro_batch_size: samples of each rank's, at most.
+
+        Returns:
+            How many of the new size that would have been.
+        """
+        trainer, batches, loader = self.trainer, self._global_batches, self._only_loader
+        steps = done // batches.per_step
+        assert loader is not None
+        place = self._resumed.get(loader)
+        since = 0 if place is None else place.batches // batches.per_step
+        position = (0 if place is None else place.position) + (steps - since) * batches.size
+        batches.batch_size = self._found = micro_batch_size
+        trainer.accumulate_grad_batches = batches.per_step
+        if place is not None:
+            place.batches = since * batches.per_step
+        batches.sampler.go_on_at(position, steps * batches.per_step)
+        self._step_samples = -1, None
+        fit_loop = trainer.fit_loop
+        fetcher = fit_loop._data_fetcher
+        self._set_limits()
+        iter(fetcher)  # takes them on
+        self._set_lengths()
+        # Lightning: _TrainingEpochLoop.on_run_start
+        fetcher.fetched += steps * batches.per_step
+        fetcher._start_profiler, fetcher._stop_profiler = (
+            fit_loop.epoch_loop._on_before_fetch,
+            fit_loop.epoch_loop._on_after_fetch,
+        )
+        return steps * batches.per_step
 
     def samples_of_step(self, first: int, num_batches: int) -> int | None:
         """Samples of so many batches from the one given, on all ranks; None if the end of the data is not known."""
@@ -204,7 +269,12 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         # Lightning: the loaders as _prepare_dataloader left them.
         combined = self.trainer.fit_loop._combined_loader
         states = [] if combined is None else [self._state_of(loader, batches) for loader in combined.flattened]
-        return {"world_size": self.trainer.world_size, "batches": batches, "loaders": states}
+        return {
+            "world_size": self.trainer.world_size,
+            "batches": batches,
+            "loaders": states,
+            "micro_batch_size": self._found,
+        }
 
     def _state_of(self, loader: Any, batches: int) -> dict[str, Any]:
         if isinstance(loader, Remembering):
@@ -233,6 +303,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             Whether all of them can.
         """
         self._saved = self._counted = states[0]["batches"]
+        self._found = states[0]["micro_batch_size"]
         mine = states[self.trainer.global_rank if len(states) == self.trainer.world_size else 0]
         self._to_resume = [{**loader, "saved_by": len(states)} for loader in mine["loaders"]]
         # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
@@ -323,13 +394,21 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if not self._resumed:
             return
         self._resumed.clear()
-        # Lightning: FitLoop.setup_data, where it asks for the lengths.
+        self._set_limits()
+        self._set_lengths()
+
+    # Lightning: FitLoop.setup_data, where it asks for the lengths.
+    def _set_limits(self) -> None:
+        trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
         lengths = [sized_len(loader) for loader in combined.flattened]
         combined.limits = [
             _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
             for n in lengths
         ]
-        whole = sized_len(combined)
+
+    def _set_lengths(self) -> None:
+        trainer, fit_loop = self.trainer, self.trainer.fit_loop
+        whole = sized_len(fit_loop._combined_loader)
         fit_loop.max_batches = float("inf") if whole is None else whole
         if isinstance(trainer.val_check_batch, int) and isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from .hooks import Hooks
 from .nonfinite import NonFiniteWatch
+from .out_of_memory import OutOfMemory
+from .transfer import Transfer
 from .weights import StepWeights
 
 __all__ = ["AutomaticOptimization"]
@@ -30,6 +32,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         super().__init__(trainer)
         self.watch = watch
         self.weights = StepWeights(trainer)
+        self.out_of_memory: OutOfMemory | None = None
         self._batch_idx = 0
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
@@ -71,6 +74,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 closure()
         else:
             closure()
+        if closure.was_cut_short:
+            return {}
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
 
@@ -138,6 +143,8 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         self._batch_idx = batch_idx
         self._arguments = arguments
         self._ends_window = ends_window
+        self.was_cut_short = False
+        """Whether it ran out of memory."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         if torch.is_grad_enabled():
@@ -148,6 +155,37 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         return self._result.loss
 
     def closure(self) -> ClosureResult:
+        """Forward, zeroing of gradients and backward, in memory that may not be enough."""
+        watch = self._optimization.out_of_memory
+        if watch is None:
+            return self._closure()
+        watch.begin_micro_batch()
+        result = ClosureResult(None)
+        try:
+            result = self._closure()
+        except RuntimeError as error:
+            self.was_cut_short = True
+            failure = error
+        # Not within the handler, which would hold on to the frames of what failed.
+        if self.was_cut_short:
+            watch.catch(failure, self._smallest, self._ends_window)
+            if self._ends_window:
+                self._optimization.weights.correct(self._optimization.trainer.strategy.optimizers[0])
+        if self._ends_window:
+            watch.agree()
+        return result
+
+    def _smallest(self, training_step: Callable[..., Any]) -> Tensor:
+        optimization = self._optimization
+        trainer: Any = optimization.trainer
+        batch = Transfer(trainer)(trainer._data_connector.smallest_batch())
+        output = self._hooks.within("training_step", training_step, batch, *self._arguments[1:])
+        loss = ClosureResult.from_training_step_output(output).closure_loss
+        weighed = optimization.weights.weigh(loss, output, self._batch_idx, is_repeated=True)
+        assert weighed is not None
+        return weighed
+
+    def _closure(self) -> ClosureResult:
         # Lightning: Closure.closure
         optimization, hooks = self._optimization, self._hooks
         trainer = optimization.trainer

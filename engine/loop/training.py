@@ -28,6 +28,7 @@ from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
 from .nonfinite import NonFiniteWatch
 from .optimization import AutomaticOptimization
+from .out_of_memory import OutOfMemory, RepeatStep
 from .transfer import Transfer
 
 __all__ = ["TrainingEpochLoop", "fetch", "why_not_flat"]
@@ -66,6 +67,10 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def _run(self, data_fetcher: _DataFetcher) -> None:
         reason = why_not_flat(self.trainer, data_fetcher)
         if reason is not None:
+            if self.automatic_optimization.out_of_memory is not None:
+                raise ValueError(
+                    f"micro_batch_size='auto' can't repeat a step that is done with {reason}: give a number."
+                )
             if reason != self._announced:
                 log.debug("epochs run in Lightning's own loop, because of %s", reason)
             self._announced = reason
@@ -234,6 +239,7 @@ class _Epoch:
         self._hooks = Hooks(trainer)
         self._look()
         self._strategy_hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
+        self._out_of_memory: OutOfMemory | None = loop.automatic_optimization.out_of_memory
         self._precision: Any = trainer.precision_plugin
         self._precision.hooks = self._hooks
 
@@ -267,9 +273,14 @@ class _Epoch:
             self._look()
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
+        watch = self._out_of_memory
+        if watch is not None and current.ready % trainer.accumulate_grad_batches == 0:
+            watch.begin_step(loop)
         batch_idx = current.ready
         self._heartbeat.phase = "fetch"
         batch = fetch(self._fetcher)
+        if watch is not None and watch.has_failed:
+            batch = trainer._data_connector.smallest_batch()
         self._heartbeat.phase = "train"
         progress.is_last_batch = self._fetcher.done
         batch = self._transfer(batch)
@@ -289,7 +300,11 @@ class _Epoch:
             total.started += 1
             current.started += 1
             arguments = (batch, batch_idx) if self._has_idx else (batch,)
-            outputs = loop.automatic_optimization.run_flat(self._hooks, batch_idx, arguments, ends_window)
+            try:
+                outputs = loop.automatic_optimization.run_flat(self._hooks, batch_idx, arguments, ends_window)
+            except RepeatStep:
+                self._repeat()
+                return
         total.processed += 1
         current.processed += 1
 
@@ -305,6 +320,14 @@ class _Epoch:
         total.completed += 1
         current.completed += 1
         self._end(is_last, ends_window, has_schedulers)
+
+    def _repeat(self) -> None:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        assert self._out_of_memory is not None
+        self._out_of_memory.repeat(self._loop)
+        detach_log(module)  # which knows places for values that are no more
+        attach_log(module, trainer._logger_connector)
+        self._look()
 
     def _is_cancelled(self, batch: Any, batch_idx: int) -> bool:
         response = self._hooks.call("on_train_batch_start", batch, batch_idx)

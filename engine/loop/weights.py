@@ -39,8 +39,14 @@ class StepWeights:
         self._weights: dict[int, Tensor] = {}
         """Of this rank's, as `training_step` has it. (An optimizer may ask for a loss several times.)"""
 
-    def weigh(self, loss: Tensor | None, output: Any, batch_idx: int) -> Tensor | None:
+    def weigh(self, loss: Tensor | None, output: Any, batch_idx: int, *, is_repeated: bool = False) -> Tensor | None:
         """A micro-batch's loss, times what it counts for; one without a loss counts, too.
+
+        Args:
+            loss: the mean over what the micro-batch holds.
+            output: of `training_step`.
+            batch_idx: within the epoch.
+            is_repeated: it is done for its collectives only: it may have been weighed before, and counts for nothing.
 
         Raises:
             ValueError: some micro-batches of a step say what they count for, and some do not.
@@ -51,10 +57,10 @@ class StepWeights:
         if weight is None and window == 1 and trainer.world_size == 1:
             self._estimate = None
             return loss
-        if batch_idx % window == 0 or batch_idx - batch_idx % window != self._first:
-            self._first, self._estimate = batch_idx - batch_idx % window, None
-            self._samples.clear()
-            self._weights.clear()
+        first = batch_idx - batch_idx % window
+        if first != self._first or (batch_idx == first and not is_repeated):
+            self.forget()
+            self._first = first
         elif self._samples if weight is not None else self._weights:
             raise ValueError(
                 "`training_step` returned a weight for some micro-batches of a step and none for others: return one for"
@@ -62,7 +68,15 @@ class StepWeights:
             )
         if weight is None or loss is None:
             return self._by_samples(loss, batch_idx)
+        if is_repeated:
+            weight = 0
         return self._by_weight(loss, weight, batch_idx)
+
+    def forget(self) -> None:
+        """What was done of the step does not count."""
+        self._first, self._estimate = -1, None
+        self._samples.clear()
+        self._weights.clear()
 
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         data = self._trainer._data_connector

@@ -5,13 +5,30 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compression import CommHook, Wire
 
-__all__ = ["CompressingStrategy"]
+__all__ = ["CompressingStrategy", "prepare_to_repeat"]
+
+
+def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
+    """Has a strategy of several ranks be able to repeat a step for which one of them lacked memory.
+
+    Raises:
+        ValueError: it can't.
+    """
+    why_not = strategy.why_no_repeat if isinstance(strategy, CompressingStrategy) else type(strategy).__name__
+    if sync_batchnorm:
+        why_not = "sync_batchnorm=True"
+    if why_not is not None or not isinstance(strategy, CompressingStrategy):
+        raise ValueError(
+            f"micro_batch_size='auto' can't repeat a step under {why_not}, whose collectives a rank that ran out of"
+            " memory could not take part in: give a number, or choose strategy 'ddp', 'fsdp' or 'hsdp' without it."
+        )
+    strategy.may_repeat()
 
 
 class CompressingStrategy(ParallelStrategy):
@@ -20,6 +37,44 @@ class CompressingStrategy(ParallelStrategy):
     comm_hook: CommHook | None = None
     counts_traffic = False
     """Whether what is sent for gradients and parameters is to be counted without a comm hook, too."""
+
+    why_no_repeat: str | None = None
+    """What keeps a rank that ran out of memory from taking part in the rest of the step; None if nothing does."""
+
+    def may_repeat(self) -> None:
+        """Called before training where steps may be done again because a rank ran out of memory."""
+        self.counts_traffic = True  # then all collectives are ours
+        if self.comm_hook is not None:
+            self.comm_hook.may_repeat = True
+
+    def begin_micro_batch(self) -> None:
+        """Called before each micro-batch that may have to be finished by `finish_micro_batch`."""
+        self._calls = [(wire, wire.num_calls) for wire in self.wires]
+
+    def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+        """Takes part in what the other ranks still do in a micro-batch that this rank could not do.
+
+        Args:
+            step: given a `training_step`, calls it with the smallest batch and returns the loss.
+            synchronises: whether gradients are averaged in this micro-batch.
+        """
+        raise NotImplementedError
+
+    def _mute_what_was_sent(self) -> None:
+        if self.averaging is not None:
+            self.averaging.finish()
+        self._forget_buckets()
+        for wire, num_calls in self._calls:
+            wire.mute(wire.num_calls - num_calls)
+
+    def begin_again(self) -> None:
+        """Called on all ranks before a step is done again."""
+        self._forget_buckets()
+
+    def _forget_buckets(self) -> None:
+        if self.comm_hook is not None:
+            for memory in self.comm_hook.memories().values():
+                memory.settle(keep=False)
 
     @property
     def averaging(self) -> CommHook | None:

@@ -9,7 +9,7 @@ is named at the first step.
 import dataclasses
 import inspect
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -98,6 +98,39 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             unused = [n for n, p in self._trained_parameters() if p.grad is None]
             if unused:
                 raise RuntimeError(_unused_message(unused))
+
+    @property
+    def why_no_repeat(self) -> str | None:  # type: ignore[override]
+        """See `CompressingStrategy`."""
+        return "ddp:static_graph=true" if self.options.static_graph else None
+
+    def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+        """Sends gradients of zero for all buckets that are due; the module itself does without collectives."""
+        module, model = self.lightning_module, self.model
+        assert module is not None
+        assert isinstance(model, DistributedDataParallel)
+        with torch.no_grad(), self.precision_plugin.train_step_context():
+            step(module.training_step)
+        # As at the end of a forward: whether buffers are sent in the next one.
+        model.require_forward_param_sync = synchronises
+        if synchronises:
+            self._mute_what_was_sent()
+            self._forget_backward()
+            model.reducer.prepare_for_backward([])
+            nothing = torch.stack([p.sum() * 0 for _, p in self._trained_parameters()]).sum()
+            nothing.backward()
+            self.post_backward(nothing)
+
+    def begin_again(self) -> None:
+        """The ranks shall agree on the order of the buckets once more."""
+        super().begin_again()
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        # torch: what DistributedDataParallel._update_process_group does to go on after a backward that failed.
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model._has_rebuilt_buckets = False
+        self.model.reducer._reset_state()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

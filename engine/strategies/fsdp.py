@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -294,6 +294,18 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
     def on_predict_start(self) -> None:
         """Called before each prediction."""
         self._share_buffers()
+
+    @property
+    def why_no_repeat(self) -> str | None:  # type: ignore[override]
+        """See `CompressingStrategy`."""
+        return None if hasattr(FSDPModule, "reset_iter_state") else "a torch before 2.13"
+
+    def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+        """Runs the module on the smallest batch, for each unit's collectives; those it has made are left out."""
+        assert isinstance(self.model, FSDPModule)
+        self._mute_what_was_sent()
+        self.model.reset_iter_state()
+        self.backward(step(self.training_step), None)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -1,0 +1,173 @@
+"""Out of memory is no end: the step is done again by all ranks, in micro-batches half as large.
+
+The global batch stays, and so does the result. What happens when a rank runs out of memory in a micro-batch:
+
+1. It lets go of what it holds, and takes part in the collectives that the other ranks are in, or will come to in this
+   step, with batches of one sample; what they have computed by then is of no use, and nobody waits in vain.
+2. Before the optimizer would step, the ranks agree, host to host, whether one of them ran out of memory.
+3. If so, all put back what the step has changed (random state, BatchNorm's statistics, metrics, what was logged,
+   progress), cut the share of each rank into twice as many micro-batches, and begin the step again.
+
+Weights and optimizer state are not touched before 2, so nothing has to be copied for them.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+# Lightning: knows the out-of-memory errors of CUDA, cuDNN and the CPU.
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..strategies import flags
+from .undo import Undo
+
+__all__ = ["OutOfMemory", "RepeatStep"]
+
+
+class RepeatStep(Exception):  # noqa: N818 - no error: leaves the optimizer's step on all ranks
+    """A rank ran out of memory, so the step is to be done again."""
+
+
+class OutOfMemory:
+    """What a run with micro-batches of whatever size fits does about it.
+
+    Args:
+        trainer: whose strategy can take part in the collectives of a step that failed on this rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self.has_failed = False
+        """Whether this rank ran out of memory in the present step."""
+        self._error: BaseException | None = None
+        self._undo: Undo | None = None
+
+    def begin_step(self, loop: Any) -> None:
+        """Remembers what a step changes."""
+        trainer = self._trainer
+        self.has_failed = False
+        loop.automatic_optimization.weights.forget()
+        self._undo = Undo(trainer.lightning_module, loop._results)
+        connector, progress = trainer._logger_connector, loop.batch_progress
+        self._first_loop_iter = connector._first_loop_iter
+        self._ready = progress.total.ready, progress.current.ready
+        self._optim_progress = loop.automatic_optimization.optim_progress.state_dict()
+
+    def begin_micro_batch(self) -> None:
+        """Called before forward."""
+        if self._trainer.world_size > 1:
+            self._trainer.strategy.begin_micro_batch()
+
+    def catch(self, error: BaseException, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+        """Called in place of what is left of a micro-batch, where that raised `error`.
+
+        Args:
+            error: raised again if it is about something else.
+            step: runs a `training_step` on the smallest batch, and returns the loss.
+            synchronises: whether gradients are averaged in this micro-batch.
+        """
+        if not _is_out_of_memory(error):
+            raise error
+        if self.has_failed:
+            raise torch.OutOfMemoryError(_message(self._trainer, [self._trainer.global_rank])) from error
+        self.has_failed, self._error = True, error.with_traceback(None)  # whose frames hold the activations
+        self._trainer.lightning_module.zero_grad(set_to_none=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if self._trainer.world_size == 1:
+            raise RepeatStep
+        try:
+            self._trainer.strategy.finish_micro_batch(step, synchronises)
+        except RuntimeError as again:
+            if not _is_out_of_memory(again):
+                raise
+            raise torch.OutOfMemoryError(_message(self._trainer, [self._trainer.global_rank])) from again
+
+    def agree(self) -> None:
+        """Called on all ranks when the gradients of a step are there.
+
+        Raises:
+            RepeatStep: on all of them, if one ran out of memory.
+        """
+        if any(flags(self.has_failed)):
+            raise RepeatStep
+
+    def repeat(self, loop: Any) -> None:
+        """Puts everything back to the beginning of the step, in smaller micro-batches.
+
+        Raises:
+            torch.OutOfMemoryError: on all ranks, if they have one sample already.
+        """
+        trainer = self._trainer
+        where = [rank for rank, failed in enumerate(flags(self.has_failed)) if failed]
+        data, module = trainer._data_connector, trainer.lightning_module
+        largest = data.largest_micro_batch
+        if largest == 1:
+            raise torch.OutOfMemoryError(_message(trainer, where)) from self._error
+        trainer._logger_connector.end_batch()
+        module.zero_grad(set_to_none=True)
+        if trainer.world_size > 1:
+            trainer.strategy.begin_again()
+        assert self._undo is not None
+        self._undo.undo()
+        trainer._logger_connector._first_loop_iter = self._first_loop_iter
+        loop.automatic_optimization.optim_progress.load_state_dict(self._optim_progress)
+        size = -(-largest // 2)
+        rank_zero_info(
+            f"Out of memory on rank(s) {', '.join(map(str, where))} with micro-batches of {largest}: the step is done"
+            f" again with micro-batches of at most {size}. The global batch stays. To begin with them the next time:"
+            f" micro_batch_size={size}."
+        )
+        self.has_failed, self._error = False, None
+        self.cut(loop, size)
+
+    def cut(self, loop: Any, size: int) -> None:
+        """Goes on from the step that `begin_step` was called for with micro-batches of at most `size` samples."""
+        total, current = self._ready
+        done = self._trainer._data_connector.cut(current, size)
+        for tracker, value in (
+            (loop.batch_progress.total, total - current + done),
+            (loop.batch_progress.current, done),
+        ):
+            for field in vars(tracker):
+                setattr(tracker, field, value)
+        loop.batch_progress.is_last_batch = False
+        self._ready = total - current + done, done
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or is_oom_error(error)
+
+
+def _message(trainer: Any, ranks: list[int]) -> str:
+    module: LightningModule = trainer.lightning_module
+    parameters = list(module.parameters())
+    of_parameters = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    rows = {
+        "parameters": parameters,
+        "gradients": [p for p in parameters if p.requires_grad],
+        "optimizer state": [value for state in of_parameters for value in state.values()],
+        "buffers": list(module.buffers()),
+    }
+    table = "\n".join(f"  {name:16} {_megabytes(tensors):10.1f} MB" for name, tensors in rows.items())
+    if torch.cuda.is_available():
+        peak_mb = torch.cuda.max_memory_allocated() / 1e6
+        table += f"\n  {'peak, in all':16} {peak_mb:10.1f} MB"
+    return (
+        f"out of memory on rank(s) {', '.join(map(str, ranks))} with a micro-batch of one sample, which can't be made"
+        f" smaller. What rank {trainer.global_rank} holds beside activations:\n{table}\nTry strategy='fsdp' (with"
+        " `:cpu_offload=true` if need be), 'fsdp:activation_checkpointing=true', precision='bf16-mixed', or smaller"
+        " samples."
+    )
+
+
+def _megabytes(tensors: list[Any]) -> float:
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, Tensor)]
+    return sum(t.numel() * t.element_size() for t in local) / 1e6
