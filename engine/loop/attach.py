@@ -20,6 +20,7 @@ from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
 from .nonfinite import NonFiniteWatch
+from .prediction import PredictionLoop
 from .signals import SignalConnector
 from .training import TrainingEpochLoop
 
@@ -174,3 +175,4 @@ def attach(
     ):
         lightnings = getattr(trainer, name)
         setattr(trainer, name, EvaluationLoop(trainer, fn, stage, lightnings.verbose, lightnings.inference_mode))
+    trainer.predict_loop = PredictionLoop(trainer, trainer.predict_loop.inference_mode)

@@ -2,6 +2,7 @@
 
 from .failure import announce
 from .heartbeat import Heartbeat
+from .host_group import flags, gathered, num_ranks
 from .launch import LayoutStrategy
 from .materialize import has_meta_tensors
 from .precision import PRECISIONS
@@ -17,6 +18,9 @@ __all__ = [
     "Parts",
     "Watchdog",
     "announce",
+    "flags",
+    "gathered",
     "has_meta_tensors",
+    "num_ranks",
     "select",
 ]
