@@ -119,11 +119,13 @@ def evaluated_order(loader: DataLoader, batch_sampler: Any) -> tuple[Any, int | 
         TypeError: nobody knows how much it is.
     """
     order: Any = batch_sampler if is_own(batch_sampler) else getattr(batch_sampler, "sampler", loader.sampler)
-    if not hasattr(type(order), "__len__"):
+    try:
+        len(order)
+    except (TypeError, NotImplementedError):
         raise TypeError(
             f"{type(order).__name__}, which says in which order a DataLoader is evaluated, has no __len__: the ranks"
             " can't share what they don't know the end of. Give it one, or deal its samples yourself with"
             " use_distributed_sampler=False."
-        )
+        ) from None
     is_cut = batch_sampler is not None and not is_own(batch_sampler)
     return order, batch_sampler.batch_size if is_cut else None

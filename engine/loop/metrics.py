@@ -108,10 +108,15 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         if self.trainer.training or self.is_met_by_all:
             self._reduce()
 
+    @property
+    def _is_alone(self) -> bool:
+        # A single process may run an engine of its own within a group of others.
+        return self.trainer.world_size == 1 or num_ranks() == 1
+
     def _reduce(self) -> None:
         trainer: Any = self.trainer
         results, shares = trainer._results, None if trainer.training else self.shares
-        if results is None or num_ranks() == 1 or trainer.barebones:
+        if results is None or self._is_alone or trainer.barebones:
             return
         loader = results.dataloader_idx
         reduce_results(
@@ -133,7 +138,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         on_step = self._first_loop_iter is not None
         results = self.trainer._results
         assert results is not None
-        if not on_step and num_ranks() > 1 and is_waiting(results):
+        if not on_step and not self._is_alone and is_waiting(results):
             self._reduce()  # read in the hook that logged it
         metrics = _METRICS(callback={}, log={}, pbar={})
         for _, item in results.valid_items():

@@ -50,7 +50,7 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
     def _on_predict_epoch_end(self) -> Any:
         # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write what this rank has predicted.
         results = super()._on_predict_epoch_end()
-        if not self.return_predictions or num_ranks() == 1:
+        if not self.return_predictions or self.trainer.world_size == 1 or num_ranks() == 1:
             return results
         everyones = gathered(self._predictions)
         self._predictions = [_in_order(of_ranks) for of_ranks in zip(*everyones, strict=True)]
