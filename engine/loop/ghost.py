@@ -66,7 +66,7 @@ class Shares:
     def is_idle(self, dataloader_idx: int | None) -> bool:
         """Whether this rank is such a one."""
         loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
-        return self.leave_some_idle(dataloader_idx) and all(loader.num_real == 0 for loader in loaders)
+        return self.leave_some_idle(dataloader_idx) and all(self._num_real(loader) == 0 for loader in loaders)
 
 
 def run_ghost(

@@ -82,11 +82,9 @@ def reduce_results(
             item = results[key] = _item_of(message, results.get(key), module)
         if item is None or message.value is None:
             continue  # this rank's own, or left to torchmetrics
-        if message.is_synced:
-            found = [messages[key] for _, messages in everyones if key in messages]
-            item._computed = _reduced(message.op, found).to(item.value)
-        elif is_idle:
-            item._computed = _reduced(message.op, [message]).to(item.value)
+        if message.is_synced or is_idle:
+            found = [messages[key] for _, messages in everyones if key in messages] if message.is_synced else [message]
+            item._computed = _reduced(message.op, found).to(item.value)  # type: ignore[assignment]
 
 
 def _packed(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[str, _Message]:

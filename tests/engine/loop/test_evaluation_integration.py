@@ -96,7 +96,7 @@ def draws_of_all_ranks(rank, strategy, num_ranks):
 
     # The same examples on all ranks; to shrink one would part them.
     @settings(
-        max_examples=4,
+        max_examples=3,
         derandomize=True,
         database=None,
         deadline=None,
