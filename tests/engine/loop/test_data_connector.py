@@ -238,6 +238,18 @@ def test_evaluation_sees_each_sample_once(stage):
         assert sorted(i for batch in module.epochs for i in batch) == list(range(13))
 
 
+def test_one_process_evaluates_with_the_users_own_loader():
+    class Evaluated(Seen):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    for loader in (DataLoader(Positions(13), batch_size=4), DataLoader(Stream(3))):
+        trainer = engine()
+        trainer.validate(Evaluated(), loader, verbose=False)
+        assert trainer.val_dataloaders is loader
+        assert trainer.validate_loop._shares is None
+
+
 def test_prediction_keeps_the_order():
     class Predicts(Seen):
         def predict_step(self, batch, batch_idx):

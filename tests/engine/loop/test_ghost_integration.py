@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
@@ -135,6 +136,35 @@ def an_empty_data_set(rank):
         assert trainer.validate(Leaves(), DataLoader(Positions(0)), verbose=False) == []
 
 
+def a_step_that_fetches_for_itself(rank):
+    as_rank(rank)
+
+    class Fetches(Seen):
+        def validation_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            self.log("mean", batch.float().mean(), sync_dist=True, batch_size=len(batch))
+
+    warned = pytest.warns(UserWarning, match=r"`validation_step` with a `dataloader_iter` .* evaluated twice")
+    with warned if rank == 0 else nullcontext():
+        engine(strategy="ddp", devices=2).validate(Fetches(), DataLoader(Positions(1)), verbose=False)
+
+
+def loaders_side_by_side(rank):
+    as_rank(rank)
+
+    class Pair(Leaves):
+        def validation_step(self, batch, batch_idx):
+            self.seen.append([part.tolist() for part in batch])
+            dist.barrier()
+            self.log("mean", batch[0].float().mean(), sync_dist=True, batch_size=len(batch[0]))
+
+    module = Pair()
+    loaders = CombinedLoader([DataLoader(Positions(5), batch_size=2) for _ in range(2)], "max_size")
+    (found,) = engine(strategy="ddp", devices=2).validate(module, loaders, verbose=False)
+    assert module.seen == ([[[0, 1]] * 2, [[4]] * 2] if rank == 0 else [[[2, 3]] * 2])
+    assert found["mean"] == 2
+
+
 class Parts(Stream):
     """A stream that can be cut in parts, of which the first is the longest."""
 
@@ -196,6 +226,7 @@ def streams_that_know_their_length(rank):
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize(
     ("check", "num_ranks"),
@@ -205,6 +236,8 @@ def streams_that_know_their_length(rank):
         (batches_of_the_users, 2),
         (validation_within_fit, 2),
         (an_empty_data_set, 2),
+        (a_step_that_fetches_for_itself, 2),
+        (loaders_side_by_side, 2),
         (streams, 2),
         (streams_that_know_their_length, 2),
     ],
