@@ -1,24 +1,33 @@
 """Which sample goes where: the user's order, dealt to the ranks, and where in it a run is."""
 
 from .batch_size import check_batch_sizes, check_loader
+from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
 from .place import Pass, decides, order_of
 from .stateful import Remembering, as_stateful, is_stateful, keeps_place, remembering
+from .streams import Agreeing, agreeing, shard_of
 
 __all__ = [
+    "Agreeing",
+    "EvenBatches",
     "GlobalBatches",
     "GlobalOrder",
     "InOneRow",
     "Pass",
     "Remembering",
     "Samples",
+    "agreeing",
     "as_stateful",
     "check_batch_sizes",
     "check_loader",
     "decides",
+    "evaluated_order",
+    "even_batches_of",
+    "is_own",
     "is_stateful",
     "keeps_place",
     "order_of",
     "remembering",
+    "shard_of",
 ]

@@ -21,6 +21,7 @@ from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
 from .nonfinite import NonFiniteWatch
 from .out_of_memory import OutOfMemory
+from .prediction import PredictionLoop
 from .signals import SignalConnector
 from .training import TrainingEpochLoop
 
@@ -187,3 +188,4 @@ def attach(
     ):
         lightnings = getattr(trainer, name)
         setattr(trainer, name, EvaluationLoop(trainer, fn, stage, lightnings.verbose, lightnings.inference_mode))
+    trainer.predict_loop = PredictionLoop(trainer, trainer.predict_loop.inference_mode)

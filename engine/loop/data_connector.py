@@ -8,8 +8,11 @@ import math
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+
+# Lightning: notes the indices of each batch, for prediction writers.
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
@@ -19,21 +22,27 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torchdata.stateful_dataloader import sampler as torchdatas
 
 from ..data import (
+    EvenBatches,
     GlobalBatches,
     GlobalOrder,
     InOneRow,
     Pass,
     Remembering,
     Samples,
+    agreeing,
     as_stateful,
     check_loader,
     decides,
+    evaluated_order,
+    is_own,
     is_stateful,
     keeps_place,
     order_of,
     remembering,
+    shard_of,
 )
 from ..environment import global_seed
+from ..strategies import flags, gathered
 
 __all__ = ["DataConnector"]
 
@@ -66,12 +75,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         self._resumed: dict[DataLoader, Pass] = {}
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
+        self._has_warned_of_streams = False
         self._saved = self._counted = 0
 
     # --- which loader is used
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        # Lightning: _DataConnector._prepare_dataloader. Prediction keeps Lightning's, which records the indices.
+        # Lightning: _DataConnector._prepare_dataloader. One process's prediction keeps Lightning's, which records the
+        # indices.
         if mode == RunningStage.TRAINING:
             # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.
             self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
@@ -79,6 +90,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             if self._is_resuming:
                 self._resume(prepared)
             return prepared
+        if isinstance(dataloader, DataLoader) and self._is_shared(dataloader):
+            return self._evaluated(dataloader, mode)
         if isinstance(dataloader, DataLoader) and mode != RunningStage.PREDICTING and self._dealt(dataloader, mode):
             return self._dealing(dataloader, mode)
         return super()._prepare_dataloader(dataloader, shuffle, mode)
@@ -115,12 +128,6 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             drop_last=trains and getattr(batches, "drop_last", False),
             **ranks,
         )
-        if self.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING) and sampler.num_repeated:
-            rank_zero_warn(
-                f"Using `DistributedSampler` with the dataloaders: {sampler.num_repeated} sample(s) are evaluated"
-                f" twice, so that all {sampler.num_replicas} ranks have as many. Evaluate on one device for exact"
-                " figures."
-            )
         if trains:
             # Workers ask for the first indices before Lightning says which epoch it is.
             sampler.set_epoch(self._epoch)
@@ -261,6 +268,50 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         connector = self.trainer._accelerator_connector
         samplers = _order_of(dataloader), dataloader.batch_sampler
         return not connector.use_distributed_sampler or any(hasattr(sampler, "num_replicas") for sampler in samplers)
+
+    # --- which loader is evaluated
+
+    def _is_shared(self, dataloader: DataLoader) -> bool:
+        """Whether several ranks evaluate `dataloader` together."""
+        ranks: Any = self.trainer.distributed_sampler_kwargs or {}
+        return ranks.get("num_replicas", 1) > 1 and not self._deals_itself(dataloader)
+
+    def _evaluated(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
+        """A copy of `dataloader` that yields this rank's part of what one process evaluates."""
+        ranks: Any = self.trainer.distributed_sampler_kwargs
+        if has_iterable_dataset(dataloader):
+            return self._stream(dataloader, **ranks)
+        predicts = mode == RunningStage.PREDICTING
+        batches: Any = dataloader.batch_sampler
+        if predicts and is_own(batches):
+            # Lightning: has a batch sampler leave out nothing in a prediction, if it can, and wraps it.
+            lightnings: Any = _update_dataloader(dataloader, _order_of(dataloader), mode=mode)
+            batches = lightnings.batch_sampler._batch_sampler
+        order, batch_size = evaluated_order(dataloader, batches)
+        even = EvenBatches(
+            GlobalOrder(_seedable(order, dataloader), seed=self.trainer.strategy.broadcast(global_seed())),
+            batch_size,
+            drop_last=batch_size is not None and batches.drop_last and not predicts,
+            **ranks,
+        )
+        if batches is None:
+            return _changed(dataloader, sampler=even)
+        sampler = _IndexBatchSamplerWrapper(even) if predicts else even
+        return _changed(dataloader, batch_sampler=sampler, sampler=even.sampler)
+
+    def _stream(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
+        """A copy of a loader of an `IterableDataset` that reads this rank's part of it, if there is a way to."""
+        part = shard_of(dataloader, num_replicas, rank)
+        if part is None and not self._has_warned_of_streams:
+            self._has_warned_of_streams = True
+            rank_zero_warn(
+                f"Each of the {num_replicas} ranks evaluates all of {type(dataloader.dataset).__name__}, an"
+                " IterableDataset: give it a method `shard(num_shards, index)` that returns a data set of one part, or"
+                " an attribute `shards_itself = True` if it already reads its own part."
+            )
+        part = dataloader if part is None else part
+        lengths = gathered(sized_len(part))
+        return agreeing(part, flags, None if None in lengths else max(lengths))
 
     # --- where it is
 

@@ -1,13 +1,16 @@
-"""Validation and test, a batch at a time without what is not asked for."""
+"""Validation and test, a batch at a time without what is not asked for, and each sample once over all ranks."""
 
 from typing import Any
 
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from .ghost import Shares, run_ghost
 from .hooks import Hooks
 from .log import attach_log, detach_log
 from .transfer import Transfer
@@ -19,6 +22,8 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     """Lightning's, with a flat way through the usual batch."""
 
     _flat: "_Evaluation | None" = None
+    _shares: Shares | None = None
+    """Which batches are ghosts; None where all loaders are one process's, or see to it themselves."""
 
     def run(self) -> list[Any]:
         """All data loaders, once."""
@@ -37,19 +42,81 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         try:
             return super().run()
         finally:
-            self._flat = None
+            self._flat = trainer._logger_connector.shares = None
             if is_ours:
                 detach_log(module)
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _EvaluationLoop._evaluation_step
         trainer: Any = self.trainer
+        if self._shares is not None and dataloader_iter is None and self._shares.is_ghost(batch_idx, dataloader_idx):
+            self._run_ghost(batch, batch_idx, dataloader_idx)
+            return
         if dataloader_iter is not None or not isinstance(trainer.profiler, PassThroughProfiler):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         if self._flat is None:
             self._flat = _Evaluation(self)
         self._flat.step(batch, batch_idx, dataloader_idx)
+
+    def reset(self) -> None:
+        """Called before the first batch."""
+        super().reset()
+        combined: Any = self._combined_loader
+        shares = Shares(combined.flattened, self._is_sequential)
+        self._shares = shares if shares.any else None
+        connector: Any = self.trainer._logger_connector
+        connector.shares = self._shares
+        # Loaders that are not ours may have nothing on some rank, which Lightning then passes over there.
+        module, datamodule = self.trainer.lightning_module, self.trainer.datamodule  # type: ignore[attr-defined]
+        some_may_skip = any(
+            getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False)
+            for owner in (module, datamodule)
+        )
+        connector.is_met_by_all = shares.are_even or (self.num_dataloaders == 1 and not some_may_skip)
+        if shares.any and shares.have_ghosts and isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+            rank_zero_warn(
+                f"A `{self._step_name}` with a `dataloader_iter` argument fetches for itself, so that some samples are"
+                " evaluated twice where the ranks can't have as many: take a `batch` instead for exact figures."
+            )
+
+    @property
+    def _step_name(self) -> str:
+        return "test_step" if self.trainer.testing else "validation_step"
+
+    def _run_ghost(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """A batch of which nothing remains but that this rank is as far as the others."""
+        trainer: Any = self.trainer
+        loader = dataloader_idx if self._is_sequential and self.num_dataloaders > 1 else None
+        progress = self.batch_progress
+        progress.increment_ready()
+        progress.increment_started()
+        run_ghost(
+            self, self._step_name, batch, batch_idx, dataloader_idx, loader, self._results, trainer._logger_connector
+        )
+        self._results.dataloader_idx = loader  # that of which the results will be asked for next
+        progress.increment_processed()
+        progress.increment_completed()
+        if not trainer.sanity_checking:
+            self._has_run = True
+        self._look_for_signals()
+
+    def _look_for_signals(self) -> None:
+        """Stops here if all ranks agreed to."""
+        trainer: Any = self.trainer
+        progress = self.batch_progress
+        # In mid-training all ranks can stop here, if they have as many batches.
+        if trainer.state.fn == TrainerFn.FITTING and all(isinstance(n, int) for n in trainer.num_val_batches):
+            trainer._signal_connector.look(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
+        if not progress.is_last_batch and trainer.received_sigterm:
+            raise SIGTERMException
+
+    def _store_dataloader_outputs(self) -> None:
+        # Lightning: _EvaluationLoop._store_dataloader_outputs, called when all batches of a loader were run.
+        connector: Any = self.trainer._logger_connector
+        connector.epoch_end_reached()
+        connector.synchronise()
+        super()._store_dataloader_outputs()
 
 
 EvaluationLoop.__name__ = _EvaluationLoop.__name__  # by which a profile names its entries

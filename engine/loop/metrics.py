@@ -7,15 +7,17 @@ is enough to do so then, and once before a state is left in which the values cou
 
 import inspect
 import logging
-from collections import defaultdict
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
 from torch import Tensor
+
+from ..strategies import num_ranks
+from .ghost import Shares
+from .reduction import as_numbers, is_waiting, reduce_results
 
 __all__ = ["LoggerConnector", "is_asynchronous"]
 
@@ -39,6 +41,10 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     results: _ResultCollection | None = None
     """Where the batch that runs now logs to; None between batches, and in loops that are Lightning's own."""
+    shares: Shares | None = None
+    """Which ranks have something to evaluate, where the engine shares it out."""
+    is_met_by_all = True
+    """Whether all ranks come to the end of each loader of an evaluation."""
     _read_step = -1
     _num_reads = 0
 
@@ -89,6 +95,36 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         """Called by Lightning where values of a step are no longer current."""
         self.collect()
         super().epoch_end_reached()
+        if self.trainer.training:  # an evaluation has loaders, and does so after each
+            self.synchronise()
+
+    def on_epoch_end(self) -> None:
+        """Called by Lightning after the hooks of that name, which may have logged something too."""
+        self.synchronise()
+        super().on_epoch_end()
+
+    def synchronise(self) -> None:
+        """Has what was logged with `sync_dist` reduced over the ranks, also where this rank has logged nothing."""
+        if self.trainer.training or self.is_met_by_all:
+            self._reduce()
+
+    @property
+    def _is_alone(self) -> bool:
+        # A single process may run an engine of its own within a group of others.
+        return self.trainer.world_size == 1 or num_ranks() == 1
+
+    def _reduce(self) -> None:
+        trainer: Any = self.trainer
+        results, shares = trainer._results, None if trainer.training else self.shares
+        if results is None or self._is_alone or trainer.barebones:
+            return
+        loader = results.dataloader_idx
+        reduce_results(
+            results,
+            trainer.lightning_module,
+            is_idle=shares is not None and shares.is_idle(loader),
+            some_are_idle=shares is not None and shares.leave_some_idle(loader),
+        )
 
     def teardown(self) -> None:
         """Called by Lightning at the end, of a run that was interrupted in mid-epoch too."""
@@ -102,6 +138,8 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         on_step = self._first_loop_iter is not None
         results = self.trainer._results
         assert results is not None
+        if not on_step and not self._is_alone and is_waiting(results):
+            self._reduce()  # read in the hook that logged it
         metrics = _METRICS(callback={}, log={}, pbar={})
         for _, item in results.valid_items():
             meta = item.meta
@@ -139,7 +177,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         metrics = super().progress_bar_metrics
         if self.results is not None and any(is_asynchronous(value) for value in metrics.values()):
             self._count_read()
-        return _numbers(metrics)
+        return as_numbers(metrics)
 
     def _note_read(self, metrics: str) -> None:
         if self.results is not None:
@@ -162,7 +200,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         if not self.trainer.loggers or not metrics:
             return
         self._logged_metrics.update(metrics)
-        numbers = convert_tensors_to_scalars(_numbers(metrics))  # which has a word to say about other tensors
+        numbers = convert_tensors_to_scalars(as_numbers(metrics))  # which has a word to say about other tensors
         if step is None:
             step = numbers.pop("step", None)
             if step is None:
@@ -180,16 +218,3 @@ def _reader() -> str:
     while frame is not None and not isinstance(frame.f_locals.get("self"), Callback):
         frame = frame.f_back
     return "A callback" if frame is None else type(frame.f_locals["self"]).__name__
-
-
-def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """`metrics` with numbers for scalar tensors: one read from the device for all tensors of a kind."""
-    numbers = dict(metrics)
-    kinds: dict[Any, list[str]] = defaultdict(list)
-    for name, value in metrics.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            kinds[value.device, value.dtype].append(name)
-    for names in kinds.values():
-        values = [metrics[name].detach().reshape(()) for name in names]
-        numbers.update(zip(names, torch.stack(values).tolist() if len(values) > 1 else [values[0].item()], strict=True))
-    return numbers

@@ -2,13 +2,17 @@
 
 import atexit
 import gc
+import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
 # outlive `destroy_process_group` and abort the process at exit under gloo.
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.pytorch import Trainer
@@ -16,6 +20,7 @@ from lightning.pytorch import Trainer
 # Lightning: the two private launchers are the ones its own DDPStrategy uses.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
@@ -105,12 +110,31 @@ class LayoutStrategy:
             self._launcher = _WorkerLauncher(self, start_method=start_method)  # type: ignore[arg-type]
 
 
+class _Stored:
+    """Results of a worker in a file: a queue would lend them out of the memory of a process that has ended."""
+
+    def __init__(self, results: Any) -> None:
+        self.path = os.path.join(tempfile.mkdtemp(), "results.pt")
+        torch.save(results, self.path)
+
+    def take(self) -> Any:
+        try:
+            # Any objects: a worker of ours has just written them, to a folder of this user's alone.
+            return torch.load(self.path, weights_only=False)
+        finally:
+            shutil.rmtree(os.path.dirname(self.path))
+
+
 class _WorkerLauncher(_MultiProcessingLauncher):
     """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
 
+    returns_predictions = True
+    """What Lightning's own launchers of workers refuse to do."""
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            results = super().launch(function, *args, trainer=trainer, **kwargs)
+            return results.take() if isinstance(results, _Stored) else results
         except ProcessExitedException as ended:
             if ended.exit_code == _STOPPED:
                 raise SIGTERMException(_STOPPED) from None
@@ -130,6 +154,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would
     # be rank 0's shards; the strategy gathers them.
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        if trainer.state.fn == TrainerFn.PREDICTING and results is not None and self._strategy.local_rank == 0:
+            results = _Stored(results)
         state_dict = self._strategy.lightning_module_state_dict()
         module = trainer.lightning_module
         module.state_dict = lambda *args, **kwargs: state_dict  # type: ignore[method-assign, assignment]

@@ -1,5 +1,6 @@
 """The smallest modules and flags that the unit tests train with."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ QUIET: dict[str, Any] = {
 def engine(**flags: Any) -> Engine:
     """An engine on one CPU that writes and shows nothing, unless `flags` say otherwise."""
     return Engine(**{**QUIET, "devices": 1, "max_epochs": 1, **flags})
+
+
+def as_rank(rank: int) -> None:
+    """Has the engines of this process be rank `rank` of the group that is there, rather than start processes."""
+    # Lightning: LightningEnvironment takes these for a sign that somebody else has started all processes.
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
 class Positions(Dataset[int]):

@@ -238,6 +238,18 @@ def test_evaluation_sees_each_sample_once(stage):
         assert sorted(i for batch in module.epochs for i in batch) == list(range(13))
 
 
+def test_one_process_evaluates_with_the_users_own_loader():
+    class Evaluated(Seen):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    for loader in (DataLoader(Positions(13), batch_size=4), DataLoader(Stream(3))):
+        trainer = engine()
+        trainer.validate(Evaluated(), loader, verbose=False)
+        assert trainer.val_dataloaders is loader
+        assert trainer.validate_loop._shares is None
+
+
 def test_prediction_keeps_the_order():
     class Predicts(Seen):
         def predict_step(self, batch, batch_idx):
@@ -255,14 +267,93 @@ def rank_0_of_2(loader, stage=RunningStage.TRAINING):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("stage", [RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING])
 @pytest.mark.parametrize(
     "sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))], ids=by_class
 )
-def test_rank_0_is_dealt_every_other_sample_of_the_users_order(sampler, stage, drop_last):
+def test_rank_0_is_dealt_every_other_sample_of_the_users_order(sampler, drop_last):
     loader = DataLoader(Positions(SIZE), batch_size=2, sampler=sampler, drop_last=drop_last)
     order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
-    assert [i for batch in rank_0_of_2(loader, stage) for i in batch.tolist()] == order[::2]
+    assert [i for batch in rank_0_of_2(loader) for i in batch.tolist()] == order[::2]
+
+
+EVALUATIONS = [RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING]
+
+
+@pytest.mark.parametrize("cls", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("stage", EVALUATIONS)
+@pytest.mark.parametrize(
+    "sampler", [Backwards(), RandomSampler(range(SIZE)), SequentialSampler(range(SIZE))], ids=by_class
+)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_rank_0_evaluates_every_other_batch_of_the_users_order(sampler, stage, cls):
+    order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
+    loader = cls(Positions(SIZE), batch_size=2, sampler=sampler)
+    batches = rank_0_of_2(loader, stage)
+    assert [batch.tolist() for batch in batches] == list(BatchSampler(order, 2, False))[::2]
+    assert loader.sampler is sampler
+
+
+@pytest.mark.parametrize("stage", EVALUATIONS)
+def test_drop_last_leaves_out_what_one_process_leaves_out(stage):
+    loader = DataLoader(Positions(11), batch_size=2, drop_last=True)
+    expected = [[0, 1], [4, 5], [8, 9] if stage == RunningStage.PREDICTING else [8]]  # a prediction leaves out nothing
+    assert [batch.tolist() for batch in rank_0_of_2(loader, stage)] == expected
+
+
+@pytest.mark.parametrize("stage", EVALUATIONS)
+def test_rank_0_evaluates_every_other_batch_of_the_users_batch_sampler(stage):
+    loader = DataLoader(Positions(SIZE), batch_sampler=Pairs(Backwards()))
+    assert [batch.tolist() for batch in rank_0_of_2(loader, stage)] == [[11, 10], [7, 6], [3, 2]]
+
+
+@pytest.mark.parametrize("stage", EVALUATIONS)
+def test_rank_0_evaluates_every_other_sample_of_a_loader_without_batches(stage):
+    assert list(map(int, rank_0_of_2(DataLoader(Positions(5), batch_size=None), stage))) == [0, 2, 4]
+
+
+class Unsized:
+    """A batch sampler whose end nobody knows."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2]])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [DataLoader(Positions(SIZE), sampler=EndlessBackwards()), DataLoader(Positions(SIZE), batch_sampler=Unsized())],
+    ids=["sampler", "batch sampler"],
+)
+def test_an_order_without_an_end_that_is_known_cannot_be_evaluated_together(loader):
+    with pytest.raises(TypeError, match=r"has no __len__: the ranks can't share .* Give it one, or"):
+        rank_0_of_2(loader, RunningStage.VALIDATING)
+
+
+class Shards(Stream):
+    """Has the method that Hugging Face's data sets have."""
+
+    def shard(self, num_shards, index):
+        return range(index, self.size, num_shards)
+
+
+class ShardsItself(Stream):
+    shards_itself = True
+
+
+def test_a_stream_is_sharded_as_its_data_set_can():
+    found = rank_0_of_2(DataLoader(Shards(6), batch_size=None), RunningStage.VALIDATING)
+    assert list(found.dataset) == [0, 2, 4]
+    itself = DataLoader(ShardsItself(6))
+    assert rank_0_of_2(itself, RunningStage.VALIDATING).dataset is itself.dataset
+
+
+def test_a_stream_that_cannot_be_sharded_is_named_once(recwarn):
+    connector = engine(strategy="ddp", devices=2)._data_connector
+    for _ in range(2):
+        connector._prepare_dataloader(DataLoader(Stream(6)), shuffle=False, mode=RunningStage.VALIDATING)
+    said = [str(w.message) for w in recwarn if "IterableDataset" in str(w.message)]
+    assert len(said) == 1
+    assert "all of Stream, an IterableDataset: give it a method `shard(num_shards, index)`" in said[0]
+    assert "`shards_itself = True`" in said[0]
 
 
 @pytest.mark.parametrize(

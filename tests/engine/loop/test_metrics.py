@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from polyphase.engine.loop import metrics
+from polyphase.engine.loop.reduction import as_numbers
 
 from ..tiny import Positions, Seen, engine
 
@@ -64,5 +65,5 @@ def test_nobody_is_told_where_reading_costs_nothing(said):
 
 def test_values_of_one_kind_are_read_together():
     values = {"a": torch.tensor(1.5), "b": torch.tensor([2.0]), "n": torch.tensor(3), "text": "kept", "x": 4.0}
-    assert metrics._numbers(values) == {"a": 1.5, "b": 2.0, "n": 3, "text": "kept", "x": 4.0}
-    assert type(metrics._numbers(values)["n"]) is int
+    assert as_numbers(values) == {"a": 1.5, "b": 2.0, "n": 3, "text": "kept", "x": 4.0}
+    assert type(as_numbers(values)["n"]) is int

@@ -1,8 +1,5 @@
 """A rank runs out of memory, and the result is that of a run in which none did."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -115,7 +112,15 @@ def plain_loop() -> dict[str, Tensor]:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("flag", "devices"),
-    [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("fsdp:no_sync=false", 2), ("hsdp:replicate=2", 4)],
+    [
+        ("single", 1),
+        ("ddp", 2),
+        ("ddp", 3),
+        ("fsdp", 2),
+        ("fsdp", 3),
+        ("fsdp:no_sync=false", 2),
+        ("hsdp:replicate=2", 4),
+    ],
 )
 def test_the_weights_are_those_of_a_plain_loop(flag, devices, where, from_step):
     module = Hungry(most=3, where=where, from_step=from_step)

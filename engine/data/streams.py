@@ -1,0 +1,91 @@
+"""Streams, that is loaders of an `IterableDataset`, read by several ranks: which part is whose, and where all end.
+
+The contract of a data set: a method ``shard(num_shards, index)`` that returns a data set of that part, as Hugging
+Face's have it; or an attribute ``shards_itself = True`` where its iterator finds out the rank and reads its own part.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+__all__ = ["Agreeing", "agreeing", "shard_of"]
+
+
+def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | None:
+    """A loader of one rank's part of the stream; None where every rank would read all of it.
+
+    Args:
+        loader: the user's; returned as it is where its data set sees to its part itself.
+        num_shards: number of ranks.
+        index: this rank.
+    """
+    dataset: Any = loader.dataset
+    if getattr(dataset, "shards_itself", False):
+        return loader
+    if not callable(getattr(dataset, "shard", None)):
+        return None
+    return _copied(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
+
+
+class Agreeing(DataLoader):
+    """A loader that ends together with those of the other ranks.
+
+    At each batch the ranks say whether they have one left. One that has none gets its last batch again, as a *ghost*
+    to be run for its collectives only, until nobody has any. `num_real` says from which batch on.
+    """
+
+    agree: Callable[[bool], list[bool]]
+    """What each rank says, given what this one says; all ranks call it together."""
+    length: int | None
+    """The largest number of batches of a rank; None if one of them doesn't know."""
+    num_real: float
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"{type(self).__name__} over an IterableDataset has no length on every rank")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.num_real = math.inf
+        return self._together(super().__iter__())
+
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        nothing, num_batches = object(), 0
+        latest = batch = next(batches, nothing)
+        has_one = self.agree(batch is not nothing)
+        if any(has_one) and not all(has_one):
+            raise ValueError(
+                f"An IterableDataset ({type(self.dataset).__name__}) has no batch at all on rank(s)"
+                f" {[rank for rank, has in enumerate(has_one) if not has]} of {len(has_one)}, which need one to take"
+                " part in the evaluation: give each rank some of it, or use fewer ranks or smaller batches."
+            )
+        while any(has_one):
+            if batch is not nothing:
+                latest, num_batches = batch, num_batches + 1
+            elif math.isinf(self.num_real):
+                self.num_real = num_batches
+            yield latest
+            batch = next(batches, nothing) if batch is not nothing else nothing
+            has_one = self.agree(batch is not nothing)
+
+
+def agreeing(loader: DataLoader, agree: Callable[[bool], list[bool]], length: int | None) -> Agreeing:
+    """A copy of a loader, of a subclass of its class, that ends together with those of the other ranks."""
+    cls = type(loader)
+    copied: Any = _copied(loader)
+    copied.__class__ = type(cls.__name__, (Agreeing, cls), {"__module__": cls.__module__})
+    copied.agree, copied.length, copied.num_real = agree, length, math.inf
+    return copied
+
+
+def _copied(loader: DataLoader, **attributes: Any) -> DataLoader:
+    copied = copy.copy(loader)
+    # Not by attribute: DataLoader forbids that once its workers may have been started, which these have not.
+    copied.__dict__.update(attributes, _iterator=None)
+    if isinstance(copied, StatefulDataLoader):
+        copied.load_state_dict({})  # lets go of an iterator of the original's, and loads nothing
+    return copied

@@ -1,0 +1,63 @@
+"""Prediction: each sample once over all ranks, and what was predicted of them on all ranks, in order."""
+
+import itertools
+from typing import Any
+
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+
+from ..strategies import gathered, num_ranks
+from .ghost import Shares, run_ghost
+
+__all__ = ["PredictionLoop"]
+
+
+class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
+    """Lightning's, which returns each rank what it has predicted itself, and nothing from workers that it started."""
+
+    _shares: Shares | None = None
+
+    @property
+    def return_predictions(self) -> bool:
+        """Whether the predictions are returned, which brings those of all ranks to each of them."""
+        return self._return_predictions
+
+    @return_predictions.setter
+    def return_predictions(self, return_predictions: bool | None = None) -> None:
+        if getattr(self.trainer.strategy.launcher, "returns_predictions", False):
+            self._return_predictions = return_predictions is not False
+        else:
+            # Lightning: _PredictionLoop.return_predictions, which has its word to say of launchers of its own.
+            _PredictionLoop.return_predictions.fset(self, return_predictions)  # type: ignore[attr-defined]
+
+    def reset(self) -> None:
+        """Called before the first batch."""
+        super().reset()
+        shares = Shares(self._combined_loader.flattened, is_sequential=True)  # type: ignore[union-attr]
+        self._shares = shares if shares.any else None
+
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        # Lightning: _PredictionLoop._predict_step
+        if self._shares is None or dataloader_iter is not None or not self._shares.is_ghost(batch_idx, dataloader_idx):
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        self.batch_progress.increment_ready()
+        self.batch_progress.increment_started()
+        loader = dataloader_idx if self.num_dataloaders > 1 else None
+        run_ghost(self, "predict_step", batch, batch_idx, dataloader_idx, loader)
+        self.batch_progress.increment_processed()
+        self.batch_progress.increment_completed()
+
+    def _on_predict_epoch_end(self) -> Any:
+        # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write what this rank has predicted.
+        results = super()._on_predict_epoch_end()
+        if not self.return_predictions or self.trainer.world_size == 1 or num_ranks() == 1:
+            return results
+        everyones = gathered(self._predictions)
+        self._predictions = [_in_order(of_ranks) for of_ranks in zip(*everyones, strict=True)]
+        return self.predictions
+
+
+def _in_order(of_ranks: tuple[list[Any], ...]) -> list[Any]:
+    """Outputs of one loader's batches, the first of each rank, then the second: only the last may lack on some."""
+    rounds = itertools.zip_longest(*([(output,) for output in outputs] for outputs in of_ranks), fillvalue=())
+    return [output for of_round in rounds for outputs in of_round for output in outputs]

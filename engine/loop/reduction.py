@@ -1,0 +1,169 @@
+"""`self.log(..., sync_dist=True)` at the end of an epoch: sums and weights over the ranks, by name, all in one go.
+
+Lightning averages the ranks' sums and their weights apart, and adds up only the first of the two, one collective a
+value; ranks that log other names wait for each other, or mix their values up. Here:
+
+1. each rank packs the sums, weights and extremes of all values that wait, by name, into one message: 50 bytes a value;
+2. one gather brings the messages to all ranks (blocks until all are there);
+3. each rank compares the names, and computes the same results in float64, in the order of the ranks.
+"""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+# Lightning: where logged values are accumulated.
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torch import Tensor
+
+from ..strategies import gathered
+
+__all__ = ["as_numbers", "is_waiting", "reduce_results"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Message:
+    """What one rank has logged under one name."""
+
+    op: str
+    value: float | None
+    """Sum or extreme so far; None of a torchmetrics object, which is gathered by itself."""
+    weight: float | None
+    """Sum of the batch sizes, where there is a mean to be computed."""
+    is_synced: bool
+    meta: dict[str, Any] | None = None
+    """How it was logged, for ranks that have nothing to log."""
+
+
+def _is_synced(item: _ResultMetric) -> bool:
+    """Whether a value is ours to reduce: a group of the user's own, and what one rank logs alone, are Lightning's."""
+    sync = item.meta.sync
+    return bool(item.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None)
+
+
+def _waiting(results: _ResultCollection) -> dict[str, _ResultMetric]:
+    return {key: item for key, item in results.valid_items() if item.meta.on_epoch and item._computed is None}
+
+
+def is_waiting(results: _ResultCollection) -> bool:
+    """Whether there are values to reduce."""
+    return any(map(_is_synced, _waiting(results).values()))
+
+
+def reduce_results(
+    results: _ResultCollection, module: LightningModule, *, is_idle: bool = False, some_are_idle: bool = False
+) -> None:
+    """Reduces all values of an epoch that wait for it; all ranks call it together, also those with nothing to reduce.
+
+    Args:
+        results: changed in place: what is reduced counts as computed.
+        module: whose torchmetrics objects are logged.
+        is_idle: this rank has run no batch; it gets what it would have logged from the others, with no weight.
+        some_are_idle: the same is true of some rank.
+
+    Raises:
+        ValueError: a name was logged on some ranks only, or in another way.
+    """
+    mine = {k: item for k, item in _waiting(results).items() if some_are_idle or _is_synced(item)}
+    everyones = gathered((is_idle, _packed(mine, with_meta=some_are_idle)))
+    busy = [messages for idle, messages in everyones if not idle] or [messages for _, messages in everyones]
+    _compare(everyones)
+    for key, message in busy[0].items():
+        item = mine.get(key)
+        if item is None and is_idle:
+            item = results[key] = _item_of(message, results.get(key), module)
+        if item is None or message.value is None:
+            continue  # this rank's own, or left to torchmetrics
+        if message.is_synced or is_idle:
+            found = [messages[key] for _, messages in everyones if key in messages] if message.is_synced else [message]
+            item._computed = _reduced(message.op, found).to(item.value)  # type: ignore[assignment]
+
+
+def _packed(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[str, _Message]:
+    tensors = {
+        (key, name): getattr(item, name) for key, item in items.items() if item.is_tensor for name in _states(item)
+    }
+    found = as_numbers(tensors)
+    return {
+        key: _Message(
+            op=item.meta.sync.op,  # type: ignore[arg-type]
+            value=found.get((key, "value")),
+            weight=found.get((key, "cumulated_batch_size")),
+            is_synced=_is_synced(item),
+            meta=_described(item.meta) if with_meta else None,
+        )
+        for key, item in items.items()
+    }
+
+
+def _states(item: _ResultMetric) -> tuple[str, ...]:
+    return ("value", "cumulated_batch_size") if item.meta.is_mean_reduction else ("value",)
+
+
+def _described(meta: _Metadata) -> dict[str, Any]:
+    fields = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
+    del fields["_sync"], fields["reduce_fx"]
+    return fields
+
+
+def _item_of(message: _Message, earlier: _ResultMetric | None, module: LightningModule) -> _ResultMetric:
+    """The place that this rank would have, had it logged what the others have."""
+    if earlier is not None:  # of an earlier epoch
+        item = earlier
+    else:
+        assert message.meta is not None
+        meta = _Metadata(**message.meta, reduce_fx=getattr(torch, message.op))
+        meta.sync = _Sync(fn=module.trainer.strategy.reduce, _should=message.is_synced)
+        item = _ResultMetric(meta, is_tensor=message.value is not None).to(module.device)
+    if not item.is_tensor:
+        assert item.meta.metric_attribute is not None
+        item.value = module.get_submodule(item.meta.metric_attribute)
+    item.has_reset = False
+    return item
+
+
+def _compare(everyones: list[tuple[bool, dict[str, _Message]]]) -> None:
+    names = {key: message.op for _, messages in everyones for key, message in messages.items() if message.is_synced}
+    for key, op in names.items():
+        have = [rank for rank, (_, messages) in enumerate(everyones) if key in messages]
+        lack = [rank for rank, (idle, messages) in enumerate(everyones) if key not in messages and not idle]
+        hook, _, name = key.partition(".")
+        if lack:
+            raise ValueError(
+                f"self.log({name!r}, ..., sync_dist=True) was called in `{hook}` on rank(s) {have}, but not on rank(s)"
+                f" {lack}: log the same names on all ranks, or leave out sync_dist."
+            )
+        ops = {rank: everyones[rank][1][key].op for rank in have}
+        if set(ops.values()) != {op} or not all(everyones[rank][1][key].is_synced for rank in have):
+            raise ValueError(
+                f"self.log({name!r}, ..., sync_dist=True) was called in `{hook}` with other arguments on some ranks:"
+                f" reduce_fx is {ops} by rank. Log it in the same way on all of them."
+            )
+
+
+def _reduced(op: str, messages: list[_Message]) -> Tensor:
+    values = torch.tensor([message.value for message in messages], dtype=torch.float64)
+    if op == "mean":
+        return values.sum() / torch.tensor([message.weight for message in messages], dtype=torch.float64).sum()
+    return values.sum() if op == "sum" else values.amax() if op == "max" else values.amin()
+
+
+def as_numbers(tensors: dict[Any, Any]) -> dict[Any, Any]:
+    """`tensors` with numbers for scalars: one read from the device for all tensors of a kind."""
+    found = dict(tensors)
+    kinds: dict[Any, list[Any]] = defaultdict(list)
+    for name, value in tensors.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            kinds[value.device, value.dtype].append(name)
+    for names in kinds.values():
+        values = [tensors[name].detach().reshape(()) for name in names]
+        found.update(zip(names, torch.stack(values).tolist() if len(values) > 1 else [values[0].item()], strict=True))
+    return found
