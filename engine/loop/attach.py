@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ..flags import check_count
 from ..strategies import Heartbeat, Watchdog, announce
 from .checkpoint_connector import CheckpointConnector
 from .data_connector import DataConnector
@@ -67,6 +68,21 @@ class LoopTrainer(Trainer):
             patience_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S
             announce(exception, watchdog=watchdog, finish=lambda: checkpoints.saver.finish(patience_s))
             raise
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples of a rank's micro-batch at most, under a `global_batch_size`; None without one, or before training.
+
+        With ``micro_batch_size="auto"`` it can be set, by all ranks in the same step, to let it grow again.
+        """
+        return self._data_connector.present_micro_batch_size  # type: ignore[attr-defined]
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, size: int) -> None:
+        watch = self.fit_loop.epoch_loop.automatic_optimization.out_of_memory  # type: ignore[attr-defined]
+        if watch is None:
+            raise ValueError("micro_batch_size changes while training only where it was given as 'auto'.")
+        watch.wanted = check_count("micro_batch_size", size)
 
     def request_snapshot(self) -> None:
         """Has all ranks save a snapshot after the same step; any rank may ask."""

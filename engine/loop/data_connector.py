@@ -175,6 +175,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return Samples(1, self.trainer.world_size)
 
     @property
+    def present_micro_batch_size(self) -> int | None:
+        """What micro-batches have at most where they are cut from global batches; None where they are not."""
+        batches = getattr(self._only_loader, "batch_sampler", None)
+        if self.global_batch_size is None or not isinstance(batches, GlobalBatches):
+            return None
+        return min(batches.batch_size, math.ceil(batches.size / batches.sampler.num_replicas))
+
+    @property
     def largest_micro_batch(self) -> int:
         """Samples of a rank in the largest micro-batch of a full global batch."""
         batches = self._global_batches

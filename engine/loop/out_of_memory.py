@@ -45,6 +45,8 @@ class OutOfMemory:
         self._trainer: Any = trainer
         self.has_failed = False
         """Whether this rank ran out of memory in the present step."""
+        self.wanted: int | None = None
+        """Another size of micro-batches for the next step, which the user has asked for."""
         self._error: BaseException | None = None
         self._undo: Undo | None = None
 
@@ -58,6 +60,9 @@ class OutOfMemory:
         self._first_loop_iter = connector._first_loop_iter
         self._ready = progress.total.ready, progress.current.ready
         self._optim_progress = loop.automatic_optimization.optim_progress.state_dict()
+        if self.wanted is not None:
+            self._cut(loop, self.wanted)
+            self.wanted = None
 
     def begin_micro_batch(self) -> None:
         """Called before forward."""
@@ -115,10 +120,6 @@ class OutOfMemory:
         module.zero_grad(set_to_none=True)
         if trainer.world_size > 1:
             trainer.strategy.begin_again()
-        assert self._undo is not None
-        self._undo.undo()
-        trainer._logger_connector._first_loop_iter = self._first_loop_iter
-        loop.automatic_optimization.optim_progress.load_state_dict(self._optim_progress)
         size = -(-largest // 2)
         rank_zero_info(
             f"Out of memory on rank(s) {', '.join(map(str, where))} with micro-batches of {largest}: the step is done"
@@ -126,9 +127,13 @@ class OutOfMemory:
             f" micro_batch_size={size}."
         )
         self.has_failed, self._error = False, None
-        self.cut(loop, size)
+        self._cut(loop, size)
+        assert self._undo is not None
+        self._undo.undo()  # last, since a loader's iterator draws a seed
+        trainer._logger_connector._first_loop_iter = self._first_loop_iter
+        loop.automatic_optimization.optim_progress.load_state_dict(self._optim_progress)
 
-    def cut(self, loop: Any, size: int) -> None:
+    def _cut(self, loop: Any, size: int) -> None:
         """Goes on from the step that `begin_step` was called for with micro-batches of at most `size` samples."""
         total, current = self._ready
         done = self._trainer._data_connector.cut(current, size)

@@ -1,9 +1,15 @@
 """A rank runs out of memory, and the result is that of a run in which none did."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -46,39 +52,53 @@ class Block(nn.Module):
 
 
 class Hungry(LightningModule):
-    """Takes more memory than there is for more than `most` samples, on one rank, from one step on."""
+    """Takes more memory than there is for more than `most` samples, on the last rank, from one step on."""
 
-    def __init__(self, most: int = SIZE, where: str = "forward", rank: int = 1, from_step: int = 0) -> None:
+    def __init__(self, most: int = SIZE, where: str = "forward", from_step: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(8, 16)
         self.blocks = nn.ModuleList(Block(16) for _ in range(3))
-        self.last = nn.Linear(16, 1)
-        self.scarcity = most, where, rank, from_step
+        self.last = nn.Sequential(nn.Dropout(dropout), nn.Linear(16, 1))
+        self.most, self.where, self.from_step = most, where, from_step
         self.mean = MeanMetric()
         self.register_buffer("seen", torch.zeros(()))
-        self.logged: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).squeeze(1)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
-        most, where, rank, from_step = self.scarcity
-        if self.global_rank == min(rank, self.trainer.world_size - 1) and self.trainer.global_step >= from_step:
-            self.blocks[1].most[where] = most
-        if self.trainer.num_devices == 1:
-            self.seen += len(inputs)
-            self.mean.update(targets)
-        x = self.first(inputs)
-        for block in self.blocks:
-            x = block(x)
-        loss = (self.last(x).squeeze(1) - targets).square().mean()
-        self.log("loss", loss, on_step=False, on_epoch=True)
+        if self.global_rank == self.trainer.world_size - 1 and self.trainer.global_step >= self.from_step:
+            self.blocks[1].most[self.where] = self.most
+        self.seen += len(inputs)
+        self.mean.update(targets)
+        self.log("targets", self.mean, on_step=False, on_epoch=True)
+        loss = (self(inputs) - targets).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.logged.append(float(self.trainer.callback_metrics["loss"]) if self.trainer.num_devices == 1 else 0.0)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return adamw(self)
+
+
+class Notes(Callback):
+    """Writes rank 0's metrics of each epoch to a file, and how many micro-batches the steps had."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        draw = float(torch.rand(()))
+        seen, window = pl_module.seen.item(), trainer.accumulate_grad_batches
+        self.epochs.append({**metrics, "window": window, "seen": seen, "draw": draw})
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(self.epochs))
 
 
 def data() -> TensorDataset:
@@ -100,30 +120,109 @@ def plain_loop() -> dict[str, Tensor]:
         for first in range(0, SIZE, BATCH):
             inputs, targets = samples[first : first + BATCH]
             optimizer.zero_grad()
-            x = module.first(inputs)
-            for block in module.blocks:
-                x = block(x)
-            (module.last(x).squeeze(1) - targets).square().mean().backward()
+            (module(inputs) - targets).square().mean().backward()
             optimizer.step()
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
+def weights(module: Hungry) -> dict[str, Tensor]:
+    names = dict(module.named_parameters())
+    return {name: tensor for name, tensor in module.state_dict().items() if name in names}
+
+
+STRATEGIES = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp:no_sync=false", 3), ("hsdp:replicate=2", 4)]
+
+
 @pytest.mark.parametrize("from_step", [0, 3], ids=["first step", "in the middle"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("flag", "devices"),
-    [
-        ("single", 1),
-        ("ddp", 2),
-        ("ddp", 3),
-        ("fsdp", 2),
-        ("fsdp", 3),
-        ("fsdp:no_sync=false", 2),
-        ("hsdp:replicate=2", 4),
-    ],
-)
+@pytest.mark.parametrize(("flag", "devices"), STRATEGIES)
 def test_the_weights_are_those_of_a_plain_loop(flag, devices, where, from_step):
     module = Hungry(most=3, where=where, from_step=from_step)
     fit(module, flag, devices)
-    found = {name: p for name, p in module.state_dict().items() if name in dict(module.named_parameters())}
-    assert largest_difference(found, plain_loop()) <= TOLERANCE
+    assert largest_difference(weights(module), plain_loop()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("compression", ["bf16", "powersgd:2,start=0,min_ratio=1", "topk:0.5"])
+def test_what_a_comm_hook_keeps_is_as_if_it_had_not_happened(compression):
+    scarce, ample = Hungry(most=3, where="backward"), Hungry()
+    fit(scarce, "ddp:bucket_cap_mb=0.001", 2, compression=compression)
+    fit(ample, "ddp:bucket_cap_mb=0.001", 2, compression=compression, micro_batch_size=3)
+    assert largest_difference(weights(scarce), weights(ample)) == 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("flag", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_all_else_is_as_if_it_had_not_happened(flag, devices, where, tmp_path):
+    found = []
+    for most, micro in ((3, "auto"), (SIZE, 3)):
+        module, notes = Hungry(most=most, where=where, dropout=0.3), Notes(tmp_path / str(micro))
+        torch.manual_seed(8)
+        fit(module, flag, devices, micro_batch_size=micro, callbacks=[notes])
+        found.append((module.state_dict(), json.loads(notes.path.read_text())))
+    (state, epochs), (expected, expected_epochs) = found
+    assert epochs == expected_epochs
+    assert largest_difference(state, expected) == 0
+
+
+def test_what_was_found_is_remembered_by_checkpoints(tmp_path):
+    module = Hungry(most=3)
+    fit(module, "single", 1, max_epochs=1).save_checkpoint(tmp_path / "saved")
+    events: list[int] = []
+    again = Hungry()
+    engine = Engine(global_batch_size=BATCH, micro_batch_size="auto", max_epochs=2, **QUIET)
+    again.on_train_batch_start = lambda batch, batch_idx: events.append(len(batch[0]))
+    engine.fit(again, DataLoader(data(), batch_size=4), ckpt_path=tmp_path / "saved")
+    assert max(events) == 3
+
+
+def test_it_grows_again_when_told_to():
+    sizes: list[int] = []
+
+    class Grows(Hungry):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            sizes.append(len(batch[0]))
+            if self.trainer.global_step == 1:
+                self.blocks[1].most["forward"] = self.most = SIZE
+                self.trainer.micro_batch_size = 8
+
+    module = Grows(most=3)
+    engine = fit(module, "single", 1, max_epochs=1)
+    assert sizes == [24, 12, 6, *[3] * (2 * BATCH // 3), 7, 6]
+    assert engine.micro_batch_size == 8
+
+
+def test_one_sample_that_does_not_fit_is_an_error_with_a_table():
+    with pytest.raises(torch.OutOfMemoryError, match=r"one sample(.|\n)*optimizer state(.|\n)*strategy='fsdp'"):
+        fit(Hungry(most=0), "single", 1)
+
+
+def test_and_so_it_is_on_one_rank_of_several():
+    with pytest.raises(ProcessRaisedException, match=r"out of memory on rank\(s\) 1 with a micro-batch of one sample"):
+        fit(Hungry(most=0), "ddp", 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"strategy": "ddp:static_graph=true"}, "under ddp:static_graph=true"),
+        ({"strategy": "ddp", "sync_batchnorm": True}, "under sync_batchnorm=True"),
+        ({"strategy": DDPStrategy()}, "under DDPStrategy"),
+    ],
+)
+def test_what_can_not_be_repeated_is_refused(flags, why):
+    with pytest.raises(ValueError, match=f"micro_batch_size='auto' can't repeat a step {why}"):
+        Engine(devices=2, global_batch_size=BATCH, micro_batch_size="auto", **QUIET, **flags)
+
+
+def test_loops_that_are_not_ours_are_refused():
+    with pytest.raises(ValueError, match="can't repeat a step that is done with a profiler"):
+        fit(Hungry(), "single", 1, profiler="simple")
+
+
+def test_other_errors_stay_what_they_are():
+    class Fails(Hungry):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        fit(Fails(), "single", 1)
