@@ -34,6 +34,8 @@ COMMANDS = {"ckpt": commands.main, "launch": launch.main}
 SHORT = (
     "accelerator",
     "accumulate_grad_batches",
+    "global_batch_size",
+    "micro_batch_size",
     "callbacks",
     "compile",
     "compression",

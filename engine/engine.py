@@ -45,7 +45,9 @@ _SPREADING = {
     "compile",
     "compression",
     "devices",
+    "global_batch_size",
     "hang_timeout_s",
+    "micro_batch_size",
     "nonfinite",
     "num_nodes",
     "plugins",
@@ -260,7 +262,10 @@ class Engine(LoopTrainer):
                 if order is not None:
                     generator.set_state(order)  # a generator of the user's has been drawn from
                 reference = verification.reference_steps(
-                    copy.deepcopy(model), loader, engine.world_size, {**shared, **quiet}
+                    copy.deepcopy(model),
+                    loader,
+                    self._flags["global_batch_size"] or (loader.batch_size or 0) * engine.world_size,
+                    {**shared, **quiet},
                 )
                 certificate = verification.certify(ours, reference, tolerance)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)

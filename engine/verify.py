@@ -53,18 +53,26 @@ class Certificate:
         return f"{verdict}\nlargest difference of any parameter or buffer\n{table}"
 
 
-class _WholeWindows(Callback):
-    """Divides the last, shorter accumulation window of an epoch by its own length; stock Lightning does not."""
+class _BySamples(Callback):
+    """Weighs the micro-batches of a step by their samples; stock Lightning divides by their number as it should be."""
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        self._num_samples = num_samples
+        self._batch_size = batch_size
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Notes the place in the window."""
-        self._length = batch_idx % trainer.accumulate_grad_batches + 1
+        """Finds out what the micro-batch has of the step's samples."""
+        full = trainer.accumulate_grad_batches
+        first = batch_idx - batch_idx % full
+        last = min(first + full, int(trainer.num_training_batches))
+        sizes = [min(self._batch_size, self._num_samples - i * self._batch_size) for i in range(first, last)]
+        self._factor = full * sizes[batch_idx - first] / sum(sizes)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Scales, before clipping."""
-        for p in pl_module.parameters():
-            if p.grad is not None:
-                p.grad.mul_(trainer.accumulate_grad_batches / self._length)
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Scales the gradients of this micro-batch."""
+        factor = self._factor
+        if factor != 1:
+            loss.register_hook(lambda gradient: gradient * factor)
 
 
 class Recorder(Callback):
@@ -88,14 +96,14 @@ class Recorder(Callback):
             torch.save(self._states, self.path)
 
 
-def reference_steps(module: LightningModule, loader: DataLoader, world_size: int, flags: Mapping[str, Any]) -> _States:
+def reference_steps(module: LightningModule, loader: DataLoader, batch_size: int, flags: Mapping[str, Any]) -> _States:
     """The weights after each step of stock Lightning in one process, on batches of all ranks together."""
     if loader.batch_size is None:
         raise ValueError("verify needs a DataLoader with a batch_size, to join the batches of all ranks.")
     in_order = isinstance(loader.sampler, SequentialSampler)
     joined = DataLoader(
         loader.dataset,
-        batch_size=loader.batch_size * world_size,
+        batch_size=batch_size,
         sampler=loader.sampler if in_order else GlobalOrder(loader.sampler, seed=global_seed()),
         generator=loader.generator,
         collate_fn=loader.collate_fn,
@@ -103,7 +111,8 @@ def reference_steps(module: LightningModule, loader: DataLoader, world_size: int
     )
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "reference.pt")
-        own = {"strategy": "auto", "devices": 1, "callbacks": [_WholeWindows(), recorder]}
+        by_samples = _BySamples(len(loader.sampler), batch_size)  # type: ignore[arg-type]
+        own = {"strategy": "auto", "devices": 1, "callbacks": [by_samples, recorder]}
         Trainer(**{**flags, **own, "use_distributed_sampler": False}).fit(module, joined)
         return torch.load(recorder.path, weights_only=True)
 

@@ -1,6 +1,6 @@
 """Checkpoints: directories that are whole or not there, and open under every strategy."""
 
-from .rng import get_random_state, set_random_state
+from .rng import draw_alone, get_random_state, set_random_state
 from .saver import Saver, load_checkpoint
 from .store import CheckpointError, Manifest, find, is_checkpoint, lock, read_manifest, repair
 from .tree import NAMES, by_name, by_number, numbered
@@ -12,6 +12,7 @@ __all__ = [
     "Saver",
     "by_name",
     "by_number",
+    "draw_alone",
     "find",
     "get_random_state",
     "is_checkpoint",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["get_random_state", "set_random_state"]
+__all__ = ["draw_alone", "get_random_state", "set_random_state"]
 
 
 def get_random_state() -> dict[str, Any]:
@@ -31,3 +31,18 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def draw_alone(rank: int) -> None:
+    """Has this rank draw other random numbers than the others from now on, the same in each run that is seeded.
+
+    Rank 0 goes on as it is. The others start from what all have in common, if they were seeded alike.
+    """
+    if rank == 0:
+        return
+    with torch.random.fork_rng(devices=[]):
+        common = int(torch.randint(2**62, ()))
+    seed = hash((common, rank)) % 2**63  # of whole numbers: the same in all processes
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

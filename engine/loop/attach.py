@@ -54,7 +54,7 @@ class LoopTrainer(Trainer):
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
-        checkpoints.is_ending = False
+        checkpoints.begin()
         folder = os.path.join(self.default_root_dir, "failures")
         watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size)
         watchdog.start()

@@ -27,6 +27,7 @@ from ..checkpoint import (
     CheckpointError,
     Saver,
     by_name,
+    draw_alone,
     find,
     get_random_state,
     is_checkpoint,
@@ -86,6 +87,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         # Others, the resumption among them, may change it while training.
         self._accumulation_asked: int = trainer.accumulate_grad_batches
         self._random_state: dict[str, Any] | None = None
+        self._draws_alone = False
         self.knows_place = False
         """Whether the checkpoint that was opened says where in the data it was."""
         strategy: Any = trainer.strategy
@@ -202,6 +204,10 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         return [names.get(parameter, f"<parameter {i}>") for i, parameter in enumerate(parameters)]
 
     # --- loading
+
+    def begin(self) -> None:
+        """Called when the trainer begins to run."""
+        self.is_ending = self._draws_alone = False
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Opens a checkpoint, whose files are all checked before anything is changed."""
@@ -350,10 +356,13 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             self.restore_random_state()  # the next epoch's loader draws from it
 
     def restore_random_state(self) -> None:
-        """Sets the random state of the checkpoint, once; called before the first batch."""
+        """Sets the random state of the checkpoint, or one of this rank alone, once; called before the first batch."""
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
+        elif not self._draws_alone:
+            draw_alone(self.trainer.global_rank)
+        self._draws_alone = True
 
     @property
     def _is_ours(self) -> bool:

@@ -70,6 +70,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self._step_samples: tuple[int, int | None] = -1, None
+        self._in_steps: dict[str, int] | None = None
+        """The user's flags that count batches."""
         self._found: int | None = None
         """The size of micro-batches that was found to fit, here or in the run that is resumed."""
         self._resumed: dict[DataLoader, Pass] = {}
@@ -150,12 +152,24 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             order, size=wanted or micro * order.num_replicas, micro_batch_size=micro, drop_last=order.drop_last
         )
         if wanted is not None:
-            self.trainer.accumulate_grad_batches = batches.per_step
+            self._count_in_steps(batches.per_step)
             rank_zero_info(
                 f"global batch of {wanted} samples: {order.num_replicas} rank(s) x {batches.per_step} micro-batch(es)"
                 f" of at most {min(micro, -(-wanted // order.num_replicas))}"
             )
         return _changed(dataloader, sampler=order, batch_sampler=batches)
+
+    def _count_in_steps(self, per_step: int) -> None:
+        """Has flags that count batches count global ones, each of so many micro-batches."""
+        trainer = self.trainer
+        trainer.accumulate_grad_batches = per_step
+        if self._in_steps is None:
+            given = {name: getattr(trainer, name) for name in ("limit_train_batches", "val_check_interval")}
+            self._in_steps = {name: value for name, value in given.items() if type(value) is int}
+        for name, num_steps in self._in_steps.items():
+            setattr(trainer, name, num_steps * per_step)
+        if "val_check_interval" in self._in_steps:
+            trainer.val_check_batch = trainer.val_check_interval
 
     # --- how much a batch holds
 
@@ -219,7 +233,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         since = 0 if place is None else place.batches // batches.per_step
         position = (0 if place is None else place.position) + (steps - since) * batches.size
         batches.batch_size = self._found = micro_batch_size
-        trainer.accumulate_grad_batches = batches.per_step
+        self._count_in_steps(batches.per_step)
         if place is not None:
             place.batches = since * batches.per_step
         batches.sampler.go_on_at(position, steps * batches.per_step)

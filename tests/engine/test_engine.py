@@ -17,7 +17,16 @@ from polyphase.engine.flags import Layout
 
 from .tiny import QUIET, Positions, Regression, Seen, engine, rows
 
-OURS = {"async_checkpoints", "compile", "compression", "hang_timeout_s", "nonfinite", "resume"}
+OURS = {
+    "async_checkpoints",
+    "compile",
+    "compression",
+    "global_batch_size",
+    "hang_timeout_s",
+    "micro_batch_size",
+    "nonfinite",
+    "resume",
+}
 """Arguments that Trainer does not have."""
 
 EPOCH = [[0, 1], [2, 3], [4]]
@@ -230,6 +239,15 @@ def test_one_process_under_the_engine_equals_one_process_of_lightnings(flags, sh
     assert max(certificate.differences) <= certificate.tolerance
     assert str(certificate).startswith("equal to one process within 1e-05")
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items()), "left as it is"
+
+
+@pytest.mark.parametrize(
+    "flags", [{"global_batch_size": 6, "micro_batch_size": 4}, {"accumulate_grad_batches": 3}, {"global_batch_size": 7}]
+)
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("ddp_fork", 2)])
+def test_verify_knows_how_much_short_batches_count(strategy, devices, flags):
+    run = Engine(strategy=strategy, devices=devices, **QUIET, **flags)
+    assert run.verify(Regression(), rows(17, shuffle=True), steps=5).equal
 
 
 def test_verify_with_a_data_module():

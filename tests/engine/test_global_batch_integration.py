@@ -190,3 +190,22 @@ def test_so_they_are_in_16_bit_to_its_precision(flags):
     expected = {name: p.grad for name, p in module.named_parameters()}
     found = first_gradient(Tokens(), "ddp", 2, accumulate_grad_batches=3, **flags)
     assert largest_difference(found, expected) <= 2e-3  # 2^-9 of the largest gradient, 0.2, in each of a few sums
+
+
+@pytest.mark.parametrize(("devices", "micro"), [(1, 5), (2, None), (3, 2)])
+def test_flags_that_count_batches_count_global_ones(devices, micro, tmp_path):
+    class Validates(Fits):
+        def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+            pass
+
+        def on_validation_start(self) -> None:
+            self.seen[-1].append(self.trainer.global_step)
+
+    module = Validates(tmp_path)
+    engine = Engine(
+        strategy=suffixed("ddp" if devices > 1 else "single", "fork"), devices=devices, max_epochs=2,
+        global_batch_size=BATCH, micro_batch_size=micro, limit_train_batches=6, val_check_interval=2,
+        num_sanity_val_steps=0, **QUIET,
+    )  # fmt: skip
+    engine.fit(module, DataLoader(Numbered(SIZE), batch_size=16), DataLoader(Numbered(5)))
+    assert json.loads((tmp_path / "0.json").read_text())["-1"] == [2, 4, 6, 8, 10, 12]

@@ -62,6 +62,14 @@ def test_gpt_on_two_nodes():
     assert outputs.count("validation bits per byte") == 1, "rank 0 alone prints"
 
 
+def test_global_batch_is_the_same_on_one_and_on_three():
+    flags = ["--devices", "3", "--max_steps", "14", "--strategies", "ddp_fork"]  # beyond the last one of the epoch
+    finished = run_command([sys.executable, EXAMPLES / "global_batch.py", *flags])
+    assert finished.returncode == 0, finished.output
+    (difference,) = re.findall(r"^ddp_fork +3 +(\S+)$", finished.output, re.MULTILINE)
+    assert float(difference) <= 1e-5
+
+
 def test_slurm_script_uses_flags_that_the_example_takes():
     script = EXAMPLES / "slurm.sbatch"
     assert run_command(["bash", "-n", script]).returncode == 0

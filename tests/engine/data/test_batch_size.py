@@ -1,0 +1,54 @@
+"""What the flags of the batch sizes refuse, before any process starts."""
+
+import pytest
+from torch.utils.data import DataLoader, DistributedSampler
+
+from polyphase.engine import Engine
+
+from ..tiny import QUIET, Positions, Seen, Stream, engine
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size must be a whole number of at least 1, but got 0"),
+        ({"global_batch_size": -8}, "at least 1, but got -8"),
+        ({"global_batch_size": 2.5}, "whole number of at least 1, but got 2.5"),
+        ({"global_batch_size": True}, "whole number of at least 1, but got True"),
+        ({"global_batch_size": 3, "devices": 4, "strategy": "ddp"}, "smaller than the number of ranks, 4"),
+        ({"global_batch_size": 8, "accumulate_grad_batches": 2}, "both say how many micro-batches a step has"),
+        ({"global_batch_size": 8, "micro_batch_size": 9}, "micro_batch_size must be(.|\n)*at most 8, but got 9"),
+        ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1"),
+        ({"global_batch_size": 8, "micro_batch_size": "all"}, "a whole number, 'auto' or None, but got 'all'"),
+        ({"micro_batch_size": 4}, "says how a global batch is cut: give global_batch_size"),
+        ({"micro_batch_size": "auto"}, "says how a global batch is cut: give global_batch_size"),
+    ],
+)
+def test_flags_that_can_not_be_honoured(flags, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(**{**QUIET, "devices": 1, **flags})
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (DataLoader(Positions(40), batch_size=16), "batch_size=16 is larger than global_batch_size=8"),
+        (DataLoader(Positions(40), batch_size=None), "batch_size=None, whose samples may be batches already"),
+        (DataLoader(Stream(40), batch_size=4), "Stream is a stream(.|\n)*weight"),
+        (
+            DataLoader(Positions(40), batch_size=4, sampler=DistributedSampler(Positions(40), 1, 0)),
+            "the DataLoader's own DistributedSampler would both deal samples",
+        ),
+        ([1, 2, 3], "needs a DataLoader to take the samples from, but training data is a list"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_loaders_that_contradict_it(loader, message):
+    with pytest.raises(ValueError, match=message):
+        engine(global_batch_size=8).fit(Seen(), loader)
+
+
+def test_a_micro_batch_of_its_own_takes_the_place_of_the_loaders():
+    module = Seen()
+    engine(global_batch_size=8, micro_batch_size=3).fit(module, DataLoader(Positions(19), batch_size=16))
+    assert [len(batch) for batch in module.epochs[0]] == [3, 3, 2, 3, 3, 2, 3]
