@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..flags import check_count
 from ..strategies import Heartbeat, Watchdog, announce
+from .batch_sizes import BatchSizes
 from .checkpoint_connector import CheckpointConnector
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
@@ -75,7 +76,7 @@ class LoopTrainer(Trainer):
 
         With ``micro_batch_size="auto"`` it can be set, by all ranks in the same step, to let it grow again.
         """
-        return self._data_connector.present_micro_batch_size  # type: ignore[attr-defined]
+        return self._data_connector.sizes.present  # type: ignore[attr-defined]
 
     @micro_batch_size.setter
     def micro_batch_size(self, size: int) -> None:
@@ -188,9 +189,7 @@ def attach(
         in_background=async_checkpoints,
         keeps_global_batch=keeps_global_batch and global_batch_size is None,
     )
-    trainer._data_connector = DataConnector(
-        trainer, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
-    )
+    trainer._data_connector = DataConnector(trainer, BatchSizes(trainer, global_batch_size, micro_batch_size))
     trainer._signal_connector = SignalConnector(trainer)
     # The connector was told its loggers already: they stay.
     trainer._logger_connector = LoggerConnector(trainer)

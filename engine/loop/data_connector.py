@@ -4,8 +4,7 @@ Lightning shuffles in all distributed training, and a run that is resumed begins
 """
 
 import copy
-import math
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -13,22 +12,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset, sized_len
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torchdata.stateful_dataloader import sampler as torchdatas
 
 from ..data import (
     EvenBatches,
-    GlobalBatches,
     GlobalOrder,
     InOneRow,
     Pass,
     Remembering,
-    Samples,
     agreeing,
     as_stateful,
     check_loader,
@@ -43,6 +40,7 @@ from ..data import (
 )
 from ..environment import global_seed
 from ..strategies import flags, gathered
+from .batch_sizes import BatchSizes
 
 __all__ = ["DataConnector"]
 
@@ -52,28 +50,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     Args:
         trainer: whose data it is.
-        global_batch_size: samples of an optimizer step; None: what the DataLoader and the accumulation make.
-        micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``:
-            all of its share, and less where memory says so.
+        sizes: of the global batches that training data is cut into.
     """
 
     trainer: Any
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        *,
-        global_batch_size: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, sizes: BatchSizes) -> None:
         super().__init__(trainer)
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self._step_samples: tuple[int, int | None] = -1, None
-        self._in_steps: dict[str, int] | None = None
-        """The user's flags that count batches."""
-        self._found: int | None = None
-        """The size of micro-batches that was found to fit, here or in the run that is resumed."""
+        self.sizes = sizes
         self._resumed: dict[DataLoader, Pass] = {}
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
@@ -99,8 +83,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
     def _prepare_training(self, dataloader: object) -> object:
-        if self.global_batch_size is not None:
-            check_loader(dataloader, self.global_batch_size, self.micro_batch_size)
+        if self.sizes.wanted is not None:
+            check_loader(dataloader, self.sizes.wanted, self.sizes.micro)
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):
@@ -122,7 +106,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         batches: Any = dataloader.batch_sampler
         trains = mode == RunningStage.TRAINING
         decided = decides(dataloader) if trains else _order_of(dataloader)
-        size = self.global_batch_size if trains else None
+        size = self.sizes.wanted if trains else None
         inner = _seedable(decided, dataloader) if size is None or decided is not batches else InOneRow(batches, size)
         sampler = GlobalOrder(
             inner,
@@ -134,136 +118,13 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             # Workers ask for the first indices before Lightning says which epoch it is.
             sampler.set_epoch(self._epoch)
         if size is not None or (trains and batches is not None and decided is not batches):
-            return self._in_global_batches(dataloader, sampler)
+            return _changed(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
         if decided is batches:
             # As `sampler` too, which is not used beside a batch sampler: there Lightning sets the epoch.
             return _changed(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
         return _update_dataloader(dataloader, sampler, mode=mode)  # says what it needs of such a batch sampler
-
-    def _in_global_batches(self, dataloader: DataLoader, order: GlobalOrder) -> DataLoader:
-        given, wanted = getattr(dataloader.batch_sampler, "batch_size", None), self.global_batch_size
-        micro = wanted if self.micro_batch_size == "auto" else self.micro_batch_size or given or wanted
-        if self.micro_batch_size == "auto" and self._found is not None:
-            micro = self._found
-        assert micro is not None  # check_loader
-        batches = GlobalBatches(
-            order, size=wanted or micro * order.num_replicas, micro_batch_size=micro, drop_last=order.drop_last
-        )
-        if wanted is not None:
-            self._count_in_steps(batches.per_step)
-            rank_zero_info(
-                f"global batch of {wanted} samples: {order.num_replicas} rank(s) x {batches.per_step} micro-batch(es)"
-                f" of at most {min(micro, -(-wanted // order.num_replicas))}"
-            )
-        return _changed(dataloader, sampler=order, batch_sampler=batches)
-
-    def _count_in_steps(self, per_step: int) -> None:
-        """Has flags that count batches count global ones, each of so many micro-batches."""
-        trainer = self.trainer
-        trainer.accumulate_grad_batches = per_step
-        if self._in_steps is None:
-            given = {name: getattr(trainer, name) for name in ("limit_train_batches", "val_check_interval")}
-            self._in_steps = {name: value for name, value in given.items() if type(value) is int}
-        for name, num_steps in self._in_steps.items():
-            setattr(trainer, name, num_steps * per_step)
-        if "val_check_interval" in self._in_steps:
-            trainer.val_check_batch = trainer.val_check_interval
-
-    # --- how much a batch holds
-
-    def samples(self, batch_idx: int) -> Samples:
-        """Of a training batch, on this rank and on all of them; where it is not known, one for each rank."""
-        loader = self._only_loader
-        if loader is not None:
-            batches: Any = loader.batch_sampler
-            if isinstance(batches, GlobalBatches):
-                return batches.samples(batch_idx)
-            if isinstance(batches, GlobalOrder):
-                return batches.samples(batch_idx)
-            if type(batches) is BatchSampler and not has_iterable_dataset(loader):
-                left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
-                mine = min(batches.batch_size, left)
-                return Samples(mine, mine * self.trainer.world_size)
-        return Samples(1, self.trainer.world_size)
-
-    @property
-    def present_micro_batch_size(self) -> int | None:
-        """What micro-batches have at most where they are cut from global batches; None where they are not."""
-        batches = getattr(self._only_loader, "batch_sampler", None)
-        if self.global_batch_size is None or not isinstance(batches, GlobalBatches):
-            return None
-        return min(batches.batch_size, math.ceil(batches.size / batches.sampler.num_replicas))
-
-    @property
-    def largest_micro_batch(self) -> int:
-        """Samples of a rank in the largest micro-batch of a full global batch."""
-        batches = self._global_batches
-        return math.ceil(math.ceil(batches.size / batches.sampler.num_replicas) / batches.per_step)
-
-    @property
-    def _global_batches(self) -> GlobalBatches:
-        assert self._only_loader is not None
-        batches = self._only_loader.batch_sampler
-        assert isinstance(batches, GlobalBatches)
-        return batches
-
-    def smallest_batch(self) -> Any:
-        """A batch of one sample, made in this process."""
-        loader = self._only_loader
-        assert loader is not None
-        assert loader.collate_fn is not None
-        return loader.collate_fn([loader.dataset[self._global_batches.sampler.global_order()[0]]])
-
-    def cut(self, done: int, micro_batch_size: int) -> int:
-        """Cuts the rest of the epoch into micro-batches of another size, between two steps.
-
-        Args:
-            done: micro-batches of the epoch that are done.
-            micro_batch_size: samples of each rank's, at most.
-
-        Returns:
-            How many of the new size that would have been.
-        """
-        trainer, batches, loader = self.trainer, self._global_batches, self._only_loader
-        steps = done // batches.per_step
-        assert loader is not None
-        place = self._resumed.get(loader)
-        since = 0 if place is None else place.batches // batches.per_step
-        position = (0 if place is None else place.position) + (steps - since) * batches.size
-        batches.batch_size = self._found = micro_batch_size
-        self._count_in_steps(batches.per_step)
-        if place is not None:
-            place.batches = since * batches.per_step
-        batches.sampler.go_on_at(position, steps * batches.per_step)
-        self._step_samples = -1, None
-        fit_loop = trainer.fit_loop
-        fetcher = fit_loop._data_fetcher
-        self._set_limits()
-        iter(fetcher)  # takes them on
-        self._set_lengths()
-        # Lightning: _TrainingEpochLoop.on_run_start
-        fetcher.fetched += steps * batches.per_step
-        fetcher._start_profiler, fetcher._stop_profiler = (
-            fit_loop.epoch_loop._on_before_fetch,
-            fit_loop.epoch_loop._on_after_fetch,
-        )
-        return steps * batches.per_step
-
-    def samples_of_step(self, first: int, num_batches: int) -> int | None:
-        """Samples of so many batches from the one given, on all ranks; None if the end of the data is not known."""
-        if self.trainer.num_training_batches == float("inf"):
-            return None
-        if self._step_samples[0] != first:
-            self._step_samples = first, sum(self.samples(first + i).all for i in range(num_batches))
-        return self._step_samples[1]
-
-    @property
-    def _only_loader(self) -> DataLoader | None:
-        combined = self.trainer.fit_loop._combined_loader
-        loaders = [] if combined is None else combined.flattened
-        return loaders[0] if len(loaders) == 1 and isinstance(loaders[0], DataLoader) else None
 
     def _dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
         """Whether the order of `dataloader` is ours to deal.
@@ -277,7 +138,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             return False
         if trains and self._is_resuming and self._to_resume and self._to_resume[0].get("position"):
             return True
-        if trains and self.global_batch_size is not None:
+        if trains and self.sizes.wanted is not None:
             return True
         if self._deals_itself(dataloader):
             return False
@@ -346,7 +207,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             "world_size": self.trainer.world_size,
             "batches": batches,
             "loaders": states,
-            "micro_batch_size": self._found,
+            "micro_batch_size": self.sizes.found,
         }
 
     def _state_of(self, loader: Any, batches: int) -> dict[str, Any]:
@@ -376,7 +237,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             Whether all of them can.
         """
         self._saved = self._counted = states[0]["batches"]
-        self._found = states[0]["micro_batch_size"]
+        self.sizes.found = states[0]["micro_batch_size"]
         mine = states[self.trainer.global_rank if len(states) == self.trainer.world_size else 0]
         self._to_resume = [{**loader, "saved_by": len(states)} for loader in mine["loaders"]]
         # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
@@ -454,6 +315,34 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             for field, value in vars(tracker).items():
                 setattr(tracker, field, value + shift)
         self._counted = batches
+
+    def cut_again(self, done: int, micro_batch_size: int) -> int:
+        """Cuts the rest of the epoch into micro-batches of another size, between two steps.
+
+        Args:
+            done: micro-batches of the epoch that are done.
+            micro_batch_size: samples of each rank's, at most.
+
+        Returns:
+            How many of the new size that would have been.
+        """
+        fit_loop, loader = self.trainer.fit_loop, self.sizes.loader
+        assert loader is not None
+        batches: Any = loader.batch_sampler
+        place = self._resumed.get(loader) or Pass(loader, self.trainer.world_size)
+        steps, since = done // batches.per_step, place.batches // batches.per_step
+        self.sizes.cut_again(micro_batch_size)
+        done, place.batches = steps * batches.per_step, since * batches.per_step
+        batches.sampler.go_on_at(place.position + (steps - since) * batches.size, done)
+        fetcher = fit_loop._data_fetcher
+        self._set_limits()
+        iter(fetcher)  # takes them on
+        self._set_lengths()
+        # Lightning: _TrainingEpochLoop.on_run_start
+        fetcher.fetched += done
+        fetcher._start_profiler = fit_loop.epoch_loop._on_before_fetch
+        fetcher._stop_profiler = fit_loop.epoch_loop._on_after_fetch
+        return done
 
     def forget_place(self) -> None:
         """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""

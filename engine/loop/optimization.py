@@ -178,7 +178,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
     def _smallest(self, training_step: Callable[..., Any]) -> Tensor:
         optimization = self._optimization
         trainer: Any = optimization.trainer
-        batch = Transfer(trainer)(trainer._data_connector.smallest_batch())
+        batch = Transfer(trainer)(trainer._data_connector.sizes.smallest_batch())
         output = self._hooks.within("training_step", training_step, batch, *self._arguments[1:])
         loss = ClosureResult.from_training_step_output(output).closure_loss
         weighed = optimization.weights.weigh(loss, output, self._batch_idx, is_repeated=True)

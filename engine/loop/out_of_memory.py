@@ -113,7 +113,7 @@ class OutOfMemory:
         trainer = self._trainer
         where = [rank for rank, failed in enumerate(flags(self.has_failed)) if failed]
         data, module = trainer._data_connector, trainer.lightning_module
-        largest = data.largest_micro_batch
+        largest = data.sizes.largest
         if largest == 1:
             raise torch.OutOfMemoryError(_message(trainer, where)) from self._error
         trainer._logger_connector.end_batch()
@@ -136,7 +136,7 @@ class OutOfMemory:
     def _cut(self, loop: Any, size: int) -> None:
         """Goes on from the step that `begin_step` was called for with micro-batches of at most `size` samples."""
         total, current = self._ready
-        done = self._trainer._data_connector.cut(current, size)
+        done = self._trainer._data_connector.cut_again(current, size)
         for tracker, value in (
             (loop.batch_progress.total, total - current + done),
             (loop.batch_progress.current, done),

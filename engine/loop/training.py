@@ -280,7 +280,7 @@ class _Epoch:
         self._heartbeat.phase = "fetch"
         batch = fetch(self._fetcher)
         if watch is not None and watch.has_failed:
-            batch = trainer._data_connector.smallest_batch()
+            batch = trainer._data_connector.sizes.smallest_batch()
         self._heartbeat.phase = "train"
         progress.is_last_batch = self._fetcher.done
         batch = self._transfer(batch)

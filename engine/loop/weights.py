@@ -79,11 +79,11 @@ class StepWeights:
         self._weights.clear()
 
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
-        data = self._trainer._data_connector
-        mine, everyones = data.samples(batch_idx)
+        sizes = self._trainer._data_connector.sizes
+        mine, everyones = sizes.samples(batch_idx)
         if self._estimate is None:
             planned = self._planned_length(batch_idx)
-            known = data.samples_of_step(self._first, planned)
+            known = sizes.samples_of_step(self._first, planned)
             self._is_known = known is not None
             self._estimate = everyones * planned if known is None else known
         self._samples[batch_idx] = everyones
@@ -95,7 +95,7 @@ class StepWeights:
 
     def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
         mine = torch.as_tensor(weight, dtype=torch.float32, device=loss.device).detach()
-        if self._trainer._data_connector.samples(batch_idx).mine == 0:
+        if self._trainer._data_connector.sizes.samples(batch_idx).mine == 0:
             mine = torch.zeros_like(mine)
         self._weights[batch_idx] = mine
         if self._estimate is None:

@@ -47,7 +47,7 @@ class Fits(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, inputs, targets = batch
-        if self.folder is not None and self.trainer._data_connector.samples(batch_idx).mine:
+        if self.folder is not None and self.trainer._data_connector.sizes.samples(batch_idx).mine:
             self.seen[self.trainer.global_step] += numbers.tolist()
         return (self.net(inputs).squeeze(1) - targets).square().mean()
 

@@ -1,0 +1,122 @@
+"""Who has how many samples at once: what global batches are cut into, and what each micro-batch holds."""
+
+import math
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.data import has_iterable_dataset
+from torch.utils.data import BatchSampler, DataLoader
+
+from ..data import GlobalBatches, GlobalOrder, Samples
+
+__all__ = ["BatchSizes"]
+
+
+class BatchSizes:
+    """Of the training data of a run.
+
+    Args:
+        trainer: whose data it is.
+        wanted: samples of an optimizer step; None: what the DataLoader and the accumulation make.
+        micro: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``: all of its
+            share, and less where memory says so.
+    """
+
+    def __init__(self, trainer: Trainer, wanted: int | None, micro: int | Literal["auto"] | None) -> None:
+        self._trainer: Any = trainer
+        self.wanted = wanted
+        self.micro = micro
+        self.found: int | None = None
+        """The size of micro-batches that was found to fit, here or in the run that is resumed."""
+        self._of_step: tuple[int, int] = -1, 0
+        self._in_steps: dict[str, int] | None = None
+
+    def cut(self, dataloader: DataLoader, order: GlobalOrder) -> GlobalBatches:
+        """The batches of all ranks together that `dataloader`, in that order, makes."""
+        given = getattr(dataloader.batch_sampler, "batch_size", None)
+        micro = (self.found or self.wanted) if self.micro == "auto" else self.micro or given or self.wanted
+        assert micro is not None  # check_loader
+        size = self.wanted or micro * order.num_replicas
+        batches = GlobalBatches(order, size=size, micro_batch_size=micro, drop_last=order.drop_last)
+        if self.wanted is not None:
+            self._count_in_steps(batches.per_step)
+            rank_zero_info(
+                f"global batch of {size} samples: {order.num_replicas} rank(s) x {batches.per_step} micro-batch(es)"
+                f" of at most {min(micro, math.ceil(size / order.num_replicas))}"
+            )
+        return batches
+
+    def cut_again(self, micro: int) -> None:
+        """Cuts the rest of the epoch into micro-batches of another size."""
+        batches = self._batches
+        assert batches is not None
+        batches.batch_size = self.found = micro
+        self._of_step = -1, 0
+        self._count_in_steps(batches.per_step)
+
+    def _count_in_steps(self, per_step: int) -> None:
+        """Has flags that count batches count global ones, each of so many micro-batches."""
+        trainer = self._trainer
+        trainer.accumulate_grad_batches = per_step
+        if self._in_steps is None:
+            given = {name: getattr(trainer, name) for name in ("limit_train_batches", "val_check_interval")}
+            self._in_steps = {name: value for name, value in given.items() if type(value) is int}
+        for name, num_steps in self._in_steps.items():
+            setattr(trainer, name, num_steps * per_step)
+        if "val_check_interval" in self._in_steps:
+            trainer.val_check_batch = trainer.val_check_interval
+
+    def samples(self, batch_idx: int) -> Samples:
+        """Of a training batch, on this rank and on all of them; where it is not known, one for each rank."""
+        batches: Any = getattr(self.loader, "batch_sampler", None)
+        if isinstance(batches, (GlobalBatches, GlobalOrder)):
+            return batches.samples(batch_idx)
+        if type(batches) is BatchSampler and not has_iterable_dataset(self.loader):
+            left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
+            mine = min(batches.batch_size, left)
+            return Samples(mine, mine * self._trainer.world_size)
+        return Samples(1, self._trainer.world_size)
+
+    def samples_of_step(self, first: int, num_batches: int) -> int | None:
+        """Samples of so many batches from the one given, on all ranks; None if the end of the data is not known."""
+        if self._trainer.num_training_batches == float("inf"):
+            return None
+        if self._of_step[0] != first:
+            self._of_step = first, sum(self.samples(first + i).all for i in range(num_batches))
+        return self._of_step[1]
+
+    @property
+    def present(self) -> int | None:
+        """What micro-batches have at most where they are cut from global batches; None where they are not."""
+        batches = self._batches
+        if self.wanted is None or batches is None:
+            return None
+        return min(batches.batch_size, math.ceil(batches.size / batches.sampler.num_replicas))
+
+    @property
+    def largest(self) -> int:
+        """Samples of a rank in the largest micro-batch of a full global batch."""
+        batches = self._batches
+        assert batches is not None
+        return math.ceil(math.ceil(batches.size / batches.sampler.num_replicas) / batches.per_step)
+
+    def smallest_batch(self) -> Any:
+        """A batch of one sample, made in this process."""
+        loader, batches = self.loader, self._batches
+        assert loader is not None
+        assert batches is not None
+        assert loader.collate_fn is not None
+        return loader.collate_fn([loader.dataset[batches.sampler.global_order()[0]]])
+
+    @property
+    def loader(self) -> DataLoader | None:
+        """The one that is trained on; None where there are several, or something else."""
+        combined = self._trainer.fit_loop._combined_loader  # Lightning: the loaders as _prepare_dataloader left them
+        loaders = [] if combined is None else combined.flattened
+        return loaders[0] if len(loaders) == 1 and isinstance(loaders[0], DataLoader) else None
+
+    @property
+    def _batches(self) -> GlobalBatches | None:
+        batches = getattr(self.loader, "batch_sampler", None)
+        return batches if isinstance(batches, GlobalBatches) else None
