@@ -36,6 +36,7 @@ SHORT = (
     "accumulate_grad_batches",
     "global_batch_size",
     "micro_batch_size",
+    "uneven",
     "callbacks",
     "compile",
     "compression",

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 
 from . import verify as verification
 from .compression import COMM_HOOKS, make_comm_hook
-from .data import check_batch_sizes, check_loader
+from .data import UNEVEN, check_batch_sizes, check_loader
 from .environment import resolve_sizes
-from .flags import Layout, check_count, check_number
+from .flags import Layout, check_count, check_number, choose
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
-from .strategies import prepare_to_repeat, select
+from .strategies import check_join, prepare_to_repeat, select
 from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]
@@ -55,6 +55,7 @@ _SPREADING = {
     "resume",
     "strategy",
     "sync_batchnorm",
+    "uneven",
 }
 """Flags that `Engine.verify` compares against their absence."""
 
@@ -77,6 +78,9 @@ class Engine(LoopTrainer):
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
         micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
             ``"auto"``: its whole share; where a rank runs out of memory, the step is done again with half as many.
+        uneven: what happens where ranks have different numbers of training batches of their own (streams): an epoch
+            ends with the last rank (``"pad"``, ``"join"``: those that are through count for nothing), or with the first
+            (``"drop"``).
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes.
@@ -112,6 +116,7 @@ class Engine(LoopTrainer):
         accumulate_grad_batches: int = 1,
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
+        uneven: Literal["pad", "join", "drop"] = "pad",
         gradient_clip_val: int | float | None = None,
         plugins: Any | list[Any] | None = None,
         sync_batchnorm: bool = False,
@@ -126,6 +131,7 @@ class Engine(LoopTrainer):
         if hang_timeout_s is not None:
             check_number("hang_timeout_s", hang_timeout_s, above=0)
         devices, num_nodes = resolve_sizes(devices, num_nodes)
+        choose("value of uneven", uneven, UNEVEN)
         watch = NonFiniteWatch(nonfinite)
         mode = compile_mode(compile)
         parts = select(
@@ -172,7 +178,10 @@ class Engine(LoopTrainer):
             keeps_global_batch=resume == "auto",
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
+            uneven=uneven,
         )
+        if uneven == "join" and self.world_size > 1:
+            check_join(self.strategy)
         check_batch_sizes(
             global_batch_size,
             micro_batch_size,

@@ -7,8 +7,10 @@ from .global_order import GlobalOrder, Samples
 from .place import Pass, decides, order_of
 from .stateful import Remembering, as_stateful, is_stateful, keeps_place, remembering
 from .streams import Agreeing, agreeing, shard_of
+from .uneven import UNEVEN, Together, together
 
 __all__ = [
+    "UNEVEN",
     "Agreeing",
     "EvenBatches",
     "GlobalBatches",
@@ -17,6 +19,7 @@ __all__ = [
     "Pass",
     "Remembering",
     "Samples",
+    "Together",
     "agreeing",
     "as_stateful",
     "check_batch_sizes",
@@ -30,4 +33,5 @@ __all__ = [
     "order_of",
     "remembering",
     "shard_of",
+    "together",
 ]

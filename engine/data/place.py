@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from torchdata.stateful_dataloader import sampler as torchdatas
+from torch.utils.data import DataLoader, SequentialSampler
 
+from .even_batches import is_own
 from .global_batches import GlobalBatches
 from .global_order import GlobalOrder
 
@@ -24,8 +24,8 @@ def order_of(loader: DataLoader) -> GlobalOrder | None:
 def decides(loader: DataLoader) -> Any:
     """What says which samples are trained on together: the sampler, or a batch sampler of the user's own."""
     batches: Any = loader.batch_sampler
-    is_own = batches is not None and type(batches) not in (BatchSampler, torchdatas.BatchSampler, GlobalBatches)
-    return batches if is_own and hasattr(batches, "__len__") else getattr(batches, "sampler", loader.sampler)
+    decides_itself = is_own(batches) and not isinstance(batches, GlobalBatches) and hasattr(batches, "__len__")
+    return batches if decides_itself else getattr(batches, "sampler", loader.sampler)
 
 
 def _unit(loader: DataLoader) -> str:

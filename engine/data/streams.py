@@ -24,7 +24,8 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         index: this rank.
     """
     dataset: Any = loader.dataset
-    if getattr(dataset, "shards_itself", False):
+    # Of Hugging Face's: what `split_dataset_by_node` has done to it.
+    if getattr(dataset, "shards_itself", False) or getattr(dataset, "_distributed", None) is not None:
         return loader
     if not callable(getattr(dataset, "shard", None)):
         return None

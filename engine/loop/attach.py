@@ -165,6 +165,7 @@ def attach(
     keeps_global_batch: bool = False,
     global_batch_size: int | None = None,
     micro_batch_size: int | Literal["auto"] | None = None,
+    uneven: str = "pad",
 ) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
@@ -178,6 +179,7 @@ def attach(
         global_batch_size: samples of an optimizer step, over all ranks; None: as the DataLoader has it.
         micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``: as
             many as fit in memory.
+        uneven: what happens where ranks have different numbers of training batches.
     """
     trainer.heartbeat = Heartbeat(trainer)
     trainer.hang_timeout_s = hang_timeout_s
@@ -189,7 +191,7 @@ def attach(
         in_background=async_checkpoints,
         keeps_global_batch=keeps_global_batch and global_batch_size is None,
     )
-    trainer._data_connector = DataConnector(trainer, BatchSizes(trainer, global_batch_size, micro_batch_size))
+    trainer._data_connector = DataConnector(trainer, BatchSizes(trainer, global_batch_size, micro_batch_size), uneven)
     trainer._signal_connector = SignalConnector(trainer)
     # The connector was told its loggers already: they stay.
     trainer._logger_connector = LoggerConnector(trainer)

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.data import has_iterable_dataset
 from torch.utils.data import BatchSampler, DataLoader
 
-from ..data import GlobalBatches, GlobalOrder, Samples
+from ..data import GlobalBatches, GlobalOrder, Samples, Together
 
 __all__ = ["BatchSizes"]
 
@@ -69,6 +69,8 @@ class BatchSizes:
 
     def samples(self, batch_idx: int) -> Samples:
         """Of a training batch, on this rank and on all of them; where it is not known, one for each rank."""
+        if isinstance(self.loader, Together):
+            return self.loader.samples(batch_idx)
         batches: Any = getattr(self.loader, "batch_sampler", None)
         if isinstance(batches, (GlobalBatches, GlobalOrder)):
             return batches.samples(batch_idx)
@@ -80,11 +82,21 @@ class BatchSizes:
 
     def samples_of_step(self, first: int, num_batches: int) -> int | None:
         """Samples of so many batches from the one given, on all ranks; None if the end of the data is not known."""
-        if self._trainer.num_training_batches == float("inf"):
+        if self._trainer.num_training_batches == float("inf") or isinstance(self.loader, Together):
             return None
         if self._of_step[0] != first:
             self._of_step = first, sum(self.samples(first + i).all for i in range(num_batches))
         return self._of_step[1]
+
+    def is_filler(self, batch_idx: int) -> bool:
+        """Whether a training batch only keeps this rank in step with the others."""
+        if isinstance(self.loader, Together):
+            return self.loader.is_through(batch_idx)
+        return self._trainer.world_size > 1 and self.samples(batch_idx).mine == 0
+
+    def joins(self, batch_idx: int) -> bool:
+        """Whether it does so without running the module."""
+        return isinstance(self.loader, Together) and self.loader.policy == "join" and self.is_filler(batch_idx)
 
     @property
     def present(self) -> int | None:

@@ -37,9 +37,10 @@ from ..data import (
     order_of,
     remembering,
     shard_of,
+    together,
 )
 from ..environment import global_seed
-from ..strategies import flags, gathered
+from ..strategies import flags, gathered, num_ranks, numbers
 from .batch_sizes import BatchSizes
 
 __all__ = ["DataConnector"]
@@ -51,13 +52,15 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     Args:
         trainer: whose data it is.
         sizes: of the global batches that training data is cut into.
+        uneven: what happens where ranks have different numbers of training batches; one of `UNEVEN`.
     """
 
     trainer: Any
 
-    def __init__(self, trainer: Trainer, sizes: BatchSizes) -> None:
+    def __init__(self, trainer: Trainer, sizes: BatchSizes, uneven: str = "pad") -> None:
         super().__init__(trainer)
         self.sizes = sizes
+        self._uneven = uneven
         self._resumed: dict[DataLoader, Pass] = {}
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
@@ -88,13 +91,26 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):
+            if self.trainer.world_size > 1:
+                dataloader = self._part(dataloader, **self.trainer.distributed_sampler_kwargs)
             dataloader = as_stateful(dataloader)
         elif self._dealt(dataloader, RunningStage.TRAINING):
             dataloader = self._dealing(dataloader, RunningStage.TRAINING)
         if keeps_place(dataloader):
             # As many as an optimizer step has batches, those before and after it, and the one fetched ahead.
-            return remembering(dataloader, self._epoch, lambda: self.trainer.accumulate_grad_batches + 2)
-        return dataloader
+            dataloader = remembering(dataloader, self._epoch, lambda: self.trainer.accumulate_grad_batches + 2)
+        return self._in_step(dataloader) if order_of(dataloader) is None else dataloader
+
+    def _in_step(self, dataloader: DataLoader) -> DataLoader:
+        """`dataloader` itself if all ranks' are equally long; else one that ends an epoch when theirs do."""
+        if num_ranks() == 1 or self.trainer.world_size == 1:
+            return dataloader
+        lengths = gathered(sized_len(dataloader))
+        if None not in lengths and len(set(lengths)) == 1 and not has_iterable_dataset(dataloader):
+            return dataloader
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        rank = self.trainer.global_rank
+        return together(dataloader, self._uneven, lengths, rank, numbers, lambda: progress.current.ready)
 
     @property
     def _epoch(self) -> int:
@@ -184,17 +200,20 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     def _stream(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         """A copy of a loader of an `IterableDataset` that reads this rank's part of it, if there is a way to."""
+        part = self._part(dataloader, num_replicas, rank)
+        lengths = gathered(sized_len(part))
+        return agreeing(part, flags, None if None in lengths else max(lengths))
+
+    def _part(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         part = shard_of(dataloader, num_replicas, rank)
         if part is None and not self._has_warned_of_streams:
             self._has_warned_of_streams = True
             rank_zero_warn(
-                f"Each of the {num_replicas} ranks evaluates all of {type(dataloader.dataset).__name__}, an"
+                f"Each of the {num_replicas} ranks reads all of {type(dataloader.dataset).__name__}, an"
                 " IterableDataset: give it a method `shard(num_shards, index)` that returns a data set of one part, or"
                 " an attribute `shards_itself = True` if it already reads its own part."
             )
-        part = dataloader if part is None else part
-        lengths = gathered(sized_len(part))
-        return agreeing(part, flags, None if None in lengths else max(lengths))
+        return dataloader if part is None else part
 
     # --- where it is
 

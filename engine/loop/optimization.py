@@ -20,6 +20,7 @@ from .hooks import Hooks
 from .nonfinite import NonFiniteWatch
 from .out_of_memory import OutOfMemory
 from .transfer import Transfer
+from .undo import Undo
 from .weights import StepWeights
 
 __all__ = ["AutomaticOptimization"]
@@ -186,6 +187,29 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         return weighed
 
     def _closure(self) -> ClosureResult:
+        trainer: Any = self._optimization.trainer
+        if trainer.world_size == 1 or not trainer._data_connector.sizes.is_filler(self._batch_idx):
+            return self._forward_and_backward()
+        if trainer._data_connector.sizes.joins(self._batch_idx):
+            return self._join()
+        undo = Undo(trainer.lightning_module, trainer._results)
+        result = self._forward_and_backward()
+        undo.undo()
+        return result
+
+    def _join(self) -> ClosureResult:
+        optimization = self._optimization
+        strategy: Any = optimization.trainer.strategy
+        optimizer = strategy.optimizers[0]
+        if self._batch_idx % optimization.trainer.accumulate_grad_batches == 0:
+            self._zero_grad(optimization.trainer, optimizer)
+        strategy.join_micro_batch(lambda: optimization.weights.weigh_nothing(self._batch_idx), self._ends_window)
+        if self._ends_window:
+            optimization.weights.correct(optimizer)
+        # Not without a loss, for which a loss scaler would leave out the step.
+        return ClosureResult(torch.zeros((), device=strategy.root_device))
+
+    def _forward_and_backward(self) -> ClosureResult:
         # Lightning: Closure.closure
         optimization, hooks = self._optimization, self._hooks
         trainer = optimization.trainer

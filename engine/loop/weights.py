@@ -36,6 +36,8 @@ class StepWeights:
         """Whether that is the number itself."""
         self._samples: dict[int, int] = {}
         """Of all ranks together, by micro-batch of the step."""
+        self._has_weights = False
+        """Whether `training_step` has said what the last micro-batch counts for."""
         self._weights: dict[int, Tensor] = {}
         """Of this rank's, as `training_step` has it. (An optimizer may ask for a loss several times.)"""
 
@@ -66,11 +68,17 @@ class StepWeights:
                 "`training_step` returned a weight for some micro-batches of a step and none for others: return one for"
                 " all of them (zero is allowed), or for none."
             )
+        self._has_weights = weight is not None
         if weight is None or loss is None:
             return self._by_samples(loss, batch_idx)
         if is_repeated:
             weight = 0
         return self._by_weight(loss, weight, batch_idx)
+
+    def weigh_nothing(self, batch_idx: int) -> None:
+        """Takes part in weighing a micro-batch of which this rank has nothing, not even a loss."""
+        nothing = torch.zeros((), device=self._trainer.lightning_module.device)
+        self.weigh(nothing, {"weight": 0.0} if self._has_weights else nothing, batch_idx)
 
     def forget(self) -> None:
         """What was done of the step does not count."""
@@ -95,7 +103,7 @@ class StepWeights:
 
     def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
         mine = torch.as_tensor(weight, dtype=torch.float32, device=loss.device).detach()
-        if self._trainer._data_connector.sizes.samples(batch_idx).mine == 0:
+        if self._trainer._data_connector.sizes.is_filler(batch_idx):
             mine = torch.zeros_like(mine)
         self._weights[batch_idx] = mine
         if self._estimate is None:

@@ -1,9 +1,9 @@
 """Ways of running: one file each, a table of them, and what they share. Coupled to Lightning 2.6's private names."""
 
-from .compressing import prepare_to_repeat
+from .compressing import check_join, prepare_to_repeat
 from .failure import announce
 from .heartbeat import Heartbeat
-from .host_group import flags, gathered, num_ranks
+from .host_group import flags, gathered, num_ranks, numbers
 from .launch import LayoutStrategy
 from .materialize import has_meta_tensors
 from .precision import PRECISIONS
@@ -19,10 +19,12 @@ __all__ = [
     "Parts",
     "Watchdog",
     "announce",
+    "check_join",
     "flags",
     "gathered",
     "has_meta_tensors",
     "num_ranks",
+    "numbers",
     "prepare_to_repeat",
     "select",
 ]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..compression import CommHook, Wire
 
-__all__ = ["CompressingStrategy", "prepare_to_repeat"]
+__all__ = ["CompressingStrategy", "check_join", "prepare_to_repeat"]
 
 
 def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
@@ -29,6 +29,19 @@ def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
             " memory could not take part in: give a number, or choose strategy 'ddp', 'fsdp' or 'hsdp' without it."
         )
     strategy.may_repeat()
+
+
+def check_join(strategy: Strategy) -> None:
+    """Checks that a rank of `strategy` can take part in training without running the module.
+
+    Raises:
+        ValueError: it can't.
+    """
+    if not isinstance(strategy, CompressingStrategy) or strategy.why_no_join is not None:
+        raise ValueError(
+            f"uneven='join' can't be honoured under {type(strategy).__name__}, whose ranks take part in each other's"
+            " forward passes: choose uneven='pad', which has the same result, or strategy 'ddp'."
+        )
 
 
 class CompressingStrategy(ParallelStrategy):
@@ -56,6 +69,18 @@ class CompressingStrategy(ParallelStrategy):
 
         Args:
             step: given a `training_step`, calls it with the smallest batch and returns the loss.
+            synchronises: whether gradients are averaged in this micro-batch.
+        """
+        raise NotImplementedError
+
+    why_no_join: str | None = "this strategy"
+    """What keeps a rank from taking part in a micro-batch without running the module; None if nothing does."""
+
+    def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
+        """Takes part in a micro-batch of the other ranks.
+
+        Args:
+            weigh: called between what would be forward and backward.
             synchronises: whether gradients are averaged in this micro-batch.
         """
         raise NotImplementedError

@@ -116,10 +116,26 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         if synchronises:
             self._mute_what_was_sent()
             self._forget_backward()
-            model.reducer.prepare_for_backward([])
-            nothing = torch.stack([p.sum() * 0 for _, p in self._trained_parameters()]).sum()
-            nothing.backward()
-            self.post_backward(nothing)
+            self._send_zeros()
+
+    why_no_join = None
+
+    def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
+        """Sends buffers and gradients of zero."""
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        model._pre_forward()  # torch: the collectives of DistributedDataParallel.forward
+        weigh()
+        model.require_forward_param_sync = synchronises
+        if synchronises:
+            self._send_zeros()
+
+    def _send_zeros(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.reducer.prepare_for_backward([])
+        nothing = torch.stack([p.sum() * 0 for _, p in self._trained_parameters()]).sum()
+        nothing.backward()
+        self.post_backward(nothing)
 
     def begin_again(self) -> None:
         """The ranks shall agree on the order of the buckets once more."""

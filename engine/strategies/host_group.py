@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["flags", "gathered", "num_ranks"]
+__all__ = ["flags", "gathered", "num_ranks", "numbers"]
 
 _made: list[Any] = [None, None]
 """The default group, and the group beside it that was made for plain values."""
@@ -34,11 +34,16 @@ def gathered(mine: Any) -> list[Any]:
     return everyones
 
 
-def flags(mine: bool) -> list[bool]:
+def numbers(mine: int) -> list[int]:
     """What each rank says, on all of them, by one all-reduce of a number per rank; all call it together."""
-    said = torch.zeros(num_ranks(), dtype=torch.int32)
+    said = torch.zeros(num_ranks(), dtype=torch.int64)
     if len(said) == 1:
         return [mine]
     said[dist.get_rank()] = mine
     dist.all_reduce(said, group=_group())
-    return [bool(flag) for flag in said.tolist()]
+    return said.tolist()
+
+
+def flags(mine: bool) -> list[bool]:
+    """As `numbers`, of yes and no."""
+    return [bool(flag) for flag in numbers(mine)]

@@ -26,6 +26,7 @@ OURS = {
     "micro_batch_size",
     "nonfinite",
     "resume",
+    "uneven",
 }
 """Arguments that Trainer does not have."""
 

@@ -1,0 +1,134 @@
+"""Ranks with different numbers of batches of their own end an epoch together: streams, and samplers of the user's own.
+
+Before each batch the ranks say how many samples theirs has, or that they have none left, by one number from host to
+host. So they know what each batch counts for, and nobody waits for a rank that is through.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+from .global_order import Samples
+
+__all__ = ["UNEVEN", "Together", "together"]
+
+UNEVEN = {
+    "pad": "until the last rank is through; the others run their last batch again, which counts for nothing",
+    "join": "until the last rank is through; the others take part in its collectives and run nothing (ddp only)",
+    "drop": "until the first rank is through; what the others have left is not trained on",
+}
+"""How far an epoch goes, by policy."""
+
+_NOTHING = object()
+_NONE_LEFT, _UNSEEN = -1, -2
+"""In place of a number of samples."""
+_NUM_KEPT = 4
+"""Batches whose sizes are asked for at most: the present one, and some that are fetched ahead."""
+
+log = logging.getLogger("polyphase.engine")
+
+
+class Together(DataLoader):
+    """A training loader that ends an epoch together with those of the other ranks."""
+
+    policy: Literal["pad", "join", "drop"]
+    rank: int
+    say: Callable[[int], list[int]]
+    """What each rank says, given what this one says; all ranks call it together."""
+    length: int | None
+    """Number of batches, if all ranks know theirs."""
+    num_done: Callable[[], int]
+    """Batches of the epoch that were done before the pass that begins."""
+    _sizes: dict[int, list[int]]
+
+    def samples(self, index: int) -> Samples:
+        """Of a batch of the epoch.
+
+        Raises:
+            ValueError: a rank can't see how many samples its own has.
+        """
+        sizes = self._sizes[index]
+        if _UNSEEN in sizes:
+            where = [rank for rank, size in enumerate(sizes) if size == _UNSEEN]
+            raise ValueError(
+                f"How many samples a batch of rank(s) {where} has can't be seen: there is no tensor in it whose first"
+                ' dimension would say so. Return {"loss": loss, "weight": number} from `training_step`.'
+            )
+        return Samples(max(0, sizes[self.rank]), sum(size for size in sizes if size > 0))
+
+    def is_through(self, index: int) -> bool:
+        """Whether this rank has none left at that batch of the epoch."""
+        return self._sizes[index][self.rank] == _NONE_LEFT
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"{type(self).__name__} has no length on every rank")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._sizes = {}
+        return self._together(super().__iter__(), self.num_done())
+
+    def _together(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
+        first, latest = index, _NOTHING
+        while True:
+            batch = next(batches, _NOTHING)
+            sizes = self.say(_NONE_LEFT if batch is _NOTHING else _size_of(batch))
+            if max(sizes) == _NONE_LEFT == min(sizes) or (self.policy == "drop" and _NONE_LEFT in sizes):
+                self._report(index, sizes)
+                return
+            if _NONE_LEFT in sizes and index == first:
+                raise ValueError(
+                    f"rank(s) {[r for r, size in enumerate(sizes) if size == _NONE_LEFT]} of {len(sizes)} have no batch"
+                    f" at all of {type(self.dataset).__name__}, and need one to take part in training with: give each"
+                    " rank some of it, use fewer ranks, or uneven='drop'."
+                )
+            latest = latest if batch is _NOTHING else batch
+            self._sizes[index] = sizes
+            self._sizes.pop(index - _NUM_KEPT, None)
+            index += 1
+            yield latest
+
+    def _report(self, num_batches: int, sizes: list[int]) -> None:
+        more = [rank for rank, size in enumerate(sizes) if size != _NONE_LEFT]
+        if more and self.rank == 0:
+            log.warning("uneven='drop': the epoch ends after %d batches; rank(s) %s have more", num_batches, more)
+
+
+def together(
+    loader: DataLoader,
+    policy: str,
+    lengths: list[int | None],
+    rank: int,
+    say: Callable[[int], list[int]],
+    num_done: Callable[[], int],
+) -> Together:
+    """A copy of a training loader, of a subclass of its class, that ends together with those of the other ranks.
+
+    Args:
+        loader: this rank's.
+        policy: one of `UNEVEN`.
+        lengths: numbers of batches by rank, where they are known.
+        rank: this one.
+        say: see `Together`.
+        num_done: see `Together`.
+    """
+    copied: Any = copy.copy(loader)
+    cls = type(loader)
+    copied.__class__ = type(cls.__name__, (Together, cls), {"__module__": cls.__module__})
+    known = [length for length in lengths if length is not None]
+    copied.length = (min if policy == "drop" else max)(known) if len(known) == len(lengths) else None
+    copied.policy, copied.rank, copied.say, copied.num_done = policy, rank, say, num_done
+    return copied
+
+
+def _size_of(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:
+        return _UNSEEN
