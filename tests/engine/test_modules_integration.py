@@ -82,6 +82,8 @@ def test_parameter_groups_and_a_schedule(strategy):
 
 
 class Stream(IterableDataset):
+    shards_itself = True
+
     """Each rank's own part, of unknown length."""
 
     def __iter__(self):
