@@ -82,9 +82,9 @@ def test_parameter_groups_and_a_schedule(strategy):
 
 
 class Stream(IterableDataset):
-    shards_itself = True
-
     """Each rank's own part, of unknown length."""
+
+    shards_itself = True
 
     def __iter__(self):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
