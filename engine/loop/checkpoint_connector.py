@@ -356,13 +356,16 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             self.restore_random_state()  # the next epoch's loader draws from it
 
     def restore_random_state(self) -> None:
-        """Sets the random state of the checkpoint, or one of this rank alone, once; called before the first batch."""
+        """Sets the random state of the checkpoint, once; called before the first batch."""
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
-        elif not self._draws_alone:
+
+    def draw_alone(self) -> None:
+        """Has this rank draw random numbers of its own; called before the iterator of its data seeds its workers."""
+        if not self._draws_alone:
+            self._draws_alone = True
             draw_alone(self.trainer.global_rank)
-        self._draws_alone = True
 
     @property
     def _is_ours(self) -> bool:

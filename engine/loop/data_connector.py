@@ -76,6 +76,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.
             self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
             prepared = self._prepare_training(dataloader)
+            self.trainer._checkpoint_connector.draw_alone()
             if self._is_resuming:
                 self._resume(prepared)
             return prepared

@@ -3,10 +3,11 @@
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
@@ -59,6 +60,17 @@ class Fits(LightningModule):
         return adamw(self)
 
 
+class Saves(Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def plain_loop(module: Fits, order: list[list[int]]) -> dict[str, Tensor]:
     """One process, torch alone: a step for each list of samples."""
     data, optimizer = Numbered(SIZE), adamw(module)
@@ -90,6 +102,30 @@ def test_same_samples_and_same_weights_as_one_process(flag, devices, micro, tmp_
     module, steps = run(tmp_path, flag, devices, DataLoader(Numbered(SIZE), batch_size=16), micro_batch_size=micro)
     assert steps == in_order
     assert largest_difference(module.state_dict(), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("flag", ["ddp", "fsdp"])
+def test_another_number_of_processes_goes_on_with_the_same_batches(flag, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    path, steps, module = None, [], Fits()
+    # Two of them stop in the first epoch, three go on into the second one, one does the rest.
+    for devices, until in ((2, 4), (3, 13), (1, STEPS)):
+        folder = tmp_path / str(devices)
+        folder.mkdir()
+        module = Fits(folder)
+        engine = Engine(
+            strategy=suffixed(flag if devices > 1 else "single", "fork"), devices=devices, max_steps=until,
+            max_epochs=EPOCHS, global_batch_size=BATCH, micro_batch_size=devices + 3,
+            callbacks=[Saves(folder / "saved", until)], **QUIET,
+        )  # fmt: skip
+        engine.fit(module, DataLoader(Numbered(SIZE), batch_size=16, shuffle=True), ckpt_path=path)
+        path = folder / "saved"
+        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(devices)]
+        steps += [sorted(i for seen in ranks for i in seen.get(str(k), [])) for k in range(len(steps), until)]
+    (tmp_path / "whole").mkdir()
+    expected, whole = run(tmp_path / "whole", "single", 1, DataLoader(Numbered(SIZE), batch_size=16, shuffle=True))
+    assert steps == whole
+    assert largest_difference(module.state_dict(), expected.state_dict()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("flag", ["ddp", "fsdp"])

@@ -1,7 +1,7 @@
 """What the flags of the batch sizes refuse, before any process starts."""
 
 import pytest
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from polyphase.engine import Engine
 
@@ -52,3 +52,20 @@ def test_a_micro_batch_of_its_own_takes_the_place_of_the_loaders():
     module = Seen()
     engine(global_batch_size=8, micro_batch_size=3).fit(module, DataLoader(Positions(19), batch_size=16))
     assert [len(batch) for batch in module.epochs[0]] == [3, 3, 2, 3, 3, 2, 3]
+
+
+def test_batches_of_the_users_own_make_up_global_ones():
+    class Pairs(BatchSampler):
+        """Of samples that belong together."""
+
+        def __iter__(self):
+            return iter([[i, 12 - i] for i in range(6)])
+
+        def __len__(self):
+            return 6
+
+    module = Seen()
+    batches = Pairs(range(12), 2, False)
+    engine(global_batch_size=4, micro_batch_size=3).fit(module, DataLoader(Positions(13), batch_sampler=batches))
+    steps = [[*module.epochs[0][k], *module.epochs[0][k + 1]] for k in range(0, 6, 2)]
+    assert steps == [[0, 12, 1, 11], [2, 10, 3, 9], [4, 8, 5, 7]]

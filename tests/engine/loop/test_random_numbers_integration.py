@@ -9,9 +9,23 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader, Dataset
 
 from ..parity import suffixed
-from ..tiny import Regression, engine, rows
+from ..tiny import Regression, engine
+
+
+class Noisy(Dataset[tuple[torch.Tensor, float]]):
+    """Augments, in a worker."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+        return torch.full((4,), index / self.size), float(torch.rand(()))
 
 
 class Draws(Regression):
@@ -21,8 +35,9 @@ class Draws(Regression):
         self.drawn: list[list[float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.drawn.append([float(torch.rand(())), random.random(), float(np.random.rand())])
-        return super().training_step(batch, batch_idx)
+        samples, noise = batch
+        self.drawn.append([float(torch.rand(())), random.random(), float(np.random.rand()), *noise.tolist()])
+        return super().training_step(samples, batch_idx)
 
     def on_train_end(self) -> None:
         (self.folder / f"{self.trainer.global_rank}.json").write_text(json.dumps(self.drawn))
@@ -32,7 +47,8 @@ def draws(folder: Path, flag: str, devices: int, monkeypatch: Any) -> list[list[
     folder.mkdir()
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # which seed_everything would leave there
     seed_everything(5, verbose=False)
-    engine(strategy=suffixed(flag, "fork"), devices=devices).fit(Draws(folder), rows(8 * devices, batch_size=2))
+    loader = DataLoader(Noisy(8 * devices), batch_size=2, num_workers=1)
+    engine(strategy=suffixed(flag, "fork"), devices=devices).fit(Draws(folder), loader)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(devices)]
 
 
