@@ -103,10 +103,17 @@ class Remembering(DataLoader):
         """Remembers the present state: one batch on, or at the end."""
         self._present = {"state": copy.deepcopy(self.state_dict()), "ended": ended}  # type: ignore[attr-defined]
         if not ended:
-            self._batches += 1
-            self._states[self._batches] = self._present
-            for oldest in list(self._states)[: -self.num_kept()]:
-                del self._states[oldest]
+            self._keep()
+
+    def repeat(self) -> None:
+        """Counts a batch beyond the last one."""
+        self._keep()
+
+    def _keep(self) -> None:
+        self._batches += 1
+        self._states[self._batches] = self._present
+        for oldest in list(self._states)[: -self.num_kept()]:
+            del self._states[oldest]
 
 
 class _Noted:

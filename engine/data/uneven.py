@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from .global_order import Samples
+from .stateful import Remembering
 
 __all__ = ["UNEVEN", "Together", "together"]
 
@@ -83,12 +84,18 @@ class Together(DataLoader):
                 self._report(index, sizes)
                 return
             if _NONE_LEFT in sizes and index == first:
+                where = [rank for rank, size in enumerate(sizes) if size == _NONE_LEFT]
                 raise ValueError(
-                    f"rank(s) {[r for r, size in enumerate(sizes) if size == _NONE_LEFT]} of {len(sizes)} have no batch"
-                    f" at all of {type(self.dataset).__name__}, and need one to take part in training with: give each"
-                    " rank some of it, use fewer ranks, or uneven='drop'."
+                    f"rank(s) {where} of {len(sizes)} have no batch at all of {type(self.dataset).__name__}, and need"
+                    " one to take part in training with: give each rank some of it, use fewer ranks, or uneven='drop'."
+                    if first == 0
+                    else f"The checkpoint was saved when rank(s) {where} were through with their data, and others were"
+                    " not: it can't be gone on with there. Resume at the end of an epoch, or load the weights alone."
                 )
-            latest = latest if batch is _NOTHING else batch
+            if batch is not _NOTHING:
+                latest = batch
+            elif isinstance(self, Remembering):
+                self.repeat()
             self._sizes[index] = sizes
             self._sizes.pop(index - _NUM_KEPT, None)
             index += 1

@@ -315,6 +315,11 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
                 f" its own, which {world_size} can't share: resume with {then}, or at the end of an epoch, or use a"
                 " data set with a length, or load the weights alone."
             )
+        if self._saved and state["state"].get("ended"):
+            raise ValueError(
+                f"The checkpoint was saved when rank {self.trainer.global_rank} was through with its data, and others"
+                " were not: it can't be gone on with there. Resume at the end of an epoch, or load the weights alone."
+            )
         if self._saved and {**state, **_stateful(loader)} != state:
             raise ValueError(
                 f"The checkpoint has the place in a loader with {_described(state)}, which one with"

@@ -3,11 +3,10 @@
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from polyphase.engine import Engine
 
 from .parity import TOLERANCE, adamw, largest_difference, suffixed
-from .tiny import QUIET
+from .tiny import QUIET, Saves
 
 BATCH = 32
 SIZE = 311  # a prime: ten steps an epoch, the last one of 23 samples
@@ -58,17 +57,6 @@ class Fits(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return adamw(self)
-
-
-class Saves(Callback):
-    """Saves a checkpoint after a step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def plain_loop(module: Fits, order: list[list[int]]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from polyphase.engine import Engine
 
 from .parity import TOLERANCE, adamw, largest_difference, suffixed
-from .tiny import QUIET
+from .tiny import QUIET, Saves
 
 INPUTS = torch.randn(100, 6, generator=torch.Generator().manual_seed(2))
 SIZES = [7, 3, 12]
@@ -108,10 +108,10 @@ def plain_loop(steps: list[list[int]]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def fit(module: Fits, flag: str, data: Any, **flags: Any) -> None:
+def fit(module: Fits, flag: str, data: Any, ckpt_path: Path | None = None, **flags: Any) -> None:
     devices = len(data.sizes)
     engine = Engine(strategy=suffixed(flag, "fork"), devices=devices, **{"max_epochs": 1, **QUIET, **flags})
-    engine.fit(module, DataLoader(data, batch_size=BATCH))
+    engine.fit(module, DataLoader(data, batch_size=BATCH), ckpt_path=ckpt_path)
 
 
 @pytest.mark.parametrize("cls", [Fits, Weighs])
@@ -174,6 +174,29 @@ def test_of_a_stream_that_all_ranks_read_whole_there_is_a_warning(tmp_path):
         Engine(strategy="ddp_fork", devices=2, max_epochs=1, **QUIET).fit(
             Fits(tmp_path), DataLoader(Whole(list(range(8))), batch_size=BATCH)
         )
+
+
+def resumed(folder: Path, step: int) -> list[list[int]]:
+    """Samples of each step of an epoch that is stopped after `step` and gone on with."""
+    saved = folder / "saved"
+    fit(Fits(folder), "ddp", Parts(SIZES), max_steps=step, callbacks=[Saves(saved, step)])
+    steps = []
+    for until in (step, 6):
+        if until == 6:
+            fit(Fits(folder), "ddp", Parts(SIZES), ckpt_path=saved)
+        ranks = [json.loads((folder / f"{rank}.json").read_text())[0] for rank in range(3)]
+        steps += [sorted(i for seen in ranks for i in seen.get(str(k), [])) for k in range(len(steps), until)]
+    return steps
+
+
+def test_a_stream_is_gone_on_with(tmp_path):
+    assert resumed(tmp_path, 1) == steps_of(SIZES, 1, "pad")
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_but_not_where_a_rank_was_through(step, tmp_path):
+    with pytest.raises(ProcessRaisedException, match=r"saved when rank(\(s\) \[1\] were| 1 was) through with"):
+        resumed(tmp_path, step)
 
 
 def test_a_rank_without_any_batch_is_named(tmp_path):

@@ -95,6 +95,17 @@ def rows(size: int = 16, *, batch_size: int = 4, **arguments: Any) -> DataLoader
     return DataLoader(data, batch_size=batch_size, **arguments)  # type: ignore[arg-type]
 
 
+class Saves(Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 class SavesIn(Callback):
     """Saves a checkpoint the n-th time that a hook is called, and notes how much the module had `seen` by then."""
 
