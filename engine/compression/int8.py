@@ -48,6 +48,12 @@ class _Piece(NamedTuple):
             rows.append(part.view(self.num_ranks, size))
         return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
+    def noise(self, blocks: Tensor) -> Tensor:
+        """Of `blocks`, as many for each parameter as it has: the same whatever it is worked on together with."""
+        if len(self.sizes) == 1:
+            return blocks
+        return torch.cat([blocks[: size // blocks.size(1)] for size in self.sizes])
+
     def values(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The inverse: each parameter's place and numbers."""
         for place, part in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
@@ -78,17 +84,18 @@ class Int8(LossyHook):
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
         """See the phases above."""
         runs = [(total[place], run, self._pieces(run, wire.size)) for place, run in bucket.cut(_RUN)]
-        num_blocks = total.numel() // self.block + len(bucket.members)  # at most, of each rank's
+        num_blocks = total.numel() // self.block + 1  # of a parameter, at most
         noise, owners_noise = (self._noise(total.device, stream, num_blocks) for stream in (wire.rank, wire.size))
         # Phases 1 and 2, a run of parameters after the other, each of which travels while the next one is quantised.
-        payloads = [[quantize(piece.rows(mine), noise) for piece in pieces] for mine, _, pieces in runs]
+        payloads = [[quantize(piece.rows(mine), piece.noise(noise)) for piece in pieces] for mine, _, pieces in runs]
         received = [wire.start_all_to_all(torch.cat(payload, dim=1)) for payload in payloads]
         # Phases 3 and 4.
         averages, gathered = [], []
-        for payload, receive in zip(payloads, received, strict=True):
+        for (_, _, pieces), payload, receive in zip(runs, payloads, received, strict=True):
             theirs = receive().split([packed.size(1) for packed in payload], dim=1)
             averages.append([_mean(dequantize(packed, self.block, total.dtype)) for packed in theirs])
-            packed = torch.cat([quantize(mean.unsqueeze(0), owners_noise) for mean in averages[-1]], dim=1)
+            parts = zip(pieces, averages[-1], strict=True)
+            packed = torch.cat([quantize(mean[None], piece.noise(owners_noise)) for piece, mean in parts], dim=1)
             gathered.append(wire.start_all_gather(packed.view(-1)))
         # Phase 5.
         for (mine, run, pieces), payload, exact, gather in zip(runs, payloads, averages, gathered, strict=True):

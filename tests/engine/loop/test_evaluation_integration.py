@@ -17,7 +17,7 @@ from ..tiny import as_rank, engine
 
 PRIMES = (1, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 NUM_CLASSES = 3
-MATRIX = [("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("hsdp:replicate=2", 4)]
+MATRIX = [*((flag, n) for flag in ("ddp", "fsdp") for n in (1, 2, 3, 4)), ("hsdp:replicate=2", 4)]
 
 
 class Classifier(LightningModule):
