@@ -1,6 +1,7 @@
 """Which sample goes where: the user's order, dealt to the ranks, and where in it a run is."""
 
 from .batch_size import check_batch_sizes, check_loader
+from .copied import copied
 from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
@@ -24,6 +25,7 @@ __all__ = [
     "as_stateful",
     "check_batch_sizes",
     "check_loader",
+    "copied",
     "decides",
     "evaluated_order",
     "even_batches_of",

@@ -114,12 +114,6 @@ class GlobalOrder(DistributedSampler[Any]):
         """What counts as done of the epoch, in the unit of whoever counted."""
         return self._num_done
 
-    @property
-    def num_repeated(self) -> int:
-        """Samples that are dealt twice, so that all ranks have as many."""
-        size = len(self.sampler)  # type: ignore[arg-type]
-        return 0 if self.drop_last else -size % self.num_replicas
-
     def __len__(self) -> int:
         return self._num_done + self._rounds(len(self.sampler) - self._start)  # type: ignore[arg-type]
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .copied import copied
+
 __all__ = ["Remembering", "as_stateful", "is_stateful", "keeps_place", "remembering"]
 
 _ARGUMENTS = (
@@ -138,11 +140,6 @@ class _Noted:
 
 def remembering(loader: DataLoader, epoch: int, num_kept: Callable[[], int]) -> Remembering:
     """A copy of a stateful loader, of a subclass of its class."""
-    copied: Any = copy.copy(loader)
-    cls = type(loader)
-    copied.__class__ = type(cls.__name__, (Remembering, cls), {"__module__": cls.__module__})
-    if isinstance(loader, StatefulDataLoader):
-        copied.load_state_dict({})  # lets go of an iterator of the original's, and loads nothing
-    copied.num_kept = num_kept
-    copied.begin(epoch)
-    return copied
+    found = copied(loader, Remembering, num_kept=num_kept)
+    found.begin(epoch)
+    return found

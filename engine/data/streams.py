@@ -4,13 +4,13 @@ The contract of a data set: a method ``shard(num_shards, index)`` that returns a
 Face's have it; or an attribute ``shards_itself = True`` where its iterator finds out the rank and reads its own part.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .copied import copied
 
 __all__ = ["Agreeing", "agreeing", "shard_of"]
 
@@ -29,7 +29,7 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         return loader
     if not callable(getattr(dataset, "shard", None)):
         return None
-    return _copied(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
+    return copied(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
 
 
 class Agreeing(DataLoader):
@@ -76,17 +76,4 @@ class Agreeing(DataLoader):
 
 def agreeing(loader: DataLoader, agree: Callable[[bool], list[bool]], length: int | None) -> Agreeing:
     """A copy of a loader, of a subclass of its class, that ends together with those of the other ranks."""
-    cls = type(loader)
-    copied: Any = _copied(loader)
-    copied.__class__ = type(cls.__name__, (Agreeing, cls), {"__module__": cls.__module__})
-    copied.agree, copied.length, copied.num_real = agree, length, math.inf
-    return copied
-
-
-def _copied(loader: DataLoader, **attributes: Any) -> DataLoader:
-    copied = copy.copy(loader)
-    # Not by attribute: DataLoader forbids that once its workers may have been started, which these have not.
-    copied.__dict__.update(attributes, _iterator=None)
-    if isinstance(copied, StatefulDataLoader):
-        copied.load_state_dict({})  # lets go of an iterator of the original's, and loads nothing
-    return copied
+    return copied(loader, Agreeing, agree=agree, length=length, num_real=math.inf)

@@ -4,7 +4,6 @@ Before each batch the ranks say how many samples theirs has, or that they have n
 host. So they know what each batch counts for, and nobody waits for a rank that is through.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
+from .copied import copied
 from .global_order import Samples
 from .stateful import Remembering
 
@@ -125,13 +125,9 @@ def together(
         say: see `Together`.
         num_done: see `Together`.
     """
-    copied: Any = copy.copy(loader)
-    cls = type(loader)
-    copied.__class__ = type(cls.__name__, (Together, cls), {"__module__": cls.__module__})
     known = [length for length in lengths if length is not None]
-    copied.length = (min if policy == "drop" else max)(known) if len(known) == len(lengths) else None
-    copied.policy, copied.rank, copied.say, copied.num_done = policy, rank, say, num_done
-    return copied
+    length = (min if policy == "drop" else max)(known) if len(known) == len(lengths) else None
+    return copied(loader, Together, policy=policy, rank=rank, say=say, num_done=num_done, length=length)
 
 
 def _size_of(batch: Any) -> int:

@@ -29,6 +29,7 @@ from ..data import (
     agreeing,
     as_stateful,
     check_loader,
+    copied,
     decides,
     evaluated_order,
     is_own,
@@ -135,10 +136,10 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             # Workers ask for the first indices before Lightning says which epoch it is.
             sampler.set_epoch(self._epoch)
         if size is not None or (trains and batches is not None and decided is not batches):
-            return _changed(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
+            return copied(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
         if decided is batches:
             # As `sampler` too, which is not used beside a batch sampler: there Lightning sets the epoch.
-            return _changed(dataloader, batch_sampler=sampler, sampler=sampler)
+            return copied(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
         return _update_dataloader(dataloader, sampler, mode=mode)  # says what it needs of such a batch sampler
@@ -195,9 +196,9 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             **ranks,
         )
         if batches is None:
-            return _changed(dataloader, sampler=even)
+            return copied(dataloader, sampler=even)
         sampler = _IndexBatchSamplerWrapper(even) if predicts else even
-        return _changed(dataloader, batch_sampler=sampler, sampler=even.sampler)
+        return copied(dataloader, batch_sampler=sampler, sampler=even.sampler)
 
     def _stream(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         """A copy of a loader of an `IterableDataset` that reads this rank's part of it, if there is a way to."""
@@ -428,16 +429,9 @@ def _order_of(dataloader: DataLoader) -> Any:
 
 
 def _with_sampler(dataloader: DataLoader, sampler: GlobalOrder) -> DataLoader:
-    """A copy of `dataloader` with another sampler; a subclass keeps whatever its constructor did."""
+    """A copy of `dataloader` with another sampler."""
     if dataloader.batch_sampler is None:
-        return _changed(dataloader, sampler=sampler)
+        return copied(dataloader, sampler=sampler)
     batches: Any = copy.copy(dataloader.batch_sampler)
     batches.sampler = sampler
-    return _changed(dataloader, sampler=sampler, batch_sampler=batches)
-
-
-def _changed(dataloader: DataLoader, **attributes: Any) -> DataLoader:
-    changed = copy.copy(dataloader)
-    # Not by attribute: DataLoader forbids that once its workers may have been started, which these have not.
-    changed.__dict__.update(attributes, _iterator=None)
-    return changed
+    return copied(dataloader, sampler=sampler, batch_sampler=batches)

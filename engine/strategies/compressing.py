@@ -88,18 +88,14 @@ class CompressingStrategy(ParallelStrategy):
     def _mute_what_was_sent(self) -> None:
         if self.averaging is not None:
             self.averaging.finish()
-        self._forget_buckets()
+            self.averaging.settle(skipped=True)
         for wire, num_calls in self._calls:
             wire.mute(wire.num_calls - num_calls)
 
     def begin_again(self) -> None:
         """Called on all ranks before a step is done again."""
-        self._forget_buckets()
-
-    def _forget_buckets(self) -> None:
         if self.comm_hook is not None:
-            for memory in self.comm_hook.memories().values():
-                memory.settle(keep=False)
+            self.comm_hook.settle(skipped=True)
 
     @property
     def averaging(self) -> CommHook | None:
