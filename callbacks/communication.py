@@ -51,10 +51,13 @@ class CommunicationMonitor(IntervalCallback):
         strategy: Any = trainer.strategy
         if stage != "fit" or trainer.world_size == 1:
             return
-        if not hasattr(strategy, "counts_traffic"):
+        name, why_not = repr(type(strategy).__name__), "is not the engine's own"
+        if hasattr(strategy, "why_not_counted"):
+            name, why_not = repr(strategy), strategy.why_not_counted
+        if why_not is not None:
             raise MisconfigurationException(
-                f"CommunicationMonitor counts what the strategies ddp, fsdp and hsdp send, not Lightning's own"
-                f" {type(strategy).__name__}: choose one of them by name, or leave the callback out."
+                f"CommunicationMonitor can't count what strategy {name} sends, since it {why_not}: choose 'ddp',"
+                " 'fsdp' or 'hsdp', or leave the callback out."
             )
         strategy.counts_traffic = True
 

@@ -60,6 +60,8 @@ class CommHook(ABC):
         self.wire: Wire | None = None
         self.moments: list[tuple[int, Any, Any]] | None = None
         self.send_dtype: torch.dtype | None = None
+        self.of = "gradient"
+        """What is averaged."""
         self.is_checked = False
         """Whether `check` has seen the module that is trained."""
         self._scaler: torch.amp.GradScaler | None = None
@@ -204,14 +206,14 @@ class CommHook(ABC):
         culprits = [(*worst, rank) for rank, worst in found if worst is not None]
         if not culprits:
             raise NonFiniteGradientError(
-                f"compression {self.flag!r}: an average of gradients overflowed at step {self.step}, though each rank's"
-                " own gradients were finite. float16 ends at 65504: choose bf16, or a smaller loss."
+                f"compression {self.flag!r}: an average of {self.of}s overflowed at step {self.step}, though each"
+                f" rank's own {self.of}s were finite. float16 ends at 65504: choose bf16, or a smaller loss."
             )
         step, name, rank = min(culprits, key=lambda culprit: culprit[0])
         num_others = sum(other[0] == step for other in culprits) - 1
         others = f" (and of {num_others} more rank(s))" if num_others else ""
         raise NonFiniteGradientError(
-            f"the gradient of {name!r} on rank {rank} was infinite or NaN at step {step}{others}. Training stops,"
+            f"the {self.of} of {name!r} on rank {rank} was infinite or NaN at step {step}{others}. Training stops,"
             f" since compression {self.flag!r} averages it into all ranks' weights and memory. Often a learning rate"
             " that is too high, a logarithm or division of zero, or a sample that is not finite."
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..flags import check_count
+from ..seeds import mixed
 from .bucket import Bucket
 from .feedback import LossyHook
 from .wire import Wire, aligned
@@ -136,8 +137,7 @@ class Int8(LossyHook):
         It depends on the step and the rank alone, so a resumed run draws the same. Drawing one for each number would
         take longer than all else here: a block takes its own from where the block before it does, but for one.
         """
-        seed = hash((self.step, stream)) & 0x7FFF_FFFF_FFFF_FFFF  # of whole numbers: the same in all processes
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(mixed(self.step, stream))
         noise = torch.rand(self.block + num_blocks, device=device, generator=generator)
         return noise.unfold(0, self.block, 1)
 

@@ -2,8 +2,8 @@
 
 Bytes are those that this rank puts on the wire by the usual algorithms (W ranks): a ring all-reduce of n bytes sends
 2 n (W-1)/W, an all-gather of n bytes from each rank n (W-1), an all-to-all or a ring reduce-scatter of n bytes
-n (W-1)/W. Gloo and NCCL (without trees and multicast) send just that, but for gloo's reduce-scatter, which is an
-all-reduce inside.
+n (W-1)/W, a broadcast as much on the average of the ranks. Gloo and NCCL (without trees and multicast) send just that,
+but for gloo's reduce-scatter, which is an all-reduce inside.
 """
 
 import dataclasses
@@ -137,6 +137,15 @@ class Wire:
         self._end(started, whole)
         self._count("reduce_scatter", whole, self.reduce_scatter_share)
         return work
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
+        """Rank `source`'s `tensor`, in place on all others; waited for by calling what is returned."""
+        if not self._speaks():
+            return lambda: tensor
+        started = self._start(tensor)
+        work = dist.broadcast(tensor, group_src=source, group=self.group, async_op=True)
+        self._count("broadcast", tensor, (self.size - 1) / self.size)
+        return lambda: self._finished(work, started, tensor)
 
     @property
     def reduce_scatter_share(self) -> float:

@@ -25,8 +25,8 @@ def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
         why_not = "sync_batchnorm=True"
     if why_not is not None or not isinstance(strategy, CompressingStrategy):
         raise ValueError(
-            f"micro_batch_size='auto' can't repeat a step under {why_not}, whose collectives a rank that ran out of"
-            " memory could not take part in: give a number, or choose strategy 'ddp', 'fsdp' or 'hsdp' without it."
+            f"micro_batch_size='auto' can't repeat a step under {why_not}, in which a rank that ran out of memory could"
+            " not take part: give a number, or choose strategy 'ddp', 'fsdp' or 'hsdp' without it."
         )
     strategy.may_repeat()
 
@@ -37,10 +37,11 @@ def check_join(strategy: Strategy) -> None:
     Raises:
         ValueError: it can't.
     """
-    if not isinstance(strategy, CompressingStrategy) or strategy.why_no_join is not None:
+    why_not = getattr(strategy, "why_no_join", CompressingStrategy.why_no_join)
+    if why_not is not None:
         raise ValueError(
-            f"uneven='join' can't be honoured under {type(strategy).__name__}, whose ranks take part in each other's"
-            " forward passes: choose uneven='pad', which has the same result, or strategy 'ddp'."
+            f"uneven='join' can't be honoured under {type(strategy).__name__}, {why_not}: choose uneven='pad', which"
+            " has the same result, or strategy 'ddp'."
         )
 
 
@@ -50,6 +51,9 @@ class CompressingStrategy(ParallelStrategy):
     comm_hook: CommHook | None = None
     counts_traffic = False
     """Whether what is sent for gradients and parameters is to be counted without a comm hook, too."""
+
+    why_not_counted: str | None = None
+    """What it does that can't be counted, as a clause; None if there is nothing."""
 
     why_no_repeat: str | None = None
     """What keeps a rank that ran out of memory from taking part in the rest of the step; None if nothing does."""
@@ -73,7 +77,7 @@ class CompressingStrategy(ParallelStrategy):
         """
         raise NotImplementedError
 
-    why_no_join: str | None = "this strategy"
+    why_no_join: str | None = "whose ranks take part in each other's forward passes"
     """What keeps a rank from taking part in a micro-batch without running the module; None if nothing does."""
 
     def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:

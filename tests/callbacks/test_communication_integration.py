@@ -122,9 +122,16 @@ def test_one_process_sends_nothing():
     assert monitor.last["communication/sent_mb"] == 0
 
 
-def test_lightnings_own_strategies_cant_be_counted():
-    trainer = Trainer(**QUIET, strategy="ddp_fork", devices=2, max_steps=1, callbacks=[CommunicationMonitor()])
-    with pytest.raises(ProcessRaisedException, match="strategies ddp, fsdp and hsdp send, not Lightning's own DDPStr"):
+@pytest.mark.parametrize(
+    ("made_by", "strategy", "message"),
+    [
+        (Engine, "ps_fork", "what strategy 'ps_fork' sends, since it pushes and pulls by remote calls: choose 'ddp'"),
+        (Trainer, "ddp_fork", "what strategy 'DDPStrategy' sends, since it is not the engine's own"),
+    ],
+)
+def test_what_can_not_be_counted_is_refused(made_by, strategy, message):
+    trainer = made_by(**QUIET, strategy=strategy, devices=2, max_steps=1, callbacks=[CommunicationMonitor()])
+    with pytest.raises(ProcessRaisedException, match=message):
         trainer.fit(Regression(), few_rows())
 
 
