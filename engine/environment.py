@@ -5,6 +5,9 @@ torchrun and SLURM start the processes themselves and say how many. Lightning wa
 """
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +19,15 @@ __all__ = [
     "global_seed",
     "is_started_again",
     "launched_sizes",
+    "listening_on",
     "make_room_for_nodes",
     "resolve_sizes",
     "share_threads",
     "started_by",
 ]
+
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def started_by() -> str | None:
@@ -80,6 +87,23 @@ def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:
             f" and devices={devices!r}: leave both out, or give num_nodes={nodes}, devices={per_node}."
         )
     return (per_node if given is None else devices), nodes
+
+
+@contextmanager
+def listening_on(interface: str | None) -> Iterator[None]:
+    """Has gloo and TensorPipe listen on a network interface in here; None: what the user has set, or loopback."""
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in names}
+    for name in names:
+        os.environ[name] = interface or before[name] or _LOOPBACK
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def global_seed() -> int:

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["draw_alone", "get_random_state", "set_random_state"]
+from ..seeds import mixed
+
+__all__ = ["draw_alone", "get_random_state", "seed_all", "set_random_state"]
 
 
 def get_random_state() -> dict[str, Any]:
@@ -42,7 +44,12 @@ def draw_alone(rank: int) -> None:
         return
     with torch.random.fork_rng(devices=[]):
         common = int(torch.randint(2**62, ()))
-    seed = hash((common, rank)) % 2**63  # of whole numbers: the same in all processes
+    seed_all(common, rank)
+
+
+def seed_all(*numbers: int) -> None:
+    """Seeds all generators by some whole numbers."""
+    seed = mixed(*numbers)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -25,13 +25,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from ..host_group import ALONE, HostGroup, num_ranks
 from .files import Files
+from .pieces import LoadPlanner, SavePlanner
 from .shards import Reader, Writer, tensors_in
 from .store import CheckpointError, Manifest, begin, check_files, discard, point, publish, read_manifest, remove
-from .tree import join, like, marks, numbered, split
+from .tree import join, like, marks, merged, numbered, split
 
 __all__ = ["RANKS", "REST", "Saver", "load_checkpoint", "load_file"]
 
@@ -68,10 +69,12 @@ class Saver:
         self._error: BaseException | None = None
         self._path = ""
         self._stager: DefaultStager | None = None
-        self._group: Any = None
+        self._group = ALONE
         self._group_of: Any = None
         self._removals: list[str] = []
         self._has_checked_rest = False
+        self.ranks: HostGroup | None = None
+        """By what the ranks agree; None: a gloo group of their own. Without one rank 0 writes everything."""
         self.newest: str | None = None
         """The last checkpoint that was published."""
 
@@ -84,6 +87,7 @@ class Saver:
         of_rank: dict[str, Any],
         link: str | None = None,
         in_background: bool = True,
+        spread: frozenset[str] = frozenset(),
     ) -> None:
         """Saves `checkpoint` as the directory `path`.
 
@@ -94,15 +98,22 @@ class Saver:
             of_rank: what only this rank knows; goes into ``checkpoint["polyphase"]["ranks"]``.
             link: name of a link beside `path` that shall point at it.
             in_background: return when the state is copied; else when it is on the disk.
+            spread: top-level keys under which ranks have different entries, all of which are saved. A tensor on the
+                meta device is another rank's, too.
 
         Raises:
             OSError, CheckpointError: it could not be written, and `in_background` is False.
         """
         self.finish()  # one at a time
-        group = self._gloo()
+        group = self._ranks()
         tensors, rest = split(checkpoint)
-        of_rank_tensors, of_rank = split(of_rank, f"rank{_rank(group)}.")
-        content = b"" if _rank(group) else self._serialised(rest)
+        tensors = {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
+        for key in rest.keys() & spread:
+            rest[key] = merged(group.gathered(rest[key]))
+        of_rank_tensors: dict[str, Tensor] = {}
+        if _writes_shards(group):
+            of_rank_tensors, of_rank = split(of_rank, f"rank{group.rank}.")
+        content = b"" if group.rank else self._serialised(rest)
         staged = self._staged({**tensors, **of_rank_tensors})
         job = _Job(path, staged, content, _packed(of_rank), about, link)
         if not in_background:
@@ -151,6 +162,7 @@ class Saver:
         leave_out: tuple[str, ...] = (),
         weights_only: bool | None = None,
         layout: dict[str, int] | None = None,
+        own: tuple[str, ...] = (),
         alone: bool = False,
     ) -> dict[str, Any]:
         """Opens the checkpoint `path`, after all of its files were checked.
@@ -158,10 +170,11 @@ class Saver:
         Args:
             path: of the directory.
             template: gives for a tensor's key the tensor it is for, which says how it shall be sharded; None for whole,
-                on the CPU.
+                on the CPU. One on the meta device is not read, and stands in the tensor's place.
             leave_out: top-level keys that are not needed.
             weights_only: as for `torch.load`; None for True.
             layout: this run's; of a checkpoint with the same, each rank needs only what it said itself.
+            own: keys of what each rank said that nobody but that rank of the same layout needs.
             alone: this rank opens it by itself, rather than all ranks together.
 
         Returns:
@@ -171,10 +184,10 @@ class Saver:
             CheckpointError: it is no checkpoint, damaged, or from a newer version.
         """
         self.finish()
-        group = None if alone else self._gloo()
+        group = ALONE if alone else self._ranks()
         manifest = _on_rank_0(group, lambda: read_manifest(path))
-        share = (_rank(group), 1 if group is None else dist.get_world_size(group))
-        wrong = sorted(chain.from_iterable(_gathered(group, check_files(path, manifest, share), to_all=True)))
+        share = (group.rank, group.size)
+        wrong = sorted(chain.from_iterable(group.gathered(check_files(path, manifest, share))))
         if wrong:
             raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
         files = Files(path)
@@ -185,38 +198,47 @@ class Saver:
         if manifest.world_size == share[1] and manifest.layout == layout:
             of_ranks = marks(ranks[share[0]])
         else:
-            of_ranks = marks(ranks)  # each rank's are to be dealt anew
+            # Each rank's are to be dealt anew.
+            of_ranks = marks([{key: each[key] for key in each.keys() - own} for each in ranks])
         stored = tensors_in(files)
         shared = marks(rest)
         if absent := [key for key in (*shared, *of_ranks) if key not in stored]:
             raise CheckpointError(f"The checkpoint {path} is damaged: it has no tensors {', '.join(absent)}.")
         templates = {key: template(key) for key in shared} | dict.fromkeys(of_ranks)  # a rank's own are whole
-        tensors = {key: like(given, stored[key].size, stored[key].properties.dtype) for key, given in templates.items()}
+        elsewhere = {key: given for key, given in templates.items() if given is not None and given.is_meta}
+        tensors = {
+            key: like(given, stored[key].size, stored[key].properties.dtype)
+            for key, given in templates.items()
+            if key not in elsewhere
+        }
         dcp.load(
             tensors,
             storage_reader=Reader(files),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=True,  # each rank reads what it needs; all of them have seen the same files
         )
+        tensors.update(elsewhere)
         checkpoint = join(rest, tensors)
         checkpoint.setdefault("polyphase", {})["ranks"] = join(ranks, tensors)
         return checkpoint
 
     def gather(self, mine: Any) -> list[Any]:
         """What all ranks have, in their order, on each of them."""
-        return _gathered(self._gloo(), mine, to_all=True)
+        return self._ranks().gathered(mine)
 
     def agree(self, function: Callable[[], Any]) -> Any:
         """What `function` returns on rank 0, on each of them; what it raises there, all raise."""
-        return _on_rank_0(self._gloo(), function)
+        return _on_rank_0(self._ranks(), function)
 
-    def _gloo(self) -> Any:
-        """The savers' own group, so that they never meet a collective of training; None for one process."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return None
+    def _ranks(self) -> HostGroup:
+        """`ranks`, or the savers' own group, so that they never meet a collective of training."""
+        if num_ranks() == 1:
+            return ALONE
+        if self.ranks is not None:
+            return self.ranks
         if self._group_of is not dist.group.WORLD:
             self._group_of = dist.group.WORLD
-            self._group = dist.new_group(backend="gloo")
+            self._group = HostGroup(dist.new_group(backend="gloo"))
         return self._group
 
     def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -244,22 +266,22 @@ class Saver:
                 )
         return content
 
-    def _run(self, job: _Job, group: Any) -> None:
+    def _run(self, job: _Job, group: HostGroup) -> None:
         try:
             self._write(job, group)
         except BaseException as error:  # told by `report`, on the trainer's thread
             self._error = error
 
-    def _write(self, job: _Job, group: Any) -> None:
+    def _write(self, job: _Job, group: HostGroup) -> None:
         started = time.monotonic()
         staging = _on_rank_0(group, lambda: begin(job.path))
         files = Files(staging)
         try:
             _write_shards(job.tensors, files, group)
-            known = _gathered(group, (files.written, job.of_rank))
+            known = group.collected((files.written, job.of_rank))
             _on_rank_0(group, lambda: self._publish(job, files, known))
         except BaseException:
-            if _rank(group) == 0:
+            if group.rank == 0:
                 discard(staging)
             raise
         self.newest = job.path
@@ -269,6 +291,8 @@ class Saver:
         """On rank 0, when all shards are written."""
         with files.writing(REST) as stream:
             stream.write(job.rest)
+        # Of ranks that were lost, what rank 0 says of itself: the places in the data are alike.
+        known += known[:1] * (job.about["world_size"] - len(known))
         with files.writing(RANKS) as stream:
             torch.save([torch.load(io.BytesIO(of_rank), weights_only=True) for _, of_rank in known], stream)
         for written, _ in known:
@@ -290,14 +314,21 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
     return numbered(Saver().load(os.fspath(path), weights_only=weights_only, alone=True))
 
 
-def _write_shards(tensors: dict[str, Tensor], files: Files, group: Any) -> None:
+def _writes_shards(group: HostGroup) -> bool:
+    """Whether each rank writes its part; else rank 0 has to have all of it, by its value."""
+    return group.size == 1 or group.process_group is not None
+
+
+def _write_shards(tensors: dict[str, Tensor], files: Files, group: HostGroup) -> None:
+    if group.rank > 0 and not _writes_shards(group):
+        return
     try:
         dcp.save(
             tensors,
             storage_writer=Writer(files),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
+            planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group.process_group,
+            no_dist=group.process_group is None,
         )
     except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
         reasons = [f"rank {rank} could not write: {error!r}" for rank, (error, _) in sorted(failed.failures.items())]
@@ -333,32 +364,16 @@ def _first_line(error: Exception) -> str:
     return f"{(found[0] if found else str(error).splitlines()[0]).rstrip('.')}."
 
 
-def _rank(group: Any) -> int:
-    return 0 if group is None else dist.get_rank(group)
-
-
-def _gathered(group: Any, mine: Any, *, to_all: bool = False) -> list[Any]:
-    """What all ranks have, in their order: on rank 0, or on all."""
-    if group is None:
-        return [mine]
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    if to_all:
-        dist.all_gather_object(everyones, mine, group=group)
-    else:
-        dist.gather_object(mine, everyones if _rank(group) == 0 else None, dst=0, group=group)
-    return everyones
-
-
-def _on_rank_0(group: Any, function: Callable[[], Any]) -> Any:
+def _on_rank_0(group: HostGroup, function: Callable[[], Any]) -> Any:
     """What `function` returns on rank 0; what it raises there is raised on all ranks."""
-    result: list[Any] = [None, None]
-    if _rank(group) == 0:
+    result: Any = None
+    error: Exception | None = None
+    if group.rank == 0:
         try:
-            result[0] = function()
-        except Exception as error:
-            result[1] = error
-    if group is not None:
-        dist.broadcast_object_list(result, src=0, group=group)
-    if result[1] is not None:
-        raise result[1]
-    return result[0]
+            result = function()
+        except Exception as raised:
+            error = raised
+    result, error = group.told((result, error))
+    if error is not None:
+        raise error
+    return result

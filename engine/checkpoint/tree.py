@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["NAMES", "by_name", "by_number", "join", "like", "marks", "numbered", "split"]
+__all__ = ["NAMES", "by_name", "by_number", "join", "like", "marks", "merged", "numbered", "split"]
 
 NAMES = "optimizer_parameters"
 
@@ -66,6 +66,17 @@ def marks(rest: Any) -> list[str]:
     if isinstance(rest, dict):
         return [rest[_MARK]] if rest.keys() == {_MARK} else [key for value in rest.values() for key in marks(value)]
     return [key for value in rest for key in marks(value)] if type(rest) in (list, tuple) else []
+
+
+def merged(everyones: list[Any]) -> Any:
+    """One nested value with all that several ranks have, who agree on what more than one of them has."""
+    first = everyones[0]
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for each in everyones for key in each)
+        return _as(first, {key: merged([each[key] for each in everyones if key in each]) for key in keys})
+    if type(first) in (list, tuple):
+        return type(first)(merged(list(parts)) for parts in zip(*everyones, strict=True))
+    return first
 
 
 def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:

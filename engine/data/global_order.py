@@ -23,6 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ..seeds import mixed
+
 __all__ = ["GlobalOrder", "Samples"]
 
 
@@ -141,7 +143,7 @@ class GlobalOrder(DistributedSampler[Any]):
         if self._order is None:
             before = _state_of(self.sampler)
             # A sampler without a generator of its own draws from the global ones, which are left as they were.
-            with _seeded(_mix(self.seed, self.epoch)):
+            with _seeded(mixed(self.seed, self.epoch)):
                 self._order = _compact(_drawn(self.sampler))
             self._states = before, _state_of(self.sampler)
             self._is_new = False
@@ -181,7 +183,7 @@ class GlobalOrder(DistributedSampler[Any]):
         has_state = hasattr(self.sampler, "load_state_dict")
         if not (has_state or type(self.sampler) in _TORCHS_OWN or hasattr(self.sampler, "set_epoch")):
             for earlier in range(epoch):
-                with _seeded(_mix(self.seed, earlier)):
+                with _seeded(mixed(self.seed, earlier)):
                     _drawn(self.sampler)
         if has_state and sampler_state is not None and not isinstance(sampler_state, torch.Tensor):
             self.sampler.load_state_dict(sampler_state)  # type: ignore[attr-defined]
@@ -235,8 +237,3 @@ def _seeded(seed: int) -> Iterator[None]:
         finally:
             random.setstate(pythons)
             np.random.set_state(numpys)
-
-
-def _mix(seed: int, epoch: int) -> int:
-    """A seed per seed and epoch; neighbouring seeds do not share permutations an epoch apart."""
-    return hash((seed, epoch)) % 2**63  # a hash of integers is the same in every process

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, Trainer
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..flags import check_count
+from ..host_group import ALONE, EVERYONE, HostGroup
 from ..strategies import Heartbeat, Watchdog, announce
 from .batch_sizes import BatchSizes
 from .checkpoint_connector import CheckpointConnector
@@ -57,7 +59,7 @@ class LoopTrainer(Trainer):
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         checkpoints.begin()
         folder = os.path.join(self.default_root_dir, "failures")
-        watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size)
+        watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy)
         watchdog.start()
         try:
             results = super()._run(*args, **kwargs)
@@ -67,8 +69,36 @@ class LoopTrainer(Trainer):
         except BaseException as exception:
             checkpoints.is_ending = True
             patience_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S
-            announce(exception, watchdog=watchdog, finish=lambda: checkpoints.saver.finish(patience_s))
+            announce(
+                exception,
+                watchdog=watchdog,
+                leaves=getattr(self.strategy, "may_leave", False),
+                finish=lambda: checkpoints.saver.finish(patience_s),
+            )
             raise
+
+    # Lightning: Trainer._teardown, called at the end of a run, which ends connections that a save may need.
+    def _teardown(self) -> None:
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        if not checkpoints.is_ending:  # else the failure has seen to it
+            checkpoints.saver.finish()
+        super()._teardown()
+
+    @property
+    def data_ranks(self) -> HostGroup:
+        """The ranks that have samples of their own, as this one sees them."""
+        # A single process may run an engine of its own within a group of others.
+        return ALONE if self.world_size == 1 else getattr(self.strategy, "data_ranks", EVERYONE)
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that have samples of their own, connected or not."""
+        return (self.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among them."""
+        return (self.distributed_sampler_kwargs or {}).get("rank", 0)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -129,15 +159,17 @@ class LoopTrainer(Trainer):
             link: name of a link beside `filepath` that shall point at it.
         """
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        as_one = getattr(self.strategy, "as_one", nullcontext)
         if self.model is None or not checkpoints.is_portable:
-            super().save_checkpoint(filepath, weights_only, storage_options)
+            with as_one():
+                super().save_checkpoint(filepath, weights_only, storage_options)
             return
         if storage_options is not None:
             raise TypeError(
                 "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
                 " one, name the storage by an fsspec URL as the path."
             )
-        with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
+        with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"), as_one():  # type: ignore[attr-defined]
             checkpoints.save(str(filepath), weights_only, link=link)
 
 

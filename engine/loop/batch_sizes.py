@@ -29,7 +29,7 @@ class BatchSizes:
         self.micro = micro
         self.found: int | None = None
         """The size of micro-batches that was found to fit, here or in the run that is resumed."""
-        self._of_step: tuple[int, int] = -1, 0
+        self._of_step: tuple[int, Samples] = -1, Samples(0, 0)
         self._in_steps: dict[str, int] | None = None
 
     def cut(self, dataloader: DataLoader, order: GlobalOrder) -> GlobalBatches:
@@ -52,7 +52,7 @@ class BatchSizes:
         batches = self._batches
         assert batches is not None
         batches.batch_size = self.found = micro
-        self._of_step = -1, 0
+        self._of_step = -1, Samples(0, 0)
         self._count_in_steps(batches.per_step)
 
     def _count_in_steps(self, per_step: int) -> None:
@@ -77,22 +77,23 @@ class BatchSizes:
         if type(batches) is BatchSampler and not has_iterable_dataset(self.loader):
             left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
             mine = min(batches.batch_size, left)
-            return Samples(mine, mine * self._trainer.world_size)
-        return Samples(1, self._trainer.world_size)
+            return Samples(mine, mine * self._trainer.data_size)
+        return Samples(1, self._trainer.data_size)
 
-    def samples_of_step(self, first: int, num_batches: int) -> int | None:
-        """Samples of so many batches from the one given, on all ranks; None if the end of the data is not known."""
+    def samples_of_step(self, first: int, num_batches: int) -> Samples | None:
+        """Of so many batches from the one given; None if the end of the data is not known."""
         if self._trainer.num_training_batches == float("inf") or isinstance(self.loader, Together):
             return None
         if self._of_step[0] != first:
-            self._of_step = first, sum(self.samples(first + i).all for i in range(num_batches))
+            batches = [self.samples(first + i) for i in range(num_batches)]
+            self._of_step = first, Samples(sum(b.mine for b in batches), sum(b.all for b in batches))
         return self._of_step[1]
 
     def is_filler(self, batch_idx: int) -> bool:
         """Whether a training batch only keeps this rank in step with the others."""
         if isinstance(self.loader, Together):
             return self.loader.is_through(batch_idx)
-        return self._trainer.world_size > 1 and self.samples(batch_idx).mine == 0
+        return self._trainer.data_size > 1 and self.samples(batch_idx).mine == 0
 
     def joins(self, batch_idx: int) -> bool:
         """Whether it does so without running the module."""

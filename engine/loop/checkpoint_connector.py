@@ -39,7 +39,7 @@ from ..checkpoint import (
 from ..compression import deal_residuals
 from ..strategies import LayoutStrategy
 from ..version import __version__
-from .restoring import Templates, in_order_of, matching_accumulation, to_last_step
+from .restoring import Templates, in_order_of, matching_accumulation, to_last_step, with_samples
 
 __all__ = ["CheckpointConnector", "DirectoryIO"]
 
@@ -47,6 +47,8 @@ AUTO = "auto"
 """In place of a path: the newest checkpoint of the run."""
 OURS = "polyphase"
 """Key of what Lightning's checkpoints do not have."""
+STRATEGY = "strategy"
+"""Key under that, and in what each rank says, of what the strategy alone goes on with."""
 
 
 class DirectoryIO(TorchCheckpointIO):
@@ -105,6 +107,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         if self.is_portable:
             strategy.checkpoint_io = DirectoryIO(self.saver)
             strategy.hands_out_shards = True
+            self.saver.ranks = getattr(strategy, "saving_ranks", None)
 
     # --- saving
 
@@ -112,6 +115,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """Saves the state of the run; all ranks call it at the same time."""
         trainer = self.trainer
         checkpoint = self.dump_checkpoint(bool(weights_only))
+        if trainer.data_rank:  # BatchNorm's statistics are each rank's own: those of the first count, as in evaluation
+            for name in checkpoint["state_dict"].keys() & dict(trainer.lightning_module.named_buffers()).keys():
+                checkpoint["state_dict"][name] = checkpoint["state_dict"][name].to("meta")
         if "optimizer_states" in checkpoint:
             names = [self._names(optimizer) for optimizer in trainer.optimizers]
             states = zip(checkpoint["optimizer_states"], names, strict=True)
@@ -131,7 +137,15 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             of_rank=self._of_rank() if fitting else {},
             link=link,
             in_background=self._in_background and self._is_training,
+            spread=frozenset({"optimizer_states"} if self._state_is_spread else ()),
         )
+
+    @property
+    def _state_is_spread(self) -> bool:
+        return getattr(self.trainer.strategy, "state_is_spread", False)
+
+    def _keeps_state_of(self, parameter: Tensor) -> bool:
+        return not self._state_is_spread or self.trainer.strategy.keeps_state_of(parameter)
 
     @property
     def _is_training(self) -> bool:
@@ -169,6 +183,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             "accumulation_asked": self._accumulation_asked,
             "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         }
+        if isinstance(trainer.strategy, LayoutStrategy):
+            checkpoint[OURS][STRATEGY] = trainer.strategy.shared_state()
         if not self.is_portable:
             checkpoint[OURS]["ranks"] = self.saver.gather(self._of_rank())
         return checkpoint
@@ -179,9 +195,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         batches = 0 if self._between_epochs else loop.batches_done()
         hook = getattr(trainer.strategy, "comm_hook", None)
         random_state = loop.random_before_validation if self._stopped_in_validation else None
+        strategy = trainer.strategy
         return {
+            STRATEGY: strategy.state_of_rank() if isinstance(strategy, LayoutStrategy) else {},
             "random": random_state or get_random_state(),
-            "data": trainer._data_connector.state_dict(batches),
+            "data": trainer._data_connector.places.state_dict(batches),
             "compression": hook.state_dict() if hook is not None else {},
         }
 
@@ -194,7 +212,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         # Lightning: _CheckpointConnector._get_lightning_module_state_dict, by which a strategy gathers shards.
         if self.is_portable:
-            return self.trainer.lightning_module.state_dict()
+            state = self.trainer.lightning_module.state_dict()
+            return self.trainer.strategy.saved_state(state) if self._state_is_spread else state
         return super()._get_lightning_module_state_dict()
 
     def _names(self, optimizer: Optimizer) -> list[str]:
@@ -230,9 +249,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 " Lightning's first, with `polyphase ckpt export`."
             )
         needless = () if trainer.state.fn == TrainerFn.FITTING else ("optimizer_states",)
-        template = Templates(trainer.lightning_module)
+        template = Templates(trainer.lightning_module, self._keeps_state_of)
         self._loaded_checkpoint = numbered(
-            self.saver.load(path, template, leave_out=needless, weights_only=weights_only, layout=self._layout)
+            self.saver.load(
+                path, template, leave_out=needless, weights_only=weights_only, layout=self._layout, own=(STRATEGY,)
+            )
         )
         self._ckpt_path = path
 
@@ -281,12 +302,16 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         super().restore_loops()
         ranks, trainer = ours["ranks"], self.trainer
         if self._keeps_global_batch:
-            trainer.accumulate_grad_batches = matching_accumulation(self._accumulation_asked, trainer.world_size, ours)
+            trainer.accumulate_grad_batches = matching_accumulation(self._accumulation_asked, trainer.data_size, ours)
         trainer.fit_loop.epoch_loop.left_of_batch = left
-        self.knows_place = trainer._data_connector.load_state_dict([rank["data"] for rank in ranks])
+        places = trainer._data_connector.places
+        self.knows_place = places.load_state_dict([ranks[rank]["data"] for rank in with_samples(ours)])
         self._restore_compression([rank["compression"] for rank in ranks], ours.get("layout", {}))
-        here = trainer.global_rank
-        self._random_state = ranks[here]["random"] if here < len(ranks) else None
+        drawing, here = with_samples(ours), trainer.data_rank
+        if ours.get("layout", {}) == self._layout:
+            self._random_state = ranks[trainer.global_rank]["random"]
+        else:  # those that share samples draw the same
+            self._random_state = ranks[drawing[here]]["random"] if here < len(drawing) else None
         if len(ranks) != trainer.world_size:
             rank_zero_info(
                 f"The checkpoint has the random state of {len(ranks)} rank(s), this run has {trainer.world_size}:"
@@ -327,6 +352,15 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         super().restore_optimizers_and_schedulers()
         if self._is_ours and not self.trainer.strategy.lightning_restore_optimizer:
             self.restore_optimizers()
+        self._restore_strategy()
+
+    def _restore_strategy(self) -> None:
+        ours, trainer = self._loaded_checkpoint.get(OURS, {}), self.trainer
+        if not isinstance(trainer.strategy, LayoutStrategy) or STRATEGY not in ours:
+            return
+        is_same = (ours["world_size"], ours["layout"]) == (trainer.world_size, self._layout)
+        of_rank = ours["ranks"][trainer.global_rank][STRATEGY] if is_same else {}
+        trainer.strategy.load_state(ours[STRATEGY], of_rank)
 
     def restore_optimizers(self) -> None:
         """Restores the optimizers' state by the names of their parameters.
@@ -347,7 +381,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 " load_from_checkpoint."
             )
         for optimizer, state, names in zip(optimizers, saved, self._loaded_checkpoint[NAMES], strict=True):
-            optimizer.load_state_dict(in_order_of(by_name(state, names), optimizer, self._names(optimizer)))
+            named = by_name(state, names)
+            named["state"] = {name: each for name, each in named["state"].items() if not _is_elsewhere(each)}
+            optimizer.load_state_dict(in_order_of(named, optimizer, self._names(optimizer)))
 
     def resume_end(self) -> None:
         """Called by Lightning when all is restored."""
@@ -365,11 +401,16 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """Has this rank draw random numbers of its own; called before the iterator of its data seeds its workers."""
         if not self._draws_alone:
             self._draws_alone = True
-            draw_alone(self.trainer.global_rank)
+            draw_alone(self.trainer.data_rank)  # those that share samples draw the same
 
     @property
     def _is_ours(self) -> bool:
         return self.is_portable and NAMES in self._loaded_checkpoint
+
+
+def _is_elsewhere(state: dict[str, Any]) -> bool:
+    """Whether a parameter's state was not read, since only other ranks need it."""
+    return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _is_foreign(path: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Keeps the user's order of samples under every strategy, and the place in it over the end of a run.
-
-Lightning shuffles in all distributed training, and a run that is resumed begins its epoch again.
-"""
+"""Keeps the user's order of samples under every strategy; Lightning shuffles in all distributed training."""
 
 import copy
 from typing import Any
@@ -10,10 +7,9 @@ from lightning.pytorch import Trainer
 
 # Lightning: notes the indices of each batch, for prediction writers.
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _parse_num_batches
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset, sized_len
@@ -24,8 +20,6 @@ from ..data import (
     EvenBatches,
     GlobalOrder,
     InOneRow,
-    Pass,
-    Remembering,
     agreeing,
     as_stateful,
     check_loader,
@@ -41,14 +35,14 @@ from ..data import (
     together,
 )
 from ..environment import global_seed
-from ..strategies import flags, gathered, num_ranks, numbers
 from .batch_sizes import BatchSizes
+from .places import Places
 
 __all__ = ["DataConnector"]
 
 
 class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
-    """Lightning's, with `GlobalOrder` in place of its `DistributedSampler`, and a state.
+    """Lightning's, with `GlobalOrder` in place of its `DistributedSampler`, and places that a run can go on at.
 
     Args:
         trainer: whose data it is.
@@ -62,11 +56,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         super().__init__(trainer)
         self.sizes = sizes
         self._uneven = uneven
-        self._resumed: dict[DataLoader, Pass] = {}
-        self._to_resume: list[dict[str, Any]] = []
-        self._is_resuming = False
+        self.places = Places(trainer, sizes, self._deals_itself)
         self._has_warned_of_streams = False
-        self._saved = self._counted = 0
 
     # --- which loader is used
 
@@ -74,12 +65,10 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         # Lightning: _DataConnector._prepare_dataloader. One process's prediction keeps Lightning's, which records the
         # indices.
         if mode == RunningStage.TRAINING:
-            # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.
-            self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
+            self.places.begin()
             prepared = self._prepare_training(dataloader)
             self.trainer._checkpoint_connector.draw_alone()
-            if self._is_resuming:
-                self._resume(prepared)
+            self.places.resume(prepared)
             return prepared
         if isinstance(dataloader, DataLoader) and self._is_shared(dataloader):
             return self._evaluated(dataloader, mode)
@@ -93,30 +82,26 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):
-            if self.trainer.world_size > 1:
+            if self.trainer.data_size > 1:
                 dataloader = self._part(dataloader, **self.trainer.distributed_sampler_kwargs)
             dataloader = as_stateful(dataloader)
         elif self._dealt(dataloader, RunningStage.TRAINING):
             dataloader = self._dealing(dataloader, RunningStage.TRAINING)
         if keeps_place(dataloader):
             # As many as an optimizer step has batches, those before and after it, and the one fetched ahead.
-            dataloader = remembering(dataloader, self._epoch, lambda: self.trainer.accumulate_grad_batches + 2)
+            dataloader = remembering(dataloader, self.places.epoch, lambda: self.trainer.accumulate_grad_batches + 2)
         return self._in_step(dataloader) if order_of(dataloader) is None else dataloader
 
     def _in_step(self, dataloader: DataLoader) -> DataLoader:
         """`dataloader` itself if all ranks' are equally long; else one that ends an epoch when theirs do."""
-        if num_ranks() == 1 or self.trainer.world_size == 1:
+        ranks = self.trainer.data_ranks
+        if ranks.size == 1:
             return dataloader
-        lengths = gathered(sized_len(dataloader))
+        lengths = ranks.gathered(sized_len(dataloader))
         if None not in lengths and len(set(lengths)) == 1 and not has_iterable_dataset(dataloader):
             return dataloader
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        rank = self.trainer.global_rank
-        return together(dataloader, self._uneven, lengths, rank, numbers, lambda: progress.current.ready)
-
-    @property
-    def _epoch(self) -> int:
-        return self.trainer.fit_loop.epoch_progress.current.processed
+        return together(dataloader, self._uneven, lengths, ranks.rank, ranks.numbers, lambda: progress.current.ready)
 
     def _dealing(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
         """A copy of `dataloader` whose order is dealt to the ranks."""
@@ -134,7 +119,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         )
         if trains:
             # Workers ask for the first indices before Lightning says which epoch it is.
-            sampler.set_epoch(self._epoch)
+            sampler.set_epoch(self.places.epoch)
         if size is not None or (trains and batches is not None and decided is not batches):
             return copied(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
         if decided is batches:
@@ -154,7 +139,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         decided = decides(dataloader) if trains else _order_of(dataloader)
         if has_iterable_dataset(dataloader) or (is_stateful(dataloader) and not trains):
             return False
-        if trains and self._is_resuming and self._to_resume and self._to_resume[0].get("position"):
+        if trains and self.places.is_amid:
             return True
         if trains and self.sizes.wanted is not None:
             return True
@@ -203,8 +188,9 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _stream(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         """A copy of a loader of an `IterableDataset` that reads this rank's part of it, if there is a way to."""
         part = self._part(dataloader, num_replicas, rank)
-        lengths = gathered(sized_len(part))
-        return agreeing(part, flags, None if None in lengths else max(lengths))
+        ranks = self.trainer.data_ranks
+        lengths = ranks.gathered(sized_len(part))
+        return agreeing(part, ranks.flags, None if None in lengths else max(lengths))
 
     def _part(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         part = shard_of(dataloader, num_replicas, rank)
@@ -217,210 +203,12 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             )
         return dataloader if part is None else part
 
-    # --- where it is
-
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """Where this rank's training data is after `batches` batches of the epoch, plain values all."""
-        # Lightning: the loaders as _prepare_dataloader left them.
-        combined = self.trainer.fit_loop._combined_loader
-        states = [] if combined is None else [self._state_of(loader, batches) for loader in combined.flattened]
-        return {
-            "world_size": self.trainer.world_size,
-            "batches": batches,
-            "loaders": states,
-            "micro_batch_size": self.sizes.found,
-        }
-
-    def _state_of(self, loader: Any, batches: int) -> dict[str, Any]:
-        if isinstance(loader, Remembering):
-            return {**_stateful(loader), "state": loader.state_after(self._epoch, batches)}
-        if keeps_place(loader):
-            return {**_stateful(loader), "state": loader.state_dict()}
-        if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
-            return {"unit": None}
-        place = self._resumed.get(loader)
-        if place is None:
-            deals_itself = order_of(loader) is None and self._deals_itself(loader)
-            if deals_itself and not _is_known(decides(loader)):
-                return {"unit": None}
-            place = Pass(loader, 1 if deals_itself else self.trainer.world_size)
-        # Lightning: CombinedLoader's mode.
-        place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"
-        return place.state_dict(self._epoch, batches)
-
-    def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
-        """Has the loaders that are prepared next go on where those of another run were.
-
-        Args:
-            states: `state_dict` of each rank of that run, in their order.
-
-        Returns:
-            Whether all of them can.
-        """
-        self._saved = self._counted = states[0]["batches"]
-        self.sizes.found = states[0]["micro_batch_size"]
-        mine = states[self.trainer.global_rank if len(states) == self.trainer.world_size else 0]
-        self._to_resume = [{**loader, "saved_by": len(states)} for loader in mine["loaders"]]
-        # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
-        self.trainer.fit_loop._combined_loader_states_to_load = []
-        kinds = [loader["unit"] for loader in self._to_resume]
-        self._is_resuming = bool(kinds)
-        return bool(kinds) and None not in kinds
-
-    def _resume(self, loader: Any) -> None:
-        """Takes the next of the states that wait, for a loader that was just prepared."""
-        if not self._to_resume:
-            raise ValueError(
-                "The checkpoint has the places of fewer training loaders than this run has: use those of that run, or"
-                " load the weights alone to begin an epoch."
-            )
-        state = self._to_resume.pop(0)
-        if state["unit"] == "stateful":
-            self._resume_stateful(loader, state)
-        elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
-            self._resume_order(loader, order.num_replicas, state)
-        elif state.get("position"):
-            raise ValueError(
-                f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
-                f" but this run's {type(loader).__name__} has no order of samples that could be gone on with: use the"
-                " DataLoader of that run, or load the weights alone to begin an epoch."
-            )
-
-    def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
-        world_size, then = self.trainer.world_size, state["saved_by"]
-        is_whole = state["num_sharing"] == then and sharing == world_size
-        if state["position"] and not is_whole and (then, state["num_sharing"]) != (world_size, sharing):
-            raise ValueError(
-                f"The checkpoint has the place of {then} rank(s), each in the order of its own that a distributed"
-                f" sampler or `use_distributed_sampler=False` gave it, where this run, of {world_size}, can't go on:"
-                f" resume with {then} and the same flag, let the engine deal the samples from the start, or load the"
-                " weights alone to begin an epoch."
-            )
-        place = Pass.resumed(loader, sharing, state)
-        if state["per_step"] == list(place.per_step):
-            place.count(self._saved)
-        self._resumed[loader] = place
-        # All loaders are as many batches on, also where one of them has begun again or was over.
-        batches = max(place.batches for place in self._resumed.values())
-        for place in self._resumed.values():
-            place.count(batches)
-        self._count(batches)
-
-    def _resume_stateful(self, loader: Any, state: dict[str, Any]) -> None:
-        world_size, then = self.trainer.world_size, state["saved_by"]
-        if state["state"] is None or (self._saved == 0 and isinstance(loader, Remembering) and not loader.evolves):
-            return
-        if then != world_size:
-            raise ValueError(
-                f"The checkpoint has the places of {then} rank(s) in an IterableDataset or a loader with a state of"
-                f" its own, which {world_size} can't share: resume with {then}, or at the end of an epoch, or use a"
-                " data set with a length, or load the weights alone."
-            )
-        if self._saved and state["state"].get("ended"):
-            raise ValueError(
-                f"The checkpoint was saved when rank {self.trainer.global_rank} was through with its data, and others"
-                " were not: it can't be gone on with there. Resume at the end of an epoch, or load the weights alone."
-            )
-        if self._saved and {**state, **_stateful(loader)} != state:
-            raise ValueError(
-                f"The checkpoint has the place in a loader with {_described(state)}, which one with"
-                f" {_described(_stateful(loader))} can't go on from: resume with the same, or at the end of an epoch,"
-                " or load the weights alone."
-            )
-        if isinstance(loader, Remembering):
-            loader.resume(self._epoch, self._saved, state["state"])
-        # Lightning: it loads a state in mid-epoch only.
-        elif is_stateful(loader) and self.trainer.fit_loop.restarting:
-            loader.load_state_dict(state["state"])
-
-    def _count(self, batches: int) -> None:
-        """Says in the loops' progress how many batches are done, in batches of this run's size."""
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        shift = batches - self._counted
-        for tracker in (progress.current, progress.total):
-            for field, value in vars(tracker).items():
-                setattr(tracker, field, value + shift)
-        self._counted = batches
-
-    def cut_again(self, done: int, micro_batch_size: int) -> int:
-        """Cuts the rest of the epoch into micro-batches of another size, between two steps.
-
-        Args:
-            done: micro-batches of the epoch that are done.
-            micro_batch_size: samples of each rank's, at most.
-
-        Returns:
-            How many of the new size that would have been.
-        """
-        fit_loop, loader = self.trainer.fit_loop, self.sizes.loader
-        assert loader is not None
-        batches: Any = loader.batch_sampler
-        place = self._resumed.get(loader) or Pass(loader, self.trainer.world_size)
-        steps, since = done // batches.per_step, place.batches // batches.per_step
-        self.sizes.cut_again(micro_batch_size)
-        done, place.batches = steps * batches.per_step, since * batches.per_step
-        batches.sampler.go_on_at(place.position + (steps - since) * batches.size, done)
-        fetcher = fit_loop._data_fetcher
-        self._set_limits()
-        iter(fetcher)  # takes them on
-        self._set_lengths()
-        # Lightning: _TrainingEpochLoop.on_run_start
-        fetcher.fetched += done
-        fetcher._start_profiler = fit_loop.epoch_loop._on_before_fetch
-        fetcher._stop_profiler = fit_loop.epoch_loop._on_after_fetch
-        return done
-
-    def forget_place(self) -> None:
-        """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""
-        trainer, fit_loop = self.trainer, self.trainer.fit_loop
-        combined = fit_loop._combined_loader
-        assert isinstance(combined, CombinedLoader)
-        if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
-            for loader in combined.flattened:
-                if isinstance(loader, Remembering):
-                    loader.begin(self._epoch)
-        if not self._resumed:
-            return
-        self._resumed.clear()
-        self._set_limits()
-        self._set_lengths()
-
-    # Lightning: FitLoop.setup_data, where it asks for the lengths.
-    def _set_limits(self) -> None:
-        trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
-        lengths = [sized_len(loader) for loader in combined.flattened]
-        combined.limits = [
-            _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
-            for n in lengths
-        ]
-
-    def _set_lengths(self) -> None:
-        trainer, fit_loop = self.trainer, self.trainer.fit_loop
-        whole = sized_len(fit_loop._combined_loader)
-        fit_loop.max_batches = float("inf") if whole is None else whole
-        if isinstance(trainer.val_check_batch, int) and isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
-
-
-def _is_known(sampler: Any) -> bool:
-    """Whether an order that is not ours is the same when the epoch is done again."""
-    return type(sampler) is SequentialSampler or hasattr(sampler, "set_epoch")
-
 
 def _seedable(sampler: Any, dataloader: DataLoader) -> Any:
     """torch's random sampler in place of torchdata's, which has a generator where the user gave none."""
     if isinstance(sampler, torchdatas.RandomSampler) and dataloader.generator is None:
         return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
     return sampler
-
-
-def _stateful(loader: Any) -> dict[str, Any]:
-    """What a loader's state says, and what it is good for."""
-    return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
-
-
-def _described(state: dict[str, Any]) -> str:
-    return f"batch_size={state['batch_size']} and num_workers={state['num_workers']}"
 
 
 def _order_of(dataloader: DataLoader) -> Any:

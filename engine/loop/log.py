@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
 )
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from .compile import LOGGING
@@ -86,6 +87,8 @@ class Log:
                 sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
             )  # fmt: skip
             return
+        if isinstance(value, DTensor):  # a loss that tensor-parallel ranks have computed together
+            value = value.full_tensor()
         connector, results = self._connector, self._connector.results
         hook = self._module.__dict__["_current_fx_name"]
         site: Any = None

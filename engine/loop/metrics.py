@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
 from torch import Tensor
 
-from ..strategies import num_ranks
 from .ghost import Shares
 from .reduction import as_numbers, is_waiting, reduce_results
 
@@ -110,8 +109,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     @property
     def _is_alone(self) -> bool:
-        # A single process may run an engine of its own within a group of others.
-        return self.trainer.world_size == 1 or num_ranks() == 1
+        return self.trainer.data_ranks.size == 1  # type: ignore[attr-defined]
 
     def _reduce(self) -> None:
         trainer: Any = self.trainer
@@ -122,6 +120,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         reduce_results(
             results,
             trainer.lightning_module,
+            trainer.data_ranks,
             is_idle=shares is not None and shares.is_idle(loader),
             some_are_idle=shares is not None and shares.leave_some_idle(loader),
         )

@@ -6,6 +6,7 @@ are too small by that factor, and a short batch counts for as much as a full one
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,6 +103,60 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             self.watch.observe(trainer, "loss", result.loss, self.num_steps)
         return result
 
+    def run_schedule(
+        self,
+        within: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        optimizer: Optimizer,
+        batch_idx: int,
+        ends_window: bool,
+    ) -> ClosureResult:
+        """Forward and backward, by a strategy that runs both itself; the gradients have been zeroed.
+
+        Args:
+            within: calls a function while `self.log` sees the name given as the place it is called from.
+            arguments: of `training_step`.
+            optimizer: whose gradients they are.
+            batch_idx: within the epoch.
+            ends_window: whether the optimizer steps after this batch.
+        """
+        trainer = self.trainer
+        strategy: Any = trainer.strategy
+        one = torch.ones((), device=strategy.root_device)
+        by_samples: Callable[[], Any] = cache(lambda: self.weights.weigh(one, None, batch_idx))
+
+        def weigh(weight: Any) -> Tensor:
+            return by_samples() if weight is None else self.weights.counted(weight, strategy.root_device, batch_idx)
+
+        loss, weight = within("training_step", strategy.run_schedule, arguments, weigh, ends_window)
+        if weight is None:
+            loss = loss * by_samples()
+        else:
+            loss = self.weights.weigh(loss, {"weight": weight}, batch_idx, is_summed=True)
+        # The hooks around backward, which is over: there is no loss of the batch before.
+        trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
+        trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
+        strategy.post_backward(loss)
+        if ends_window:
+            self.weights.correct(optimizer)
+        self.watch.observe(trainer, "loss", loss, self.num_steps)
+        return ClosureResult(loss)
+
+    def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
+        # Lightning: _AutomaticOptimization._make_closure
+        if self._skip_backward or not getattr(self.trainer.strategy, "schedules_itself", False):
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        hooks = Hooks(self.trainer)
+
+        def step() -> ClosureResult:
+            if zero_grad is not None:
+                zero_grad()
+            ends_window = not self.trainer.fit_loop._should_accumulate()
+            return self.run_schedule(hooks.within, tuple(kwargs.values()), optimizer, batch_idx, ends_window)
+
+        return Closure(step_fn=step)
+
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
         # Lightning: _AutomaticOptimization._optimizer_step
         step = self.trainer.global_step
@@ -188,7 +243,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
 
     def _closure(self) -> ClosureResult:
         trainer: Any = self._optimization.trainer
-        if trainer.world_size == 1 or not trainer._data_connector.sizes.is_filler(self._batch_idx):
+        if trainer.data_size == 1 or not trainer._data_connector.sizes.is_filler(self._batch_idx):
             return self._forward_and_backward()
         if trainer._data_connector.sizes.joins(self._batch_idx):
             return self._join()
@@ -214,6 +269,11 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         optimization, hooks = self._optimization, self._hooks
         trainer = optimization.trainer
         optimizer = trainer.strategy.optimizers[0]
+        if getattr(trainer.strategy, "schedules_itself", False) and not optimization._skip_backward:
+            if self._batch_idx % trainer.accumulate_grad_batches == 0:
+                self._zero_grad(trainer, optimizer)
+            arguments = hooks.within, self._arguments, optimizer, self._batch_idx, self._ends_window
+            return optimization.run_schedule(*arguments)
         result = self._forward(trainer)
         if result.closure_loss is None:
             Closure.warning_cache.warn(

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 # Lightning: knows the out-of-memory errors of CUDA, cuDNN and the CPU.
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..strategies import flags
+from ..host_group import EVERYONE
+from ..memory import held_by
 from .undo import Undo
 
 __all__ = ["OutOfMemory", "RepeatStep"]
@@ -101,7 +101,7 @@ class OutOfMemory:
         Raises:
             RepeatStep: on all of them, if one ran out of memory.
         """
-        if any(flags(self.has_failed)):
+        if any(EVERYONE.flags(self.has_failed)):
             raise RepeatStep
 
     def repeat(self, loop: Any) -> None:
@@ -111,7 +111,7 @@ class OutOfMemory:
             torch.OutOfMemoryError: on all ranks, if they have one sample already.
         """
         trainer = self._trainer
-        where = [rank for rank, failed in enumerate(flags(self.has_failed)) if failed]
+        where = [rank for rank, failed in enumerate(EVERYONE.flags(self.has_failed)) if failed]
         data, module = trainer._data_connector, trainer.lightning_module
         largest = data.sizes.largest
         if largest == 1:
@@ -136,7 +136,7 @@ class OutOfMemory:
     def _cut(self, loop: Any, size: int) -> None:
         """Goes on from the step that `begin_step` was called for with micro-batches of at most `size` samples."""
         total, current = self._ready
-        done = self._trainer._data_connector.cut_again(current, size)
+        done = self._trainer._data_connector.places.cut_again(current, size)
         for tracker, value in (
             (loop.batch_progress.total, total - current + done),
             (loop.batch_progress.current, done),
@@ -152,16 +152,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _message(trainer: Any, ranks: list[int]) -> str:
-    module: LightningModule = trainer.lightning_module
-    parameters = list(module.parameters())
-    of_parameters = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    rows = {
-        "parameters": parameters,
-        "gradients": [p for p in parameters if p.requires_grad],
-        "optimizer state": [value for state in of_parameters for value in state.values()],
-        "buffers": list(module.buffers()),
-    }
-    table = "\n".join(f"  {name:16} {_megabytes(tensors):10.1f} MB" for name, tensors in rows.items())
+    held = held_by(trainer)
+    table = "\n".join(f"  {name:16} {num_bytes / 1e6:10.1f} MB" for name, num_bytes in held.items())
     if torch.cuda.is_available():
         peak_mb = torch.cuda.max_memory_allocated() / 1e6
         table += f"\n  {'peak, in all':16} {peak_mb:10.1f} MB"
@@ -171,8 +163,3 @@ def _message(trainer: Any, ranks: list[int]) -> str:
         " `:cpu_offload=true` if need be), 'fsdp:activation_checkpointing=true', precision='bf16-mixed', or smaller"
         " samples."
     )
-
-
-def _megabytes(tensors: list[Any]) -> float:
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, Tensor)]
-    return sum(t.numel() * t.element_size() for t in local) / 1e6

@@ -5,7 +5,6 @@ from typing import Any
 
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
-from ..strategies import gathered, num_ranks
 from .ghost import Shares, run_ghost
 
 __all__ = ["PredictionLoop"]
@@ -50,9 +49,10 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
     def _on_predict_epoch_end(self) -> Any:
         # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write what this rank has predicted.
         results = super()._on_predict_epoch_end()
-        if not self.return_predictions or self.trainer.world_size == 1 or num_ranks() == 1:
+        ranks = self.trainer.data_ranks  # type: ignore[attr-defined]
+        if not self.return_predictions or ranks.size == 1:
             return results
-        everyones = gathered(self._predictions)
+        everyones = ranks.gathered(self._predictions)
         self._predictions = [_in_order(of_ranks) for of_ranks in zip(*everyones, strict=True)]
         return self.predictions
 

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
-from ..strategies import gathered
+from ..host_group import HostGroup
 
 __all__ = ["as_numbers", "is_waiting", "reduce_results"]
 
@@ -59,13 +59,19 @@ def is_waiting(results: _ResultCollection) -> bool:
 
 
 def reduce_results(
-    results: _ResultCollection, module: LightningModule, *, is_idle: bool = False, some_are_idle: bool = False
+    results: _ResultCollection,
+    module: LightningModule,
+    ranks: HostGroup,
+    *,
+    is_idle: bool = False,
+    some_are_idle: bool = False,
 ) -> None:
     """Reduces all values of an epoch that wait for it; all ranks call it together, also those with nothing to reduce.
 
     Args:
         results: changed in place: what is reduced counts as computed.
         module: whose torchmetrics objects are logged.
+        ranks: those that have run batches of their own.
         is_idle: this rank has run no batch; it gets what it would have logged from the others, with no weight.
         some_are_idle: the same is true of some rank.
 
@@ -73,7 +79,7 @@ def reduce_results(
         ValueError: a name was logged on some ranks only, or in another way.
     """
     mine = {k: item for k, item in _waiting(results).items() if some_are_idle or _is_synced(item)}
-    everyones = gathered((is_idle, _packed(mine, with_meta=some_are_idle)))
+    everyones = ranks.gathered((is_idle, _packed(mine, with_meta=some_are_idle)))
     busy = [messages for idle, messages in everyones if not idle] or [messages for _, messages in everyones]
     _compare(everyones)
     for key, message in busy[0].items():

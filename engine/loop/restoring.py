@@ -1,5 +1,6 @@
 """What a checkpoint says, made to fit the run that opens it."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import CheckpointError, by_number
 
-__all__ = ["Templates", "in_order_of", "matching_accumulation", "to_last_step"]
+__all__ = ["Templates", "in_order_of", "matching_accumulation", "to_last_step", "with_samples"]
 
 
 def to_last_step(loops: dict[str, Any], ours: dict[str, Any]) -> Literal["end", "nothing"] | None:
@@ -52,21 +53,36 @@ def _begin_next(progress: dict[str, Any]) -> None:
 
 
 class Templates:
-    """For a tensor's key in a checkpoint, the module's tensor that it is for."""
+    """For a tensor's key in a checkpoint, the module's tensor that it is for.
 
-    def __init__(self, module: LightningModule) -> None:
+    Args:
+        module: whose tensors they are.
+        keeps_state_of: whether this rank's optimizers have the state of a parameter.
+    """
+
+    def __init__(self, module: LightningModule, keeps_state_of: Callable[[Tensor], bool]) -> None:
         self._tensors = dict(module.state_dict())
         self._tensors.update(module.named_parameters())
+        self._not_kept = {name for name, parameter in module.named_parameters() if not keeps_state_of(parameter)}
 
     def __call__(self, key: str) -> Tensor | None:
-        """None if the module has none that `key` could be of."""
+        """None if the module has none that `key` could be of; one on the meta device for what only other ranks need."""
+        found = self._found(key)
+        if found is None:
+            return None
+        name, tensor = found
+        if key.startswith("optimizer_states.") and name in self._not_kept:
+            return tensor.to("meta")
+        return tensor
+
+    def _found(self, key: str) -> tuple[str, Tensor] | None:
         # state_dict.<name>; optimizer_states.0.state.<name>.exp_avg; callbacks.EMA.average.module.<name>
         parts = key.split(".")
         for end in (len(parts), len(parts) - 1):
             for start in range(1, end):
-                found = self._tensors.get(".".join(parts[start:end]))
-                if found is not None:
-                    return found
+                name = ".".join(parts[start:end])
+                if name in self._tensors:
+                    return name, self._tensors[name]
         return None
 
 
@@ -88,27 +104,33 @@ def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -
     return by_number({**state, "param_groups": groups}, names)
 
 
-def matching_accumulation(asked: int, world_size: int, ours: dict[str, Any]) -> int:
-    """The accumulation with which this number of processes has the global batch of the checkpoint's.
+def with_samples(ours: dict[str, Any]) -> range:
+    """The ranks of the run that saved `ours` that had samples of their own: of those who shared some, the first."""
+    layout = ours.get("layout", {})
+    return range(0, ours["world_size"] // layout.get("pp", 1), layout.get("tp", 1))
+
+
+def matching_accumulation(asked: int, num_ranks: int, ours: dict[str, Any]) -> int:
+    """The accumulation with which this number of ranks has the global batch of the checkpoint's.
 
     Args:
         asked: what the run's flag says. If the checkpoint's run was asked for another, the flag is meant.
-        world_size: number of processes.
+        num_ranks: number of ranks that have samples of their own.
         ours: what the checkpoint says under the key ``polyphase``.
     """
-    then, per_rank = ours["world_size"], ours["accumulate_grad_batches"]
+    then, per_rank = len(with_samples(ours)), ours["accumulate_grad_batches"]
     if asked != ours["accumulation_asked"]:
         return asked
-    matching, rest = divmod(per_rank * then, world_size)
+    matching, rest = divmod(per_rank * then, num_ranks)
     if rest:
         rank_zero_warn(
-            f"{world_size} process(es) go on where {then} stopped, and no accumulation gives the same global batch:"
-            f" {per_rank * then} micro-batches per step then, {asked * world_size} now."
+            f"{num_ranks} rank(s) go on where {then} stopped, and no accumulation gives the same global batch:"
+            f" {per_rank * then} micro-batches per step then, {asked * num_ranks} now."
         )
         return asked
     if matching != asked:
         rank_zero_info(
-            f"{world_size} process(es) go on where {then} stopped: accumulate_grad_batches={matching} in place of"
+            f"{num_ranks} rank(s) go on where {then} stopped: accumulate_grad_batches={matching} in place of"
             f" {asked} keeps the global batch."
         )
     return matching

@@ -17,6 +17,7 @@ tensor, and reads it back, on every step instead.
 import logging
 import signal
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -42,12 +43,20 @@ class Agreement:
         store: the key-value store all ranks share.
         rank: this process's.
         world_size: number of ranks.
+        lost: the ranks without which the run goes on.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        lost: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
         self._store = store
         self._rank = rank
-        self._ranks = [f"at/{rank}" for rank in range(world_size)]
+        self._world_size = world_size
+        self._lost = lost
         self._next_look = 0.0
         self._has_joined = False
         self._stop_at: int | None = None
@@ -75,11 +84,13 @@ class Agreement:
         return self._has_joined
 
     def _negotiate(self, place: int) -> None:
-        self._store.set(self._ranks[self._rank], str(place))
+        self._store.set(f"at/{self._rank}", str(place))
         if self._rank == 0:
-            if self._store.check(self._ranks):
+            lost = self._lost()
+            places = [f"at/{rank}" for rank in range(self._world_size) if rank not in lost]
+            if self._store.check(places):
                 self._store.set("frozen", "1")
-                self._stop_at = max(int(self._store.get(key)) for key in self._ranks) + 1
+                self._stop_at = max(int(self._store.get(key)) for key in places) + 1
                 self._store.set("stop_at", str(self._stop_at))
         elif self._store.check(["frozen"]):
             self._stop_at = int(self._store.get("stop_at"))  # waits for rank 0's two lines above, for nothing else
@@ -128,7 +139,8 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
             return None
         # torch: the store under the default process group; there is no public way to it.
         store = dist.PrefixStore(f"polyphase/{subject}", dist.distributed_c10d._get_default_store())
-        return Agreement(store, dist.get_rank(), dist.get_world_size())
+        strategy = self.trainer.strategy
+        return Agreement(store, dist.get_rank(), dist.get_world_size(), lambda: getattr(strategy, "lost_ranks", ()))
 
     def request_snapshot(self) -> None:
         """Asks all ranks to save after the same step."""

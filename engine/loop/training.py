@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from ..checkpoint import get_random_state
+from ..strategies import LayoutStrategy
 from .evaluation import EvaluationLoop
 from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
@@ -62,6 +63,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]
         watch.begin_epoch(self.trainer)
         self._run(data_fetcher)
+        if isinstance(self.trainer.strategy, LayoutStrategy):
+            self.trainer.strategy.settle()
         watch.end_epoch(self.trainer)
 
     def _run(self, data_fetcher: _DataFetcher) -> None:
@@ -124,7 +127,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         """Called when the epoch's iterator is there."""
         data: Any = self.trainer._data_connector
         if not self.restarting and not self.trainer.fit_loop.is_resuming:
-            data.forget_place()
+            data.places.forget()
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         self._mark_step()

@@ -6,6 +6,8 @@ w_ij for micro-batch j of rank i, T for the sum of all w_ij and W ranks, whose g
 
     gradient = 1/W sum_ij (W w_ij / T) gradient(mean loss_ij)
 
+Where each rank steps by its own gradient, W is 1 and T is of that rank.
+
 How many samples each rank has is known from the order of samples, so nothing is sent for it. Weights of `training_step`
 are added up over the ranks: one all-reduce of one number in the step's first micro-batch, from which T is estimated
 (and known, where the step has but one), and one in the last, after which the gradients are corrected.
@@ -20,6 +22,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from ..data import Samples
+from ..strategies import LayoutStrategy
 
 __all__ = ["StepWeights"]
 
@@ -36,12 +41,22 @@ class StepWeights:
         """Whether that is the number itself."""
         self._samples: dict[int, int] = {}
         """Of all ranks together, by micro-batch of the step."""
+        self._is_summed = False
+        """Whether the gradients are of losses times their weights, divided by nothing."""
         self._has_weights = False
         """Whether `training_step` has said what the last micro-batch counts for."""
         self._weights: dict[int, Tensor] = {}
         """Of this rank's, as `training_step` has it. (An optimizer may ask for a loss several times.)"""
 
-    def weigh(self, loss: Tensor | None, output: Any, batch_idx: int, *, is_repeated: bool = False) -> Tensor | None:
+    def weigh(
+        self,
+        loss: Tensor | None,
+        output: Any,
+        batch_idx: int,
+        *,
+        is_repeated: bool = False,
+        is_summed: bool = False,
+    ) -> Tensor | None:
         """A micro-batch's loss, times what it counts for; one without a loss counts, too.
 
         Args:
@@ -49,6 +64,7 @@ class StepWeights:
             output: of `training_step`.
             batch_idx: within the epoch.
             is_repeated: it is done for its collectives only: it may have been weighed before, and counts for nothing.
+            is_summed: backward is over, of the loss times its weight alone.
 
         Raises:
             ValueError: some micro-batches of a step say what they count for, and some do not.
@@ -56,7 +72,7 @@ class StepWeights:
         trainer = self._trainer
         window: int = trainer.accumulate_grad_batches
         weight = output.get("weight") if isinstance(output, Mapping) else None
-        if weight is None and window == 1 and trainer.world_size == 1:
+        if weight is None and window == 1 and trainer.data_size == 1:
             self._estimate = None
             return loss
         first = batch_idx - batch_idx % window
@@ -68,12 +84,17 @@ class StepWeights:
                 "`training_step` returned a weight for some micro-batches of a step and none for others: return one for"
                 " all of them (zero is allowed), or for none."
             )
-        self._has_weights = weight is not None
+        self._has_weights, self._is_summed = weight is not None, is_summed
         if weight is None or loss is None:
             return self._by_samples(loss, batch_idx)
         if is_repeated:
             weight = 0
         return self._by_weight(loss, weight, batch_idx)
+
+    def counted(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
+        """What `training_step` said that a micro-batch counts for; zero if it only keeps this rank in step."""
+        mine = torch.as_tensor(weight, dtype=torch.float32, device=device).detach()
+        return torch.zeros_like(mine) if self._trainer._data_connector.sizes.is_filler(batch_idx) else mine
 
     def weigh_nothing(self, batch_idx: int) -> None:
         """Takes part in weighing a micro-batch of which this rank has nothing, not even a loss."""
@@ -88,47 +109,52 @@ class StepWeights:
 
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         sizes = self._trainer._data_connector.sizes
-        mine, everyones = sizes.samples(batch_idx)
+        samples = sizes.samples(batch_idx)
+        mine, everyones = samples.mine, self._together(samples)
         if self._estimate is None:
             planned = self._planned_length(batch_idx)
             known = sizes.samples_of_step(self._first, planned)
             self._is_known = known is not None
-            self._estimate = everyones * planned if known is None else known
+            self._estimate = everyones * planned if known is None else self._together(known)
         self._samples[batch_idx] = everyones
         if loss is None:
             return None
         # Infinite for a filler.
-        divisor = self._estimate / (mine * self._num_replicas) if mine else torch.inf
+        divisor = self._estimate / (mine * self._num_ranks) if mine else torch.inf
         return loss if divisor == 1 else loss / divisor
 
     def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
-        mine = torch.as_tensor(weight, dtype=torch.float32, device=loss.device).detach()
-        if self._trainer._data_connector.sizes.is_filler(batch_idx):
-            mine = torch.zeros_like(mine)
-        self._weights[batch_idx] = mine
+        mine = self._weights[batch_idx] = self.counted(weight, loss.device, batch_idx)
         if self._estimate is None:
             num_planned = self._planned_length(batch_idx)
             self._is_known = num_planned == 1
             estimate = self._added_up(mine) * num_planned
             self._estimate = torch.where(estimate > 0, estimate, 1.0)
         # The mean of nothing is not a number.
-        return loss.masked_fill(mine == 0, 0.0) * (mine * self._num_replicas / self._estimate)
+        return loss.masked_fill(mine == 0, 0.0) * (mine * self._num_ranks / self._estimate)
 
     def correct(self, optimizer: Optimizer) -> None:
         """Called after the last backward of a step: its gradients become those of the mean."""
-        if self._estimate is None or self._is_known:
+        if self._estimate is None or (self._is_known and not self._is_summed):
             return
         if self._samples:
-            factor = self._estimate / sum(self._samples.values())
+            factor = self._estimate / max(sum(self._samples.values()), 1)
         else:
             total = self._added_up(torch.stack(list(self._weights.values())).sum())
-            factor = torch.where(total > 0, self._estimate / total, 1.0)
+            factor = torch.where(total > 0, (self._num_ranks if self._is_summed else self._estimate) / total, 1.0)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+        if gradients:
+            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
 
     @property
-    def _num_replicas(self) -> int:
-        return (self._trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    def _num_ranks(self) -> int:
+        """Ranks whose gradients are averaged: all that have samples, or this one alone."""
+        averages = getattr(self._trainer.strategy, "averages_gradients", True)
+        return self._trainer.data_size if averages else 1
+
+    def _together(self, samples: Samples) -> int:
+        """Of those ranks."""
+        return samples.mine if self._num_ranks == 1 else samples.all
 
     def _planned_length(self, batch_idx: int) -> int:
         """Number of micro-batches of the step, as far as the length of the epoch is known."""
@@ -137,8 +163,11 @@ class StepWeights:
         return full if left > full else max(1, int(left))
 
     def _added_up(self, mine: Tensor) -> Tensor:
-        if self._trainer.world_size == 1:
+        if self._num_ranks == 1:
             return mine
+        strategy = self._trainer.strategy
+        if isinstance(strategy, LayoutStrategy):
+            return strategy.added_up(mine.clone())
         total = mine.clone()
         dist.all_reduce(total)
         return total

@@ -179,14 +179,19 @@ class Tokens(LightningModule):
         loss = self.mean_loss(batch)
         return {"loss": loss, "weight": (batch != 0).sum()} if self.weighs else loss
 
+    def pipeline_stages(self) -> list[list[nn.Module]]:
+        return [[self.net[0]], [self.net[1]]]
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def first_gradient(module: Tokens, flag: str, devices: int, **flags: object) -> dict[str, Tensor]:
-    """What one step of SGD with a learning rate of one takes away."""
+def first_gradient(
+    module: Tokens, flag: str, devices: int, shares: int | None = None, size: int = 24, **flags: object
+) -> dict[str, Tensor]:
+    """What one step of SGD with a learning rate of one takes away; `shares` of the devices have their own samples."""
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    loader = DataLoader(Sentences(24), batch_size=24 // devices // 3, collate_fn=padded)
+    loader = DataLoader(Sentences(size), batch_size=24 // (shares or devices) // 3, collate_fn=padded)
     engine = Engine(strategy=suffixed(flag, "fork"), devices=devices, max_steps=1, **{**QUIET, **flags})
     engine.fit(module, loader)
     return {name: before[name] - tensor for name, tensor in module.state_dict().items()}
@@ -194,17 +199,42 @@ def first_gradient(module: Tokens, flag: str, devices: int, **flags: object) -> 
 
 @pytest.mark.parametrize("flags", [{"accumulate_grad_batches": 3}, {"global_batch_size": 24, "micro_batch_size": 5}])
 @pytest.mark.parametrize(
-    ("flag", "devices"),
-    [("single", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp:no_sync=false", 2), ("hsdp:replicate=2", 4)],
+    ("flag", "devices", "shares"),
+    [
+        ("single", 1, 1),
+        ("ddp", 2, 2),
+        ("ddp", 4, 4),
+        ("zero1", 2, 2),
+        ("fsdp", 2, 2),
+        ("fsdp:no_sync=false", 2, 2),
+        ("hsdp:replicate=2", 4, 4),
+        ("tp", 2, 1),
+        ("fsdp+tp:tp=2", 4, 2),
+        ("pp", 2, 1),
+        ("pp:schedule=zero-bubble", 2, 1),
+        ("pp+ddp:stages=2", 4, 2),
+        ("pp+fsdp:stages=2", 4, 2),
+        ("ps", 2, 2),
+    ],
 )
-def test_gradients_are_those_of_the_mean_over_all_tokens(flag, devices, flags):
+def test_gradients_are_those_of_the_mean_over_all_tokens(flag, devices, shares, flags):
     module = Tokens()
     module.mean_loss(padded([Sentences(24)[i] for i in range(24)])).backward()
     expected = {name: p.grad for name, p in module.named_parameters()}
-    found = first_gradient(Tokens(), flag, devices, **flags)
+    found = first_gradient(Tokens(), flag, devices, shares, **flags)
     assert largest_difference(found, expected) <= 1e-6
     if devices > 1 or "accumulate_grad_batches" in flags:  # the mean of means is another one
-        assert largest_difference(first_gradient(Tokens(weighs=False), flag, devices, **flags), expected) > 1e-3
+        unweighed = first_gradient(Tokens(weighs=False), flag, devices, shares, **flags)
+        assert largest_difference(unweighed, expected) > 1e-3
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("ddp", 2), ("pp+ddp:stages=2", 4), ("pp+fsdp:stages=2", 4)])
+def test_tokens_of_a_batch_that_only_keeps_a_rank_in_step_do_not_count(flag, devices):
+    module = Tokens()
+    module.mean_loss(Sentences(1)[0][None]).backward()
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    found = first_gradient(Tokens(), flag, devices, size=1, global_batch_size=24, micro_batch_size=2)
+    assert largest_difference(found, expected) <= 1e-6
 
 
 @pytest.mark.parametrize("flags", [{"precision": "bf16-mixed"}, {"precision": "16-mixed"}, {"compression": "bf16"}])

@@ -61,6 +61,35 @@ def of_rank(rank: int) -> dict[str, Any]:
     return {"seed": rank, "small": torch.full((2,), rank), "residual": torch.full((LARGE,), 0.5 + rank)}
 
 
+def save_spread(rank: int, folder: Path) -> None:
+    """Each rank trains one of two layers; of the other it has neither the weights nor the optimizer's state."""
+    model = net()
+    whole_model = checkpoint_of(model, trained(model))
+    for number, layer in enumerate((model[0], model[2])):
+        if number != rank:
+            for name, parameter in list(layer.named_parameters()):
+                setattr(layer, name, nn.Parameter(parameter.to("meta")))
+    mine = checkpoint_of(model, torch.optim.AdamW(model.parameters()))
+    names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    states = whole_model["optimizer_states"][0]["state"]
+    mine["optimizer_states"][0]["state"] = {name: states[name] for name in names}
+    saver = Saver()
+    spread = frozenset({"optimizer_states"})
+    saver.save({**content(1), **mine}, str(folder / "spread"), about=about(1, 2), of_rank={}, spread=spread)
+    saver.finish()
+    found = saver.load(str(folder / "spread"))
+    assert same(found["state_dict"], whole_model["state_dict"]), "all is there for those that want all"
+    assert same(found["optimizer_states"], whole_model["optimizer_states"])
+    found = saver.load(str(folder / "spread"), template_of(model))
+    assert {key for key, tensor in found["state_dict"].items() if not tensor.is_meta} == set(names)
+    for name, state in found["optimizer_states"][0]["state"].items():
+        assert all(value.is_meta for value in state.values()) == (name not in names), "what is another's is not read"
+
+
+def test_ranks_with_different_parameters_save_one_whole(tmp_path):
+    run_ranks(save_spread, 2, tmp_path, timeout_s=60)
+
+
 def save_sharded(rank: int, folder: Path) -> None:
     model = net()
     fully_shard(model[0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polyphase.engine.checkpoint import NAMES, by_name, by_number, numbered
-from polyphase.engine.checkpoint.tree import join, like, marks, split
+from polyphase.engine.checkpoint.tree import join, like, marks, merged, split
 
 from .made import LARGE, content, same
 
@@ -117,3 +117,10 @@ def test_room_is_whole_on_the_cpu_where_no_template_fits(template):
 def test_room_has_the_stored_dtype_and_no_gradient():
     room = like(nn.Parameter(torch.ones(2, 3)), torch.Size([2, 3]), torch.float64)
     assert (room.dtype, room.requires_grad) == (torch.float64, False)
+
+
+def test_what_several_ranks_have_is_merged():
+    first = {"state": {"a": {"step": 1}}, "groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    second = {"state": {"b": {"step": 1}}, "groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    assert merged([[first], [second]]) == [{**first, "state": {"a": {"step": 1}, "b": {"step": 1}}}]
+    assert merged([first]) == first

@@ -249,10 +249,11 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path, num_workers):
 
 
 def test_a_stream_of_other_ranks_is_refused():
-    connector = engine()._data_connector
-    state = {"unit": "stateful", "state": {}, "saved_by": 2}
+    places = engine()._data_connector.places
+    loaders = [{"unit": "stateful", "state": {}}]
+    places.load_state_dict([{"batches": 0, "micro_batch_size": None, "loaders": loaders}] * 2)
     with pytest.raises(ValueError, match=r"places of 2 rank\(s\) in an IterableDataset .* which 1 can't share"):
-        connector._resume_stateful(DataLoader([1]), state)
+        places.resume(DataLoader([1]))
 
 
 class Saves(Callback):

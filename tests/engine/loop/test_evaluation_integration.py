@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassPrecision
 
-from polyphase.engine.strategies import gathered
+from polyphase.engine.host_group import EVERYONE
 from tests.distributed import run_ranks
 
 from ..tiny import as_rank, engine
@@ -78,7 +78,7 @@ def check(stage, sizes, strategy, num_ranks):
     module, found = evaluate(stage, sizes, strategy=strategy, devices=num_ranks)
     _, expected = evaluate(stage, sizes)
     for index, (size, batch_size) in enumerate(sizes):
-        everyones = gathered(module.seen[index])
+        everyones = EVERYONE.gathered(module.seen[index])
         assert sorted(i for seen in everyones for ids in seen for i in ids) == list(range(size)), (stage, size)
         if stage != "predict":
             assert found[index].keys() == expected[index].keys()

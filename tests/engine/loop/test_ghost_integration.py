@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine.checkpoint import get_random_state
-from polyphase.engine.strategies import gathered
+from polyphase.engine.host_group import EVERYONE
 from tests.distributed import run_ranks
 
 from ..tiny import Positions, Seen, Stream, as_rank, engine
@@ -116,7 +116,7 @@ def validation_within_fit(rank):
 
     class Fits(Leaves):
         def on_validation_epoch_end(self):
-            everyones = gathered(self.seen)
+            everyones = EVERYONE.gathered(self.seen)
             assert sorted(i for seen in everyones for batch in seen for i in batch) == list(range(self.num_expected))
             self.seen.clear()
             self.num_expected = 7

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from polyphase.engine.loop import prediction
+from polyphase.engine.host_group import HostGroup
 from tests.distributed import run_ranks
 
 from ..tiny import Positions, Seen, as_rank, engine
@@ -94,11 +94,13 @@ def several_loaders_and_nothing_gathered(rank):
     found = engine(strategy="ddp", devices=2).predict(Predicts(), loaders)
     assert [ids(of_loader) for of_loader in found] == [ALONE, [[0]]]
 
-    def refuse(mine):
-        raise AssertionError("nothing is asked for")
+    class Refuses(HostGroup):
+        def gathered(self, mine):
+            raise AssertionError("nothing is asked for")
 
-    prediction.gathered = refuse
-    assert engine(strategy="ddp", devices=2).predict(Predicts(), loaders, return_predictions=False) is None
+    trainer = engine(strategy="ddp", devices=2)
+    trainer.strategy.data_ranks = Refuses()
+    assert trainer.predict(Predicts(), loaders, return_predictions=False) is None
 
 
 @pytest.mark.timeout(100)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyphase.engine.loop.restoring import matching_accumulation
+from polyphase.engine.loop.restoring import matching_accumulation, with_samples
 
 
 def ours(world_size: int, per_rank: int, asked: int) -> dict[str, int]:
@@ -29,3 +29,23 @@ def test_the_global_batch_stays_unless_the_flag_is_another(saved, asked, world_s
 def test_a_global_batch_that_can_not_be_kept_is_said():
     with pytest.warns(UserWarning, match="no accumulation gives the same global batch: 4 micro-batches .* then, 3 now"):
         assert matching_accumulation(1, 3, ours(4, 1, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "ranks"),
+    [
+        ({}, 1, [0]),
+        ({"replicate": 2, "shard": 2}, 4, [0, 1, 2, 3]),
+        ({"shard": 2, "tp": 2}, 4, [0, 2]),
+        ({"pp": 2, "replicate": 2}, 4, [0, 1]),
+        ({"pp": 2, "replicate": 2, "tp": 2}, 8, [0, 2]),
+    ],
+)
+def test_of_ranks_that_share_samples_the_first_speaks(layout, world_size, ranks):
+    assert list(with_samples({"layout": layout, "world_size": world_size})) == ranks
+
+
+def test_ranks_that_share_samples_count_once():
+    saved = {**ours(4, 2, 2), "layout": {"shard": 2, "tp": 2}}
+    assert matching_accumulation(2, 4, saved) == 1
+    assert matching_accumulation(2, 1, saved) == 4

@@ -40,6 +40,16 @@ def test_all_ranks_stop_at_the_same_step(seed):
     assert len(set(stopped.values())) == 1
 
 
+def test_a_lost_rank_is_not_asked():
+    store, lost = dist.HashStore(), set()
+    ranks = [Agreement(store, rank, 3, lambda: lost) for rank in range(3)]
+    for step in range(1, 4):
+        assert not any(ranks[rank].reached(step, requested=True) for rank in range(2))
+    lost.add(2)
+    stopped = {rank: next(step for step in range(4, 9) if ranks[rank].reached(step, requested=True)) for rank in (0, 1)}
+    assert stopped == {0: 5, 1: 5}
+
+
 def test_nobody_stops_unasked():
     store = dist.HashStore()
     ranks = [Agreement(store, rank, 2) for rank in range(2)]

@@ -55,6 +55,7 @@ if __name__ == "__main__":
         ("ddp", 1, "plain"),
         ("ddp", 0, "plain"),
         ("ddp_spawn", 1, "accumulate"),
+        ("ddp_fork", 1, "plain"),
         ("fsdp", 1, "plain"),
         ("ddp", 1, "manual"),
     ],

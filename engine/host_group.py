@@ -1,0 +1,94 @@
+"""What ranks tell each other in plain values, from host to host: no device takes part, or waits."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ALONE", "EVERYONE", "HostGroup", "num_ranks"]
+
+_made: list[Any] = [None, None]
+"""The default group, and the group beside it that was made for plain values."""
+
+
+def num_ranks() -> int:
+    """Number of processes that are connected; 1 where none are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _everyone() -> Any:
+    """A gloo group of all ranks, for their main threads."""
+    default = dist.group.WORLD
+    if dist.get_backend(default) == "gloo":
+        return default
+    if _made[0] is not default:
+        _made[:] = default, dist.new_group(backend="gloo")
+    return _made[1]
+
+
+class HostGroup:
+    """Ranks that tell each other plain values: all of them call the same methods, in the same order.
+
+    Args:
+        group: a gloo group; None for all ranks that are connected.
+        is_alone: this rank talks to nobody.
+    """
+
+    def __init__(self, group: Any = None, *, is_alone: bool = False) -> None:
+        self._group = group
+        self._is_alone = is_alone
+
+    @property
+    def process_group(self) -> Any:
+        """The gloo group they are, by which torch can have them work together; None where there is none."""
+        return None if self.size == 1 else self._group or _everyone()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        if self._is_alone:
+            return 1
+        return num_ranks() if self._group is None else dist.get_world_size(self._group)
+
+    @property
+    def rank(self) -> int:
+        """This one's place among them."""
+        return 0 if self.size == 1 else dist.get_rank(self._group)
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """What each rank gives, which pickle must be able to take, on all of them."""
+        everyones = [mine] * self.size
+        if len(everyones) > 1:
+            dist.all_gather_object(everyones, mine, group=self.process_group)
+        return everyones
+
+    def collected(self, mine: Any) -> list[Any]:
+        """As `gathered`, on the first of them; the others' lists say nothing."""
+        everyones = [mine] * self.size
+        if len(everyones) > 1:
+            dist.gather_object(mine, everyones if self.rank == 0 else None, group=self.process_group, group_dst=0)
+        return everyones
+
+    def told(self, value: Any) -> Any:
+        """What the first of them gives, on all of them."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, group=self.process_group, group_src=0)
+        return values[0]
+
+    def numbers(self, mine: int) -> list[int]:
+        """What each rank says, on all of them, by one all-reduce of a number per rank."""
+        said = torch.zeros(self.size, dtype=torch.int64)
+        if len(said) == 1:
+            return [mine]
+        said[self.rank] = mine
+        dist.all_reduce(said, group=self.process_group)
+        return said.tolist()
+
+    def flags(self, mine: bool) -> list[bool]:
+        """As `numbers`, of yes and no."""
+        return [bool(flag) for flag in self.numbers(mine)]
+
+
+EVERYONE = HostGroup()
+ALONE = HostGroup(is_alone=True)

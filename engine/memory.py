@@ -1,0 +1,38 @@
+"""What a rank holds of a model in training, beside activations: counted from its tensors."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["held_by", "held_bytes"]
+
+
+def held_by(trainer: Any) -> dict[str, int]:
+    """Bytes of this rank's part of what `trainer` trains, by kind: see `held_bytes`; and what the strategy keeps."""
+    own_bytes = getattr(trainer.strategy, "held_bytes", 0)  # Lightning's strategies have none
+    return {**held_bytes(trainer.lightning_module, trainer.optimizers), "strategy": own_bytes}
+
+
+def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, int]:
+    """Bytes of this rank's parameters, gradients, optimizer state and buffers.
+
+    Of a sharded tensor its shard counts, of one on the meta device nothing. Gradients that are not there yet count as
+    large as their parameters.
+    """
+    parameters = list(module.parameters())
+    of_parameters = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(p if p.grad is None else p.grad for p in parameters if p.requires_grad),
+        "optimizer state": _bytes(value for state in of_parameters for value in state.values()),
+        "buffers": _bytes(module.buffers()),
+    }
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
