@@ -1,0 +1,171 @@
+"""Values that another pipeline stage has: here they have a shape, and no content.
+
+Each stage runs the module's own step. What depends on parameters that only another stage holds is a tensor on the meta
+device; while `Absent` is entered, an operation that meets one is done on meta copies of all its arguments. All else,
+slices of the batch, masks, targets, is real on every stage. `x.device` of such a value is the real device, so that what
+a step makes anew for it (`torch.arange(n, device=x.device)`) is real as well.
+
+A `TorchFunctionMode` (https://docs.pytorch.org/docs/stable/torch.overrides.html), since that sees what the user has
+written: one call of theirs is one call here.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Absent", "CutError", "has_absent", "tensors_in", "users_line"]
+
+_NOT_THE_USERS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, lightning.__file__, os.path.dirname(os.path.dirname(__file__)))
+)
+_ELSEWHERE = (
+    "Give the module a method pipeline_stages() that puts what belongs together into one stage, or choose another"
+    " strategy, such as 'fsdp'."
+)
+_READS = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__",
+    "__format__", "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "unique", "masked_select", "data_ptr",
+}  # fmt: skip
+"""Calls that give the host a value, or whose shape depends on values."""
+_NEW = {
+    "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_full", "new_empty",
+}  # fmt: skip
+"""Calls that take a shape from a tensor, and no value."""
+_MOVES = {"to", "cpu", "cuda", "type_as"}
+
+
+class CutError(RuntimeError):
+    """The module can't be run in stages: a stage needs a value that another one has."""
+
+
+def users_line() -> str:
+    """Where in the user's code this was called: ``file.py:12, "x = x + skip"``."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
+            [summary] = traceback.StackSummary.extract(iter([(frame, line)]), limit=1)
+            return f'{summary.filename}:{line} in {summary.name}: "{summary.line}"'
+    return "the module's step"
+
+
+class Absent(TorchFunctionMode):
+    """While entered, values of other stages may be computed with.
+
+    Args:
+        device: this stage's.
+        is_buffer: whether a tensor is one of the module's buffers, which the stage that holds its module writes.
+    """
+
+    def __init__(self, device: torch.device, is_buffer: Callable[[Tensor], bool]) -> None:
+        self._device = device
+        self._is_buffer = is_buffer
+        self.watches = False
+        """Whether what this stage has computed shall not meet absent values any more."""
+        self.meeting: str | None = None
+        """Where it first did."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        absent = real = None
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.is_meta:
+                absent = tensor
+            elif real is None or tensor.requires_grad:
+                real = tensor
+        if absent is None:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and (attribute := func.__self__.__name__) in ("device", "is_cuda", "is_cpu"):
+            return getattr(torch.empty(0, device=self._device), attribute)
+        if name in _READS:
+            raise CutError(
+                f"{users_line()} reads a value that another pipeline stage has ({name} of a tensor"
+                f" {list(absent.shape)}). {_ELSEWHERE}"
+            )
+        if name in _NEW:
+            return func(*args, **{**kwargs, "device": kwargs.get("device") or self._device})
+        if real is not None:
+            if _writes(name, args, kwargs) or "out" in kwargs:
+                return self._write(args[0], name)
+            if self.watches and self.meeting is None and real.is_floating_point():
+                self.meeting = users_line()
+        if name in _MOVES:
+            return _moved(args, kwargs)
+        kwargs.pop("generator", None)
+        args, kwargs = apply_to_collection((args, kwargs), Tensor, _to_meta)
+        try:
+            with torch.no_grad():  # a graph would hold on to them
+                return func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise CutError(
+                f"{users_line()} can't be done without the values, which another pipeline stage has: {error}."
+                f" {_ELSEWHERE}"
+            ) from error
+
+    def _write(self, target: Any, name: str) -> Any:
+        if isinstance(target, Tensor) and self._is_buffer(target):
+            return target
+        raise CutError(
+            f"{users_line()} writes a value that another pipeline stage has into a tensor ({name}). Write"
+            f" `x = torch.where(...)`, `torch.cat(...)` or the like, which makes a new one. {_ELSEWHERE}"
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Where nothing is absent: operations run as if there were no mode."""
+        # torch: there is no public way to leave a mode for a while. One that the user has entered since stays.
+        if torch.overrides._get_current_function_mode() is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+def has_absent(value: Any) -> bool:
+    """Whether there is a tensor without content in a nested value."""
+    return any(tensor.is_meta for tensor in tensors_in(value))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested value of lists, tuples and dicts, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.detach().to("meta")
+
+
+def _writes(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call changes its first argument, which is real."""
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    is_in_place |= name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
+    return is_in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
+
+
+def _moved(args: Any, kwargs: Any) -> Tensor:
+    """What a move to a device leaves of a value: where it is stays what it is."""
+    tensor, *others = args
+    others += kwargs.values()
+    dtypes = [other for other in others if isinstance(other, torch.dtype)]
+    dtypes += [other.dtype for other in others if isinstance(other, Tensor)]
+    return tensor.to(dtypes[0]) if dtypes else tensor

@@ -1,0 +1,192 @@
+"""What a step logs on the last stage, logged on all stages.
+
+While the micro-batches run, `self.log` only notes its arguments on the last stage. Then the values of all micro-batches
+become one, as `reduce_fx` says (a mean by default), are sent to the other stages, and every rank calls the real `log`.
+
+A torchmetrics object is updated on the last stage alone. Its `compute` on the others is told what the last stage has
+computed, over the ranks that have samples of their own.
+"""
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from .absent import CutError, users_line
+from .share import Sharing
+
+__all__ = ["StepLog", "share_metrics", "unchanged", "unshare_metrics"]
+
+_SIGNATURE = inspect.signature(LightningModule.log)
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+class _LoggedMetric(NamedTuple):
+    """In the place of a torchmetrics object."""
+
+    attribute: str
+    forward_cache: Tensor | None
+
+
+class StepLog:
+    """Stands in the place of `log` while micro-batches run.
+
+    Args:
+        module: whose `log` it is.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._calls: dict[tuple[str, int], list[tuple[Any, dict[str, Any]]]] = {}
+        self._counts: dict[str, int] = defaultdict(int)
+        self.is_last_stage = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """In the place of the module's `log`."""
+        attributes = self._module.__dict__
+        before = attributes.get("log")
+        attributes["log"] = self._note
+        try:
+            yield
+        finally:
+            if before is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = before
+
+    def begin_micro_batch(self, is_last_stage: bool) -> None:
+        """Called before each of them, on each stage."""
+        self._counts.clear()
+        self.is_last_stage = is_last_stage
+
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        arguments = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        arguments.pop("self")
+        if not self.is_last_stage:
+            return
+        name, value = arguments.pop("name"), arguments.pop("value")
+        key = name, self._counts[name]
+        self._counts[name] += 1
+        if isinstance(value, Metric):
+            value = _LoggedMetric(self._name_of(value, name), value._forward_cache)
+        elif isinstance(value, dict):  # by name, in Lightning; it has its word to say of others
+            value = {each: _as_tensor(number, name) for each, number in value.items()}
+        else:
+            value = _as_tensor(value, name)
+        self._calls.setdefault(key, []).append((value, arguments))
+
+    def _name_of(self, metric: Metric, name: str) -> str:
+        for attribute, part in self._module.named_modules():
+            if part is metric:
+                return attribute
+        raise ValueError(
+            f"self.log({name!r}, ...) was given a {type(metric).__name__} that is no attribute of the module: assign it"
+            " to one in the constructor, so that all stages of the pipeline know it."
+        )
+
+    def take(self) -> list[tuple[str, Any, dict[str, Any]]]:
+        """Name, value over all micro-batches and other arguments of each call; then it is empty."""
+        calls = [
+            (name, _combined([value for value, _ in noted], noted[0][1].get("reduce_fx", "mean")), _arguments(noted))
+            for (name, _), noted in self._calls.items()
+        ]
+        self._calls.clear()
+        return calls
+
+    def replay(self, calls: list[tuple[str, Any, dict[str, Any]]]) -> None:
+        """Logs for good."""
+        for name, value, arguments in calls:
+            if isinstance(value, _LoggedMetric):
+                metric: Any = self._module.get_submodule(value.attribute)
+                metric._forward_cache = value.forward_cache
+                value = metric
+            self._module.log(name, value, **arguments)
+
+
+def _as_tensor(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            raise CutError(
+                f"{users_line()} logs {name!r}, which depends on parameters of another pipeline stage: log what the"
+                " last stage has."
+            )
+        return value.detach()
+    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (bool, int, float)) else value
+
+
+def _combined(values: list[Any], reduce_fx: Any) -> Any:
+    first = values[0]
+    if isinstance(first, _LoggedMetric):  # that of the whole batch is not known
+        caches = [value.forward_cache for value in values if isinstance(value.forward_cache, Tensor)]
+        return _LoggedMetric(first.attribute, torch.stack(caches).mean(0) if caches else None)
+    if isinstance(first, dict):
+        return {name: _combined([value[name] for value in values], reduce_fx) for name in first}
+    if len(values) == 1 or not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+        return first  # Lightning says what is wrong with others
+    stacked = torch.stack([value.reshape(()) for value in values])
+    stacked = stacked if stacked.is_floating_point() else stacked.double()
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    return _REDUCTIONS.get(name.lower(), torch.mean)(stacked)
+
+
+def _arguments(noted: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
+    """Those of the first call, with the samples of all."""
+    arguments = dict(noted[0][1])
+    if arguments.get("batch_size") is not None:
+        arguments["batch_size"] = sum(int(each["batch_size"]) for _, each in noted)
+    return arguments
+
+
+def share_metrics(module: LightningModule, sharing: Sharing, is_last: bool, runs: Callable[[], bool]) -> None:
+    """Has the torchmetrics objects of `module` compute on the last stage.
+
+    Args:
+        module: changed in place.
+        sharing: from the last stage to the others.
+        is_last: whether this rank has the last stage.
+        runs: whether micro-batches are being run: what a step computes then is the stage's own.
+    """
+    for metric in module.modules():
+        if isinstance(metric, Metric) and not isinstance(metric.compute, _Computed):
+            metric.compute = _Computed(metric.compute, sharing, is_last, runs)  # type: ignore[method-assign]
+
+
+def unshare_metrics(module: LightningModule) -> None:
+    """Has them compute as before."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and isinstance(metric.compute, _Computed):
+            metric.compute = metric.compute.alone  # type: ignore[method-assign]
+
+
+@contextmanager
+def unchanged(module: LightningModule) -> Iterator[None]:
+    """Puts buffers and torchmetrics objects back to what they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    states = [(metric, dict(metric.__dict__), copy.deepcopy(metric.metric_state)) for metric in metrics]
+    yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    for metric, attributes, state in states:
+        metric.__dict__.update({**attributes, **state})
+
+
+class _Computed:
+    """A metric's `compute`, told to all stages."""
+
+    def __init__(self, compute: Callable[[], Any], sharing: Sharing, is_last: bool, runs: Callable[[], bool]) -> None:
+        self.alone, self._sharing, self._is_last, self._runs = compute, sharing, is_last, runs
+
+    def __call__(self) -> Any:
+        if self._runs():
+            return self.alone()
+        return self._sharing.of(self.alone() if self._is_last else None)

@@ -1,0 +1,178 @@
+"""Where a module is cut into pipeline stages, and which stage holds which parameter.
+
+The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class, or
+else of its longest `Sequential`. Neighbouring units form a stage, balanced by the number of parameters. What lies
+outside of the units belongs to the stage of the unit registered before it, or to the first; torchmetrics objects belong
+to the last. Parameters of the modules that contain the units, such as a class token, and those that several stages
+share are held by each of these stages.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from ..units import check_inside, repeated_blocks
+
+__all__ = ["Plan", "leave_out", "plan_stages"]
+
+_SAY = "give the module a method pipeline_stages() that returns its parts, one list of sub-modules for each stage"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a module is cut."""
+
+    stages: tuple[tuple[nn.Module, ...], ...]
+    """The units of each stage, in the order of their calls."""
+    modules: dict[nn.Module, tuple[int, ...]]
+    """For each sub-module, the stages that hold what is its own: one, but for those around the units."""
+    holders: dict[nn.Parameter, tuple[int, ...]]
+    """For each parameter, the stages that hold it."""
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+
+def plan_stages(module: nn.Module, num_stages: int) -> Plan:
+    """Cuts `module`, or does as its ``pipeline_stages()`` says.
+
+    Raises:
+        ValueError: there are no units, or fewer than stages; or ``pipeline_stages()`` returned something else.
+    """
+    if callable(getattr(module, "pipeline_stages", None)):
+        stages = _given(module, num_stages)
+    else:
+        name, units = _units(module)
+        if len(units) < num_stages:
+            raise ValueError(
+                f"{type(module).__name__} can't be cut into {num_stages} stages: its longest list of blocks, {name!r},"
+                f" has {len(units)}. Ask for at most {len(units)}, or {_SAY}."
+            )
+        stages = _balanced(units, _outside(module, units), num_stages)
+    modules = dict(_placed(module, stages))
+    holders: dict[nn.Parameter, dict[int, None]] = defaultdict(dict)
+    for part, places in modules.items():
+        for parameter in part.parameters(recurse=False):
+            holders[parameter].update(dict.fromkeys(places))
+    return Plan(stages, modules, {parameter: tuple(sorted(places)) for parameter, places in holders.items()})
+
+
+def leave_out(module: nn.Module, plan: Plan, absent: Collection[nn.Parameter]) -> None:
+    """Puts shapes on the meta device in the places of parameters that other stages hold, under the same names."""
+    shapes = {parameter: _shape_of(parameter) for parameter in absent}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter in shapes:
+                part._parameters[name] = shapes[parameter]
+    for parameter, shape in shapes.items():
+        plan.holders[shape] = plan.holders.pop(parameter)
+
+
+def _shape_of(parameter: nn.Parameter) -> nn.Parameter:
+    shape = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    shape.__dict__.update(parameter.__dict__)  # what the user has marked it with
+    return shape
+
+
+def _given(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, ...], ...]:
+    kind = type(module).__name__
+    stages = tuple(tuple(stage) for stage in module.pipeline_stages())  # type: ignore[operator]
+    if len(stages) != num_stages or not all(stages):
+        sizes = [len(stage) for stage in stages]
+        raise ValueError(
+            f"{kind}.pipeline_stages() returned lists of {sizes} sub-modules, but there are {num_stages} stages: return"
+            " one list for each, with at least one sub-module."
+        )
+    units = [unit for stage in stages for unit in stage]
+    check_inside(module, units, "pipeline_stages")
+    nested = [part for unit in units for part in unit.modules()]
+    if len(set(nested)) < len(nested):
+        raise ValueError(
+            f"{kind}.pipeline_stages() returned a sub-module twice, or one that is inside of another: name each part"
+            " once."
+        )
+    return stages
+
+
+def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The name of the container of the blocks, and the blocks."""
+    rows = ((name, list(part)) for name, part in module.named_modules() if isinstance(part, nn.Sequential))
+    for name, blocks in (repeated_blocks(module), max(rows, key=lambda row: len(row[1]), default=("", []))):
+        units = list(dict.fromkeys(blocks))
+        if len(units) > 1:
+            return name, units
+    raise ValueError(
+        f"{type(module).__name__} has no repeated blocks that a pipeline could be cut at, no ModuleList of one class"
+        f" and no Sequential: {_SAY}."
+    )
+
+
+def _balanced(
+    units: Sequence[nn.Module], outside: tuple[int, int], num_stages: int
+) -> tuple[tuple[nn.Module, ...], ...]:
+    """Runs of units with the least sum of squares of their numbers of parameters."""
+    # One more for each unit: those without parameters are dealt evenly, too.
+    sizes = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
+    sizes[0] += outside[0]
+    sizes[-1] += outside[1]
+    total = [0]
+    for size in sizes:
+        total.append(total[-1] + size)
+    # best[k][n]: of the first n units in k stages, the cost and where the last of these stages begins.
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for stage in range(1, num_stages + 1):
+        ends = range(stage, len(units) - num_stages + stage + 1)
+        best.append(
+            {end: min((best[-1][b][0] + (total[end] - total[b]) ** 2, b) for b in best[-1] if b < end) for end in ends}
+        )
+    stages: list[tuple[nn.Module, ...]] = []
+    end = len(units)
+    for row in reversed(best[1:]):
+        begin = row[end][1]
+        stages.insert(0, tuple(units[begin:end]))
+        end = begin
+    return tuple(stages)
+
+
+def _outside(module: nn.Module, units: Sequence[nn.Module]) -> tuple[int, int]:
+    """Number of parameters before and after the units."""
+    sizes = [0, 0]
+    inside = {part for unit in units for part in unit.modules()}
+    for part, places in _placed(module, (tuple(units[:1]), tuple(units[1:]))):
+        if part not in inside:
+            for place in places:
+                sizes[place] += sum(p.numel() for p in part.parameters(recurse=False))
+    return sizes[0], sizes[1]
+
+
+def _placed(
+    module: nn.Module, stages: tuple[tuple[nn.Module, ...], ...]
+) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
+    """Each sub-module, with the stages that hold what is its own."""
+    of_unit = {unit: index for index, stage in enumerate(stages) for unit in stage}
+    seen: set[nn.Module] = set()
+    present = 0
+
+    def visit(part: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
+        nonlocal present
+        if isinstance(part, Metric):  # updated where the outputs are; one's hash is that of its present state
+            inner = (each for each in part.modules() if not isinstance(each, Metric))
+            yield from ((each, (len(stages) - 1,)) for each in inner)
+            return
+        if part in seen:
+            return
+        if part in of_unit:
+            present = of_unit[part]
+        is_around = part not in of_unit and any(inner in of_unit for inner in part.modules())
+        seen.add(part)
+        yield part, tuple(sorted({0, len(stages) - 1})) if is_around else (present,)
+        for child in part.children():
+            yield from visit(child)
+
+    yield from visit(module)

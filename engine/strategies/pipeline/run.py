@@ -1,0 +1,244 @@
+"""Runs steps of a module through the stages of a pipeline, and brings what the last stage found to all of them.
+
+Random numbers: the ranks of a pipeline have a common stream, and each batch takes one number of it, from which each
+micro-batch has a stream of its own. What a step draws before its units, such as the noise that its loss needs again, is
+the same on all stages; what the units of a stage draw (dropout) is that stage's own.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from ...checkpoint.rng import get_random_state, seed_all, set_random_state
+from ...compression import Wire
+from ...host_group import HostGroup
+from .absent import CutError
+from .batches import batch_size_of, merged, split_batch
+from .log import StepLog, share_metrics, unchanged, unshare_metrics
+from .losses import Losses
+from .part import Cut, Job, Part, Shapes
+from .schedules import Clock, Stage, make_schedule, num_micro_batches
+from .share import Sharing, take_apart
+
+__all__ = ["Runner"]
+
+_MOST_SHAPES = 8
+"""Kinds of batches whose schedules, which hold on to memory, are kept."""
+
+
+class Runner:
+    """The stages of this rank.
+
+    Args:
+        module: whose steps are run.
+        cut: the same module, with units that know of stages.
+        parts: those of this rank.
+        group: the ranks of this pipeline.
+        hosts: a gloo group of the same ranks.
+        schedule: name of the flag.
+        num_micro_batches: that a batch is cut into, if it divides.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        cut: Cut,
+        parts: Sequence[Part],
+        *,
+        group: Any,
+        hosts: Any,
+        schedule: str,
+        num_micro_batches: int,
+    ) -> None:
+        self._module, self._cut, self._parts = module, cut, parts
+        self._group, self._hosts = group, hosts
+        self._schedule, self._num_micro_batches = schedule, num_micro_batches
+        self._size = dist.get_world_size(group)
+        self._is_last = any(part.is_last for part in parts)
+        self._sharing = Sharing(group, hosts, self._size - 1, cut.device)
+        self._ready: OrderedDict[Any, tuple[Any, Shapes]] = OrderedDict()
+        self.clock = Clock(cut.device)
+        self.wire = Wire(group)
+        """Counts what stages hand over."""
+        self._num_last = num_micro_batches
+        share_metrics(module, self._sharing, self._is_last, lambda: cut.job is not None)
+
+    def run(
+        self,
+        name: str,
+        context: Callable[[], AbstractContextManager[Any]],
+        arguments: tuple[Any, ...],
+        weigh: Callable[[Any], Tensor] | None = None,
+    ) -> Any:
+        """Runs a step of the module, and logs what it logged.
+
+        Args:
+            name: of the step.
+            context: entered around it.
+            arguments: of the step, the batch first.
+            weigh: of `Losses`, to run backward too; None for forward alone.
+
+        Returns:
+            What the step returned for the whole batch; or with `weigh` the batch's mean loss, and the weight that the
+            step gave it, or None. On all ranks.
+        """
+        batch, *others = arguments
+        number = num_micro_batches(batch_size_of(batch), self._num_micro_batches)
+        batches = split_batch(batch, number)
+        step, log = getattr(self._module, name), StepLog(self._module)
+        outputs: dict[int, Any] = {}
+        losses = None if weigh is None else Losses(weigh, number)
+        seed = int(torch.randint(2**62, ()))
+
+        def begin(index: int, stage: int) -> None:
+            log.begin_micro_batch(stage == self._cut.plan.num_stages - 1)
+            seed_all(seed, index)
+
+        def finish(index: int, output: Any) -> Tensor:
+            if losses is not None:
+                return losses.add(output)
+            outputs[index] = output
+            return torch.zeros((), device=self._cut.device)
+
+        job = Job(
+            step=lambda index: step(batches[index], *others),
+            begin=begin,
+            resume=lambda index, stage: seed_all(seed, index, 1 + stage),
+            finish=finish,
+            context=context,
+            shapes=Shapes(),
+        )
+        with self._running(job, log):
+            schedule = self._schedule_for(name, job, batches[0], number, weigh is not None)
+            log.take()  # what a trial run has logged
+            self._step(schedule, number, weigh is not None)
+        result: Any = None
+        if self._is_last:
+            result = merged([outputs[index] for index in range(number)]) if losses is None else losses.mean()
+        result, calls = self._sharing.of((result, log.take()) if self._is_last else None)
+        log.replay(calls)
+        return result
+
+    @contextmanager
+    def _running(self, job: Job, log: StepLog) -> Any:
+        random = get_random_state()
+        self._cut.job, self._cut.failure = job, None
+        try:
+            with log.attached():
+                yield
+        except RuntimeError:
+            if self._cut.failure is None:
+                raise
+            raise self._cut.failure from None  # torch's schedules hide it behind one of their own
+        finally:
+            self._cut.job = self._cut.failure = None
+            self._cut.filled.clear()
+            set_random_state(random)
+
+    def _step(self, schedule: Any, number: int, trains: bool) -> None:
+        numbers = torch.arange(number)
+        target = {"target": numbers} if trains and self._is_last else {}
+        self.clock.step(lambda: schedule.step(index=numbers, return_outputs=False, **target), counts=trains)
+        if trains:
+            self._num_last = number
+
+    def _schedule_for(self, name: str, job: Job, batch: Any, number: int, trains: bool) -> Any:
+        """The schedule of batches like this one; the first of its kind makes a trial run."""
+        kinds = tuple((tensor.shape, tensor.dtype) for tensor in take_apart(batch)[1])
+        modes = trains, self._module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        key = name, number, modes, kinds
+        if key in self._ready:
+            self._ready.move_to_end(key)
+            schedule, job.shapes = self._ready[key]
+            return schedule
+        self._try(job)
+        num_stages = self._cut.plan.num_stages
+        stages = [
+            Stage(
+                part,
+                part.stage,
+                num_stages,
+                self._cut.device,
+                input_args=job.shapes.sent(part.stage - 1) if part.stage else (),
+                output_args=torch.empty((), device="meta") if part.is_last else job.shapes.sent(part.stage),
+                group=self._group,
+                clock=self.clock,
+                wire=self.wire,
+            )
+            for part in self._parts
+        ]
+        schedule = make_schedule(self._schedule, stages, number, trains=trains)
+        self._ready[key] = schedule, job.shapes
+        if len(self._ready) > _MOST_SHAPES:
+            self._ready.popitem(last=False)
+        return schedule
+
+    def _try(self, job: Job) -> None:
+        """Runs a micro-batch through one stage after the other, for the shapes of what they hand over.
+
+        Under FSDP2 parameters that it has gathered stay so for the batch itself: the ranks that share them may know
+        their batches' shapes already, and gather them but once.
+        """
+        if self._cut.plan.num_stages == 1:
+            return
+        parts = {part.stage: part for part in self._parts}
+        with unchanged(self._module):
+            for stage in range(self._cut.plan.num_stages):
+                failure: Exception | None = None
+                if stage in parts:
+                    try:
+                        parts[stage].try_out()
+                    except Exception as error:
+                        failure = error
+                self._tell(stage, job.shapes, failure)
+
+    def _tell(self, stage: int, shapes: Shapes, failure: Exception | None) -> None:
+        """Tells all ranks what a stage has found out."""
+        rank = stage % self._size
+        said: list[Any] = [None]
+        if dist.get_rank(self._group) == rank:
+            offered = [(t.shape, t.dtype, t.requires_grad) for t in shapes.offered.get(stage, [])]
+            said = [
+                (shapes.units, offered, shapes.needed.get(stage), failure and f"{type(failure).__name__}: {failure}")
+            ]
+        dist.broadcast_object_list(said, dist.get_global_rank(self._group, rank), group=self._hosts)
+        if failure is not None:
+            raise failure
+        units, offered, needed, problem = said[0]
+        if problem is not None:
+            raise CutError(f"pipeline stage {stage} failed: {problem}")
+        shapes.units.update(units)
+        shapes.offered[stage] = [
+            torch.empty(shape, dtype=dtype, device="meta").requires_grad_(requires_grad)
+            for shape, dtype, requires_grad in offered
+        ]
+        if stage:
+            before = len(shapes.offered[stage - 1])
+            if needed is None or any(index >= before for index in needed):
+                raise CutError(
+                    f"pipeline stage {stage} is called with other arguments than stage {stage - 1} calls it."
+                )
+            shapes.needed[stage] = needed
+
+    def close(self) -> None:
+        """Takes away what was attached to the module."""
+        unshare_metrics(self._module)
+
+    def report(self, hosts: HostGroup) -> None:
+        """Logs the share of time in which the ranks of the pipeline were idle; all of them call it together."""
+        times = hosts.gathered(self.clock.seconds())
+        total = sum(seconds for _, seconds in times)
+        if total:
+            idle = 1 - sum(busy for busy, _ in times) / total
+            ideal = (self._size - 1) / (self._num_last + self._size - 1)
+            rank_zero_info(
+                f"pipeline: {self._size} stages, {self._num_last} micro-batches, {self._schedule}: idle {idle:.0%} of"
+                f" the time, (p-1)/(m+p-1) is {ideal:.0%}"
+            )

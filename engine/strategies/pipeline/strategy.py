@@ -1,0 +1,388 @@
+"""`pp`, `pp+ddp`, `pp+fsdp`: the module's blocks in stages, one after the other, micro-batches in all of them at once.
+
+On `torch.distributed.pipelining` (https://docs.pytorch.org/docs/stable/distributed.pipelining.html), which sends,
+receives and runs backward. The module is not traced: each stage runs the module's own step, see `part.py`.
+With p stages and m micro-batches of equal cost a rank is idle for (p - 1) / (m + p - 1) of the time.
+
+Communication per batch and rank, for stages that hand over A bytes a batch:
+1. forward: A to the next stage, in m parts;
+2. backward: A to the previous stage, in m parts;
+3. loss, logged values and outputs, broadcast from the last stage: see `share.py`;
+4. per optimizer step: what is tied between stages, and the average of `pp+ddp`: see `gradients.py`. `pp+fsdp`:
+   an all-gather of the stage's parameters and a reduce-scatter of its gradients per batch.
+Once for each new shape of a batch: a trial forward pass, to tell all stages what they will receive.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import LBFGS
+from torch.utils.data import DataLoader
+
+from ...checkpoint.rng import get_random_state, set_random_state
+from ...compression import CommHook, Plain, Wire
+from ...flags import Layout
+from ...host_group import HostGroup
+from ..materialize import materialize
+from ..mesh import MeshStrategy
+from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units
+from ..units import shard_units
+from .gradients import SpreadGradients
+from .options import PPDDPOptions, PPFSDPOptions, PPOptions
+from .part import Cut, Part
+from .plan import Plan, leave_out, plan_stages
+from .state import buffer_stages, on_first_stage
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline(MeshStrategy):
+    """Stages on a mesh with the axes `pp` and, where there are several pipelines, `replicate` or `shard`.
+
+    Args:
+        options: of the flag; their class says which of the three strategies it is.
+        launcher: suffix of the flag, see `flags.LAUNCHERS`.
+        comm_hook: how `pp+ddp` averages gradients over the pipelines.
+    """
+
+    state_is_spread = True
+    schedules_itself = True
+    why_no_repeat = "a pipeline"
+    hands_out_shards = False
+    """Whether optimizer state is handed out as each rank has it."""
+    compile: Callable[..., Any] | None = None
+    """Compiles a function; None for no compilation."""
+    compiles_units = True
+    """Whole steps, which a stage leaves in the middle, are never compiled."""
+
+    def __init__(self, options: PPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
+        super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
+        # Not with this module, since it takes a second; before there are processes that would all wait for it.
+        from . import run
+
+        self._runner_class = run.Runner
+        self.options = options
+        self.launcher_suffix = launcher
+        self.comm_hook = comm_hook
+        self._counted: Plain | None = None
+        self._shards: Wire | None = None
+        self._runner: Any = None
+        self._tied: dict[tuple[int, ...], Wire] = {}
+        self._cut: Cut | None = None
+        self._parts: list[Part] = []
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._buffer_owners: dict[str, int] = {}
+
+    # --- the ranks
+
+    @property
+    def _second_axis(self) -> str | None:
+        if isinstance(self.options, PPDDPOptions):
+            return "replicate"
+        return "shard" if isinstance(self.options, PPFSDPOptions) else None
+
+    def derive_layout(self, world_size: int) -> Layout:
+        """Stages outermost; what is left out is derived."""
+        options, axis = self.options, self._second_axis
+        if axis is None:
+            layout = Layout.derive(world_size, rest="pp", pp=options.stages)
+        else:
+            size = getattr(options, axis)
+            stages = min(2, world_size) if size is None and options.stages is None else options.stages
+            rest = "pp" if stages is None else axis
+            layout = Layout.derive(world_size, rest=rest, **{"pp": stages, axis: size})
+        microbatches = options.microbatches
+        if options.schedule == "1f1b" and microbatches is not None and microbatches < layout.pp:
+            raise ValueError(
+                f"schedule=1f1b keeps {layout.pp} stages busy with at least as many micro-batches, but"
+                f" microbatches={microbatches}: ask for {layout.pp} or more, or for schedule=gpipe."
+            )
+        return layout
+
+    def __repr__(self) -> str:
+        name = {None: "pp", "replicate": "pp+ddp", "shard": "pp+fsdp"}[self._second_axis]
+        return repr(name + (f"_{self.launcher_suffix}" if self.launcher_suffix else ""))
+
+    @property
+    def _stage_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.global_rank // self.data_size
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a pipeline."""
+        return self.layout.pp * self.options.stages_per_rank
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """See `MeshStrategy`."""
+        return ("pp",) if self._second_axis is None else ("pp", self._second_axis)
+
+    def setup_environment(self) -> None:
+        """Starts the process groups, those of the pipeline too."""
+        super().setup_environment()
+        assert self._device_mesh is not None
+        self._group = self._device_mesh["pp"].get_group()
+        self._hosts = self._group
+        if dist.get_backend(self._group) != "gloo":
+            pipelines = [list(range(first, self.world_size, self.data_size)) for first in range(self.data_size)]
+            self._hosts, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=self._timeout, backend="gloo")
+        self._stage_ranks = HostGroup(self._hosts)
+
+    # --- what can be said before there are processes
+
+    def check_module(self, module: nn.Module) -> None:
+        """Checks that `module` can be trained in stages.
+
+        Raises:
+            ValueError: it can't.
+        """
+        if not getattr(module, "automatic_optimization", True):
+            raise ValueError(
+                f"{type(module).__name__} optimizes by hand, but a pipeline runs forward and backward of several"
+                " micro-batches at once: use automatic optimization, or choose another strategy, such as 'fsdp'."
+            )
+        if not is_overridden("configure_model", module):  # else there is more to come
+            self._check_plan(module, plan_stages(module, self.num_stages))
+
+    def check_run(self, dataloader: Any, *, compiles: bool) -> None:
+        """Checks what else the flags and the data ask for.
+
+        Raises:
+            ValueError: it can't be done in stages.
+        """
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True can't be honoured in a pipeline, where each micro-batch is normalised by itself:"
+                " leave it out, or choose 'ddp' or 'fsdp'."
+            )
+        if not hasattr(self.precision_plugin, "norm_of"):
+            raise ValueError(
+                f"{type(self.precision_plugin).__name__}, a precision plugin of your own, can't clip gradients that are"
+                " spread over pipeline stages: name the precision by its flag."
+            )
+        if compiles and self.options.schedule == "zero-bubble":
+            raise ValueError(
+                "schedule=zero-bubble can't be honoured with compile, whose backward is one piece: leave one of them"
+                " out, or choose another schedule."
+            )
+        size, number = getattr(dataloader, "batch_size", None), self.options.microbatches
+        if isinstance(dataloader, DataLoader) and isinstance(size, int) and number is not None and size % number:
+            raise ValueError(
+                f"pp:microbatches={number} does not divide the DataLoader's batch_size={size}: change one of them, or"
+                " leave out microbatches."
+            )
+
+    def _check_plan(self, module: nn.Module, plan: Plan) -> None:
+        if not isinstance(self.options, PPFSDPOptions):
+            return
+        for name, part in module.named_modules():
+            own = [name for name, _ in part.named_parameters(recurse=False)]
+            if own and len(plan.modules[part]) > 1:
+                raise ValueError(
+                    f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(part).__name__!r}, around the"
+                    " blocks: put them into a sub-module of their own, or choose 'pp+ddp'."
+                )
+
+    # --- the module
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cuts the module, unless an earlier `fit` has, and creates the optimizers."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._cut is None or self._cut.module is not self.model:
+            self.model = self.precision_plugin.convert_module(self.model)
+            self._cut_up(self.model)
+        self.barrier()
+        if fitting:
+            # Dropout aside, all stages of a pipeline shall draw the same numbers.
+            set_random_state(self._stage_ranks.gathered(get_random_state())[0])
+            self.setup_optimizers(trainer)
+            self._check_optimizers()
+        self.setup_precision_plugin()
+        self.hand_out_data_group(self.model)
+        self._start_runner()
+        if fitting:
+            self._start_gradients()
+
+    def _cut_up(self, model: nn.Module) -> None:
+        """Gives every rank rank 0's values of what it holds; all else stays behind as a shape."""
+        materialize(model)
+        plan = plan_stages(model, self.num_stages)
+        self._check_plan(model, plan)
+        size, rank = self.layout.pp, self._stage_rank
+        on_rank = {p: tuple(sorted({stage % size for stage in stages})) for p, stages in plan.holders.items()}
+        self._holders = {name: on_rank[parameter] for name, parameter in model.named_parameters()}
+        self._buffer_owners = {name: stage % size for name, stage in buffer_stages(model, plan).items()}
+        absent: set[nn.Parameter] = set()
+        for tensor in (*model.parameters(), *model.buffers()):
+            value = tensor.data.to(self.root_device).contiguous()
+            dist.broadcast(value, src=0)
+            if isinstance(tensor, nn.Parameter) and rank not in on_rank[tensor]:
+                absent.add(tensor)
+            else:
+                tensor.data = value
+        leave_out(model, plan, absent)
+        if self.compile is not None:
+            for stage in range(rank, self.num_stages, size):
+                for unit in plan.stages[stage]:
+                    unit.forward = self.compile(unit.forward)
+        self._cut = Cut(model, plan, self.root_device)
+        self._parts = [Part(self._cut, stage) for stage in range(rank, self.num_stages, size)]
+        if isinstance(self.options, PPFSDPOptions):
+            units = set(shard_units(model))
+            for part in self._parts:
+                self._shard(part, units)
+
+    def _shard(self, part: Part, units: set[nn.Module]) -> None:
+        mesh = self.device_mesh["shard"]
+        ignored = {parameter for parameter in part.parameters() if parameter.is_meta}
+        for unit in [unit for unit in part.modules() if unit in units]:  # in one order on all ranks
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        # torch: the stage reduces gradients and frees the whole parameters when the last micro-batch is done.
+        fully_shard(part, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+
+    def _check_optimizers(self) -> None:
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                "LBFGS looks at all parameters as one vector, of which a pipeline stage has a part: choose another"
+                " optimizer, or another strategy, such as 'ddp'."
+            )
+
+    def _start_runner(self) -> None:
+        assert self._cut is not None
+        assert self.lightning_module is not None
+        self._runner = self._runner_class(
+            self.lightning_module,
+            self._cut,
+            self._parts,
+            group=self._group,
+            hosts=self._hosts,
+            schedule=self.options.schedule,
+            num_micro_batches=self.options.microbatches or 2 * self.layout.pp,
+        )
+
+    def _start_gradients(self) -> None:
+        model, size = self.model, self.data_size
+        assert model is not None
+        self._tied = {}
+        for holders in sorted({ranks for ranks in self._holders.values() if len(ranks) > 1}):
+            places = [[rank * size + place for rank in holders] for place in range(size)]
+            made = [dist.new_group(ranks, timeout=self._timeout) for ranks in places]  # by all ranks, in one order
+            if self._stage_rank in holders:
+                self._tied[holders] = Wire(made[self.data_rank])
+        parameters = dict(model.named_parameters())
+        self._gradients = SpreadGradients(
+            parameters, self._holders, self._group, self._stage_ranks, self._tied, self.root_device
+        )
+        self.precision_plugin.norm_of = self._gradients.norm  # type: ignore[attr-defined]
+        if isinstance(self.options, PPDDPOptions) and size > 1:
+            self._counted = Plain() if self.comm_hook is None else None
+            hook = self.averaging
+            assert hook is not None
+            hook.begin(model, Wire(self._device_mesh["replicate"].get_group()), self.loss_scaler)  # type: ignore[index]
+        if isinstance(self.options, PPFSDPOptions) and self.counts_traffic:
+            self._shards = Wire(self._device_mesh["shard"].get_group())  # type: ignore[index]
+            for index, (unit, _) in enumerate(unit for part in self._parts for unit in fsdp_units(part, size)):
+                unit.set_custom_all_gather(CountedAllGather(self._shards, index))
+                unit.set_custom_reduce_scatter(CountedReduceScatter(self._shards, index))
+
+    @property
+    def wires(self) -> list[Wire]:
+        """Those of the gradients, of what stages hand over, and of FSDP2's own collectives where they are counted."""
+        if self._runner is None:
+            return []
+        return [*super().wires, self._runner.wire, *self._tied.values(), *([self._shards] if self._shards else [])]
+
+    @property
+    def averaging(self) -> CommHook | None:
+        """What averages the gradients over the pipelines; None where there is one, or they are sharded."""
+        return self.comm_hook or self._counted
+
+    # --- steps
+
+    def run_schedule(
+        self, arguments: tuple[Any, ...], weigh: Callable[[Any], Tensor], synchronises: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Forward and backward of a batch.
+
+        Args:
+            arguments: of `training_step`.
+            weigh: says what a micro-batch counts for, given its weight; given None, what the batch's mean loss does.
+            synchronises: whether the gradients of the window are complete then.
+
+        Returns:
+            The mean loss; and its weight, if `training_step` has said one: then the gradients are those of the loss
+            times this. On all ranks.
+        """
+        found = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
+        if synchronises:
+            self._gradients.synchronise(self.averaging, self.data_ranks)
+        return found
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward alone."""
+        return self._runner.run("training_step", self.precision_plugin.train_step_context, args)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module's returns for the whole batch, on all ranks."""
+        return self._runner.run("validation_step", self.precision_plugin.val_step_context, args)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        return self._runner.run("test_step", self.precision_plugin.test_step_context, args)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `validation_step`."""
+        return self._runner.run("predict_step", self.precision_plugin.predict_step_context, args)
+
+    def on_train_end(self) -> None:
+        """Says how long the ranks were idle."""
+        super().on_train_end()
+        self._runner.report(self._stage_ranks)
+
+    def teardown(self) -> None:
+        """Called at the end of a run."""
+        if self._runner is not None:
+            self._runner.close()
+        super().teardown()
+
+    # --- checkpoints
+
+    def keeps_state_of(self, parameter: Tensor) -> bool:
+        """This rank's stages' parameters."""
+        return not parameter.is_meta
+
+    def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict of the module, with buffers that another stage writes as shapes alone."""
+        others = {name for name, rank in self._buffer_owners.items() if rank != self._stage_rank}
+        return {name: value.to("meta") if name in others else value for name, value in state.items()}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer, as this rank has it.
+
+        Raises:
+            ValueError: for a `CheckpointIO` of the user's, which gets rank 0's alone.
+        """
+        if not self.hands_out_shards:
+            raise ValueError(
+                f"strategy {self!r} can't save through a CheckpointIO of your own: rank 0 has the optimizer state of"
+                " its own stages only. Leave it out, and `save_checkpoint` writes what all ranks have."
+            )
+        return optimizer.state_dict()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All weights, on rank 0, in host memory; all ranks call it."""
+        assert self.lightning_module is not None
+        owners = {**{name: ranks[0] for name, ranks in self._holders.items()}, **self._buffer_owners}
+        state = self.lightning_module.state_dict()
+        return on_first_stage(state, owners, self._group, speaks=self.data_rank == 0, device=self.root_device)

@@ -1,0 +1,70 @@
+"""The stages of a pipeline one after the other, in one process: what they hand over, without anything that sends it."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyphase.engine.strategies.pipeline.part import Cut, Job, Part, Shapes
+from polyphase.engine.strategies.pipeline.plan import leave_out, plan_stages
+
+CPU = torch.device("cpu")
+
+
+class Relay:
+    """`num_stages` copies of a module, each with the parameters of one stage."""
+
+    def __init__(self, module: nn.Module, num_stages: int, step: Callable[[nn.Module], Any]) -> None:
+        self.shapes = Shapes()
+        self.parts: list[Part] = []
+        self.result: Any = None
+        for stage in range(num_stages):
+            own = copy.deepcopy(module)
+            plan = plan_stages(own, num_stages)
+            leave_out(own, plan, [p for p, stages in plan.holders.items() if stage not in stages])
+            cut = Cut(own, plan, CPU)
+            cut.job = Job(
+                step=lambda index, own=own: step(own),
+                begin=lambda index, stage: None,
+                resume=lambda index, stage: None,
+                finish=self._finish,
+                context=nullcontext,
+                shapes=self.shapes,
+            )
+            self.parts.append(Part(cut, stage))
+        for part in self.parts:
+            part.try_out()
+
+    def _finish(self, index: int, output: Any) -> Tensor:
+        self.result = output
+        return output
+
+    def run(self, backward: bool = True) -> Any:
+        """What the last stage returns; gradients are in the copies then."""
+        index = torch.zeros(1, dtype=torch.int64)
+        handed: list[tuple[tuple[Tensor, ...], Any]] = []
+        received: tuple[Tensor, ...] = ()
+        for part in self.parts:
+            output = part(*received, index=index)
+            handed.append((received, output))
+            if not part.is_last:
+                received = tuple(t.detach().requires_grad_(t.requires_grad) for t in output)
+        if backward:
+            gradients: list[Any] = [None]
+            for received, output in reversed(handed):
+                tensors = [output] if isinstance(output, Tensor) else list(output)
+                torch.autograd.backward(tensors, gradients)
+                gradients = [tensor.grad for tensor in received]
+        return self.result
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Summed over the stages."""
+        total: dict[str, Tensor] = {}
+        for part in self.parts:
+            for name, parameter in part.cut.module.named_parameters():
+                if parameter.grad is not None:
+                    total[name] = total.get(name, 0) + parameter.grad
+        return total

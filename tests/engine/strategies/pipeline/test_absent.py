@@ -1,0 +1,112 @@
+"""Values without content: they have a shape and a device, and whoever needs more is told which line it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from polyphase.engine.strategies.pipeline.absent import Absent, CutError, has_absent
+
+CPU = torch.device("cpu")
+
+
+def mode(buffers=()):
+    return Absent(CPU, lambda tensor: any(tensor is buffer for buffer in buffers))
+
+
+def absent(*shape):
+    return torch.empty(shape, device="meta")
+
+
+def test_what_meets_them_is_absent_and_all_else_is_real():
+    x = absent(2, 3)
+    with mode():
+        y = nn.functional.linear(torch.ones(4, 3), x)
+        z = torch.cat([x, torch.zeros(1, 3)])
+        real = torch.ones(2) + 1
+    assert y.is_meta
+    assert y.shape == (4, 2)
+    assert z.shape == (3, 3)
+    assert has_absent({"a": [y]})
+    assert not has_absent([real])
+
+
+def test_what_is_made_for_their_device_or_shape_is_real():
+    x = absent(2, 3)
+    with mode():
+        assert x.device == CPU
+        assert not x.is_cuda
+        made = [torch.arange(3, device=x.device), torch.ones_like(x), x.new_zeros(4), torch.rand_like(x)]
+        moved = torch.ones(2).to(x), torch.ones(2, dtype=torch.int64).type_as(x)
+    assert not has_absent([made, moved])
+    assert torch.equal(made[1], torch.ones(2, 3))
+    assert moved[1].dtype == torch.float32
+
+
+def test_they_stay_absent_where_they_are_moved():
+    x = absent(2)
+    with mode():
+        moved = [x.to("cpu"), x.cpu(), x.to(torch.float64), x.to(torch.zeros(1, dtype=torch.int32)), x.half()]
+    assert all(tensor.is_meta for tensor in moved)
+    assert [tensor.dtype for tensor in moved[2:]] == [torch.float64, torch.int32, torch.float16]
+
+
+def test_statistics_of_an_absent_module_are_left_alone():
+    norm = nn.BatchNorm1d(3)
+    norm.weight = nn.Parameter(absent(3))
+    norm.bias = nn.Parameter(absent(3))
+    buffer = torch.ones(3)
+    with mode([buffer]):
+        assert norm(absent(5, 3)).is_meta
+        buffer.lerp_(absent(3), 0.5)
+        buffer += absent(3)
+    assert torch.equal(norm.running_mean, torch.zeros(3))
+    assert torch.equal(buffer, torch.ones(3))
+
+
+def test_what_the_stage_has_may_not_meet_them_any_more():
+    watching = mode()
+    watching.watches = True
+    with watching:
+        torch.ones(2) * absent(2)
+    assert 'in test_what_the_stage_has_may_not_meet_them_any_more: "torch.ones(2) * absent(2)"' in watching.meeting
+
+
+def test_without_the_mode_nothing_is_changed():
+    entered = mode()
+    with entered, entered.paused():
+        assert absent(2).device.type == "meta"
+    with entered:
+        with torch.device("cpu"), entered.paused():
+            pass  # another mode was entered since: this one can't be left
+        assert absent(2).device == CPU
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.item(),
+        lambda x: bool(x),
+        lambda x: float(x),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: torch.nonzero(x),
+        lambda x: torch.equal(x, torch.ones(1)),
+    ],
+)
+def test_a_read_names_the_line(read):
+    with (
+        pytest.raises(CutError, match=r'test_absent.py:\d+ in <lambda>: "lambda x: .*" reads a value'),
+        mode(),
+    ):
+        read(absent(1))
+
+
+def test_a_shape_that_depends_on_values_names_the_line():
+    with pytest.raises(CutError, match="can't be done without the values"), mode():
+        absent(4)[absent(4) > 0]
+
+
+@pytest.mark.parametrize("write", [lambda x, y: x.add_(y), lambda x, y: x.__setitem__(0, y[0]), torch.Tensor.copy_])
+def test_a_write_into_a_real_tensor_names_the_line(write):
+    with pytest.raises(CutError, match="writes a value that another pipeline stage has into a tensor"), mode():
+        write(torch.ones(2), absent(2))

@@ -1,0 +1,92 @@
+"""What the flags of pipelines refuse before there are processes."""
+
+import pytest
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from polyphase.engine import Engine
+from tests.engine.parity import MLP
+from tests.engine.strategies.test_ddp_integration import QUIET
+
+
+def engine(strategy: str, devices: int = 2, **flags: object) -> Engine:
+    return Engine(strategy=strategy, accelerator="cpu", devices=devices, **QUIET, **flags)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "sizes"),
+    [
+        ("pp", 4, "pp=4"),
+        ("pp:stages=2", 2, "pp=2"),
+        ("pp+ddp:stages=2", 6, "pp=2 x replicate=3"),
+        ("pp+ddp:replicate=2", 6, "pp=3 x replicate=2"),
+        ("pp+fsdp_spawn:stages=2,shard=2", 4, "pp=2 x shard=2"),
+        ("pp", 1, "one device"),
+        ("pp+ddp", 4, "pp=2 x replicate=2"),
+    ],
+)
+def test_sizes_that_are_left_out_are_derived(strategy, devices, sizes):
+    found = engine(strategy, devices)
+    assert str(found.layout) == sizes
+    assert found.data_size * found.layout.pp == devices
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "flags", "message"),
+    [
+        ("pp:stages=3", 2, {}, r"the layout pp=3 = 3 does not fit 2 process"),
+        ("pp+ddp", 3, {}, r"the layout pp=2 = 2 does not fit 3 process"),
+        ("pp+fsdp:stages=2,shard=3", 4, {}, r"pp=2 x shard=3 = 6 does not fit 4"),
+        ("pp:schedule=1f2b", 2, {}, r"unknown value of .*'1f2b'. Did you mean '1f1b'\?"),
+        ("pp:microbatches=0", 2, {}, r"pp:microbatches must be a whole number of at least 1"),
+        ("pp:microbatches=1", 2, {}, r"at least as many micro-batches, but microbatches=1: ask for 2"),
+        ("pp:chunks=2", 2, {}, r"pp:chunks=2 needs schedule=interleaved or zero-bubble"),
+        ("pp+fsdp:stages=2,schedule=interleaved", 4, {}, r"'pp\+fsdp' can't do schedule=interleaved"),
+        ("pp", 2, {"precision": "16-mixed"}, r"'pp' can't do precision '16-mixed': the stages would have to agree"),
+        ("pp+ddp:stages=2", 4, {"compression": "powersgd:2"}, r"'pp\+ddp' can't do compression 'powersgd:2'"),
+        ("pp", 2, {"uneven": "join"}, r"uneven='join' can't be honoured under Pipeline"),
+        ("pp", 2, {"micro_batch_size": "auto", "global_batch_size": 8}, r"can't repeat a step under a pipeline"),
+    ],
+)
+def test_flags_that_can_not_be_honoured(strategy, devices, flags, message):
+    with pytest.raises(ValueError, match=message):
+        engine(strategy, devices, **flags)
+
+
+class ByHand(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Whole(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+
+
+class Around(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "flags", "message"),
+    [
+        ("pp", ByHand, {}, "ByHand optimizes by hand"),
+        ("pp", Whole, {}, "Whole has no repeated blocks that a pipeline could be cut at"),
+        ("pp:stages=2,schedule=interleaved,chunks=4", MLP, {}, "MLP can't be cut into 8 stages: .* 'net', has 5"),
+        ("pp:microbatches=3", MLP, {}, "pp:microbatches=3 does not divide the DataLoader's batch_size=8"),
+        ("pp", MLP, {"sync_batchnorm": True}, "sync_batchnorm=True can't be honoured in a pipeline"),
+        ("pp", MLP, {"plugins": [Precision()]}, "Precision, a precision plugin of your own, can't clip gradients"),
+        ("pp:schedule=zero-bubble", MLP, {"compile": True}, "schedule=zero-bubble can't be honoured with compile"),
+        ("pp+fsdp:stages=2", Around, {}, "'pp\\+fsdp' can't shard scale of 'Around', around the blocks"),
+    ],
+)
+def test_modules_and_data_that_can_not_be_run_in_stages(strategy, module, flags, message):
+    loader = DataLoader(torch.zeros(16, 64), batch_size=8)
+    with pytest.raises(ValueError, match=message):
+        engine(strategy, **flags).fit(module(), loader)

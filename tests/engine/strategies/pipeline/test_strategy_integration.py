@@ -1,0 +1,357 @@
+"""Pipelines through real runs on the CPU: what is logged, returned, predicted; modules of all kinds; bad ones."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from polyphase.engine import Engine
+from tests.engine.parity import MLP, build, largest_difference, loader
+from tests.engine.strategies.test_ddp_integration import QUIET
+
+
+def data(size: int = 20, batch_size: int = 8) -> DataLoader:
+    torch.manual_seed(3)
+    return DataLoader(TensorDataset(torch.randn(size, 64), torch.arange(size) % 10), batch_size=batch_size)
+
+
+class Logs(MLP):
+    """Logs in all ways, and returns what hooks see."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(10)
+        self.auroc = MulticlassAUROC(10)  # a state that is a list
+        self.step_accuracy = MulticlassAccuracy(10)
+        self.average = MeanMetric()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, classes = batch
+        logits = self.net(images)
+        loss = nn.functional.cross_entropy(logits, classes)
+        self.step_accuracy(logits.softmax(1), classes)
+        self.log("loss", loss, prog_bar=True)
+        self.log("samples", float(len(images)), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        self.log("largest", logits.max(), reduce_fx=torch.max, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("accuracy", self.step_accuracy, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        images, classes = batch
+        logits = self.net(images)
+        self.accuracy(logits, classes)
+        self.auroc.update(logits.softmax(1), classes)
+        self.average.update(logits.mean(), len(images))
+        self.log_dict({"val/accuracy": self.accuracy, "val/auroc": self.auroc}, batch_size=len(images))
+        self.log("val/loss", nn.functional.cross_entropy(logits, classes), batch_size=len(images), sync_dist=True)
+        return {"best": logits.argmax(1), "loss": logits.mean(), "name": "logits"}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([outputs["best"].tolist(), outputs["loss"].item(), outputs["name"]])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/average", self.average.compute(), sync_dist=True)
+        self.average.reset()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).argmax(1)
+
+
+class Writer(Callback):
+    """Writes what each rank knows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+    def on_train_end(self, trainer, pl_module):
+        known = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        content = {"losses": self.losses, "metrics": known, "seen": pl_module.seen}
+        (self.folder / f"{trainer.world_size}-{trainer.global_rank}.json").write_text(json.dumps(content))
+
+
+def test_logs_metrics_and_outputs_are_those_of_one_process_on_every_rank(tmp_path):
+    found = []
+    for strategy, devices in (("single", 1), ("pp_fork:microbatches=2", 2), ("pp+ddp_fork:stages=2,microbatches=2", 4)):
+        engine = Engine(
+            strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, callbacks=[Writer(tmp_path)], **QUIET
+        )
+        size = 8 // engine.data_size
+        engine.fit(Logs(), data(batch_size=size), data(21, size))
+        found.append([json.loads((tmp_path / f"{devices}-{rank}.json").read_text()) for rank in range(devices)])
+    [[single], pipeline, pipelines] = found
+    for of_rank in pipeline:
+        assert of_rank["losses"] == pytest.approx(single["losses"], abs=1e-5)
+        assert of_rank["metrics"] == pytest.approx(single["metrics"], abs=1e-5)
+        assert [seen[0] for seen in of_rank["seen"]] == [seen[0] for seen in single["seen"]]
+        assert [seen[2] for seen in of_rank["seen"]] == ["logits"] * len(single["seen"])
+    expected = {name: value for name, value in single["metrics"].items() if name != "loss"}  # that of a rank's batch
+    for of_rank in pipelines:
+        assert {name: of_rank["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("pp_fork", 2), ("pp+fsdp_fork:stages=2", 4)])
+def test_validates_tests_and_predicts(strategy, devices):
+    def run(strategy: str, devices: int) -> tuple[Any, ...]:
+        engine = Engine(strategy=strategy, accelerator="cpu", devices=devices, **QUIET)
+        module, size = Logs(), 8 // engine.data_size
+        return (
+            engine.validate(module, data(21, size), verbose=False),
+            engine.test(module, data(21, size), verbose=False),
+            torch.cat(engine.predict(module, data(21, size))).tolist(),
+        )
+
+    validated, tested, predicted = run(strategy, devices)
+    expected = run("single", 1)
+    assert validated[0] == pytest.approx(expected[0][0], abs=1e-5)
+    assert tested[0] == pytest.approx(expected[1][0], abs=1e-5)
+    assert predicted == expected[2]
+
+
+class Draws(MLP):
+    """Blocks that change nothing, and a loss that is zero if all stages have drawn the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+        for linear in self.net:
+            nn.init.eye_(linear.weight)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noisy = batch[0] + torch.randn_like(batch[0]) * random.random() + np.random.rand()
+        loss = (self.net(noisy) - noisy).square().mean()
+        self.log("drawn", loss, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        return loss
+
+
+def test_all_stages_draw_the_same_numbers_for_a_micro_batch():
+    engine = Engine(strategy="pp_fork:microbatches=4", accelerator="cpu", devices=2, max_epochs=2, **QUIET)
+    engine.fit(Draws(), data())
+    assert engine.callback_metrics["drawn"] < 1e-5  # about 1 with other numbers; weights decay a little
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_short_last_batch_is_cut_into_as_many_equal_parts_as_it_has(schedule):
+    weights = []
+    for strategy, devices in (("single", 1), (f"pp_fork:microbatches=8,schedule={schedule}", 2)):
+        module = build("mlp")
+        Engine(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **QUIET).fit(module, data(13))
+        weights.append(module.state_dict())
+    assert largest_difference(*weights) <= 1e-5
+
+
+class Hooks(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def on_before_zero_grad(self, optimizer):
+        self.called.append("zero")
+
+    def on_before_backward(self, loss):
+        self.called.append(f"before {loss.item():.4f}")
+
+    def on_after_backward(self):
+        own = [p for p in self.parameters() if not p.is_meta]
+        self.called.append(f"after {all(p.grad is not None for p in own)}")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.called.append("step")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+
+class HookWriter(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        own = [p for p in pl_module.parameters() if not p.is_meta]
+        state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if v.dim()]
+        content = {
+            "called": pl_module.called,
+            "norm": float(trainer.grad_norm),
+            "held": sum(getattr(p, "_local_tensor", p).numel() for p in own),
+            "state": sum(getattr(v, "_local_tensor", v).numel() for v in state),
+            "sent": [[*sent, size] for wire in trainer.strategy.wires for sent, size in wire.sent.items()]
+            if trainer.world_size > 1
+            else [],
+            "best": str(trainer.checkpoint_callback.best_model_path) != "",
+            "kept": len(list(self.folder.glob("**/MANIFEST.json"))),
+        }
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("pp_fork", 2), ("pp+fsdp_fork:stages=2", 4)])
+def test_hooks_norm_memory_and_the_best_checkpoint(strategy, devices, tmp_path):
+    def run(strategy: str, devices: int, folder: Path) -> list[dict[str, Any]]:
+        folder.mkdir()
+        best = ModelCheckpoint(folder / "best", monitor="val/loss", save_top_k=1)
+        engine = Engine(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=devices,
+            max_epochs=3,
+            gradient_clip_val=0.1,
+            callbacks=[best, HookWriter(folder)],
+            **QUIET | {"enable_checkpointing": True},
+        )
+        torch.manual_seed(1)
+        size = 8 // engine.data_size
+        engine.fit(Hooks(), data(16, size), data(16, size))
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(devices)]
+
+    [expected] = run("single", 1, tmp_path / "one")
+    ranks = run(strategy, devices, tmp_path / "many")
+    assert [rank["norm"] for rank in ranks] == pytest.approx([expected["norm"]] * devices, rel=1e-5)
+    for rank in ranks:
+        assert [call.split()[0] for call in rank["called"]] == ["zero", "before", "after", "step"] * 6
+        assert rank["called"][2] == "after True"
+        assert rank["best"]
+        assert rank["kept"] == expected["kept"] == 1
+    if devices == 2:  # 6 batches of 8 samples to train on and 8 to validate on, 32 values each
+        assert ranks[0]["sent"] == [["send_activations", 0, (6 + 8) * 8 * 32 * 4]]
+        assert ranks[1]["sent"] == [["send_gradients", 1, 6 * 8 * 32 * 4]]
+    held = [rank["held"] for rank in ranks]
+    assert sum(held) == pytest.approx(expected["held"], rel=0.02)  # shards are filled up to equal sizes
+    assert max(held) < 0.7 * expected["held"]
+    assert [rank["state"] for rank in ranks] == [2 * numel for numel in held]
+
+
+class Skips(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self.net[0](batch[0])
+        logits = self.net[4](self.net[2](first.relu()).relu() + first)
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def pipeline_stages(self) -> list[list[nn.Module]]:
+        return [[self.net[0]], [self.net[2], self.net[4]]]
+
+
+class WeighsSome(MLP):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.calls += 1
+        return {"loss": loss, "weight": 1} if self.calls % 2 else loss
+
+
+class ReturnsNothing(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class LogsAbsent(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("norm", self.net[0].weight.norm())
+        return super().training_step(batch, batch_idx)
+
+
+class LogsAnother(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", MeanMetric())
+        return loss
+
+
+class WithLBFGS(MLP):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Fails(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net(batch[0].flatten(1))
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Skips, r"in training_step: \"logits = .*\" gives 'net.4' a value that only an earlier pipeline stage has"),
+        (WeighsSome, "returned a weight for some micro-batches of a batch and none for others"),
+        (ReturnsNothing, "`training_step` must return a loss in a pipeline, .* returned NoneType"),
+        (LogsAbsent, "in training_step: .* logs 'norm', which depends on parameters of another pipeline stage"),
+        (LogsAnother, r"self.log\('mean', ...\) was given a MeanMetric that is no attribute of the module"),
+        (WithLBFGS, "LBFGS looks at all parameters as one vector"),
+        (Fails, "KeyError: 'mine'"),
+    ],
+)
+def test_what_a_step_does_that_stages_can_not(module, message):
+    engine = Engine(strategy="pp_fork:stages=2", accelerator="cpu", devices=2, max_steps=1, **QUIET)
+    with pytest.raises(Exception, match=message):
+        engine.fit(module(), data())
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((torch.zeros(8, 64), torch.zeros(3)), r"each batch of 8 samples into micro-batches, but .* tensor \[3\]"),
+        (("a", "b"), "there is no tensor in this list"),
+    ],
+)
+def test_batches_that_can_not_be_cut(batch, message):
+    engine = Engine(strategy="pp_fork", accelerator="cpu", devices=2, max_steps=1, **QUIET)
+    with pytest.raises(Exception, match=message):
+        engine.fit(MLP(), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+def test_precisions_are_those_of_one_process(precision):
+    weights = []
+    for strategy, devices in (("single", 1), ("pp_fork:microbatches=1,schedule=gpipe", 2)):
+        module = build("mlp")
+        Engine(strategy=strategy, accelerator="cpu", devices=devices, max_steps=3, precision=precision, **QUIET).fit(
+            module, data(32)
+        )
+        weights.append(module.state_dict())
+    assert largest_difference(*weights) <= 1e-6
+
+
+def test_one_stage_is_one_process():
+    weights = []
+    for strategy in ("single", "pp_fork"):
+        module = build("gpt, tied")
+        engine = Engine(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, **QUIET)
+        engine.fit(module, loader("gpt, tied", 1))
+        weights.append(module.state_dict())
+    assert largest_difference(*weights) <= 1e-6
+
+
+class OwnIO(TorchCheckpointIO):
+    """Anything that is not ours."""
+
+
+def test_a_checkpoint_io_of_the_users_own_is_refused(tmp_path):
+    engine = Engine(
+        strategy="pp_fork",
+        accelerator="cpu",
+        devices=2,
+        max_steps=1,
+        plugins=[OwnIO()],
+        callbacks=[ModelCheckpoint(tmp_path)],
+        **QUIET | {"enable_checkpointing": True},
+    )
+    with pytest.raises(Exception, match="'pp_fork' can't save through a CheckpointIO of your own"):
+        engine.fit(MLP(), data())
