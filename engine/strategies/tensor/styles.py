@@ -1,0 +1,231 @@
+"""Styles for `parallelize_module` that torch has none for.
+
+Inside a region, DTensors flow through the user's code: `view`, `reshape` and the like see the sizes that the code was
+written for, and whatever it computes is what one process would compute, cut or not; torch sends what is needed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# torch: what a collective that is under way returns.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+# torch: the placement of several blocks of rows on each rank, which FSDP2 uses on top of tensor parallelism.
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["FusedColwise", "Region", "Rows", "Vocabulary", "replicate", "to_plain"]
+
+
+def to_plain(value: Any) -> Any:
+    """`value`, any nested one, with whole tensors in place of DTensors; a collective for those that are cut."""
+    return tree_map_only(DTensor, _whole, value)
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    return _Leave.apply(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
+
+
+class _Leave(torch.autograd.Function):
+    """A replica becomes a tensor. `DTensor.to_local` gives a view, which must not be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, replica: DTensor) -> Tensor:
+        ctx.spec = replica.device_mesh, replica.placements
+        local = replica.to_local()
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return DTensor.from_local(gradient, *ctx.spec, run_check=False)
+
+
+def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return to_plain(output)
+
+
+def _cut_output(module: nn.Module, args: Any, output: Any) -> Any:
+    def cut(tensor: DTensor) -> DTensor:
+        if tensor.dim() < 3:
+            return tensor
+        if module.training and tensor.shape[1] % tensor.device_mesh.size():
+            # Ranks would draw unequal numbers for dropout on the CPU, and then others where all draw for the same.
+            raise ValueError(
+                f"sequence_parallel=true needs sequences of equal parts for {tensor.device_mesh.size()} ranks, but the"
+                f" output of {type(module).__name__} has a length of {tensor.shape[1]}: pad them, or leave it out."
+            )
+        return tensor.redistribute(placements=[Shard(1)])
+
+    return tree_map_only(DTensor, cut, output)
+
+
+class Rows(RowwiseParallel):
+    """torch's, with a whole tensor as output."""
+
+    def __init__(self, input_layouts: Placement | None = None) -> None:
+        super().__init__(input_layouts=input_layouts, use_local_output=False)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(_plain_output)
+        return module
+
+
+class Region(ParallelStyle):
+    """A sub-module in whose forward DTensors flow: what goes in becomes one, what comes out is whole.
+
+    Parameters in it that no other style has cut are replicated. The gradient of an input is summed over the ranks once,
+    however many layers take it: that is the all-reduce of the backward pass.
+
+    Args:
+        by_sequence: what goes in and out is cut by its second dim, time, and stays a DTensor: an all-gather at the
+            beginning and a reduce-scatter at the end, of as many bytes as an all-reduce.
+    """
+
+    def __init__(self, by_sequence: bool = False) -> None:
+        super().__init__()
+        self.by_sequence = by_sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicate(module, device_mesh)
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tree_map_only(Tensor, lambda tensor: _entering(tensor, device_mesh), (args, kwargs))
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(_cut_output if self.by_sequence else _plain_output)
+        module.forward = functools.partial(_explained, module, module.forward)
+        return module
+
+
+def _explained(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or error.__cause__ is not None:
+            raise
+        raise RuntimeError(
+            f"the forward of {type(module).__name__} does not go with the derived tensor-parallel plan, under which its"
+            f" layers give DTensors: {error}\nGive the module a method tensor_parallel_plan() that leaves it out, or"
+            " splits it in another way."
+        ) from error
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes DTensors of those parameters of `module` that are none."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                part.register_parameter(name, _distributed(parameter, parameter.detach(), mesh, Replicate()))
+
+
+def _entering(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(placements=[Replicate()])
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+class FusedColwise(ParallelStyle):
+    """A Linear whose output is `num_parts` equal parts side by side, such as q, k and v: each is cut, not the whole.
+
+    Rank t of T has rows t n/T to (t + 1) n/T of each of the parts' n rows, in one tensor.
+
+    Args:
+        num_parts: how many.
+        cuts_bias: as the weights; else each rank has all of it, one number a row, and gathers its gradient. FSDP2 could
+            not cut such a bias once more.
+    """
+
+    def __init__(self, num_parts: int, *, cuts_bias: bool = True) -> None:
+        super().__init__()
+        self.num_parts = num_parts
+        self.cuts_bias = cuts_bias
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        placement = _StridedShard(0, split_factor=self.num_parts)
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+
+        def mine(whole: Tensor) -> Tensor:
+            return whole.detach().unflatten(0, (self.num_parts, size, -1))[:, rank].flatten(0, 1).clone()
+
+        weight, bias = module.weight, module.bias
+        module.weight = _distributed(weight, mine(weight), device_mesh, placement)
+        if bias is not None and self.cuts_bias:
+            module.bias = _distributed(bias, mine(bias), device_mesh, placement)
+        elif bias is not None:
+            module.bias = _distributed(bias, bias.detach(), device_mesh, Replicate())
+        module.forward = functools.partial(self._forward, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+    def _forward(self, module: nn.Linear, mesh: DeviceMesh, input: Tensor) -> DTensor:
+        # By hand: torch would gather these weights for the gradient of the input.
+        weight: Any = module.weight
+        bias: Any = module.bias
+        replica: Any = _entering(input, mesh)
+        local = nn.functional.linear(
+            replica.to_local(grad_placements=[Partial()]),
+            weight.to_local(),
+            None if bias is None else bias.redistribute(placements=weight.placements).to_local(),
+        )
+        placement = _StridedShard(local.dim() - 1, split_factor=self.num_parts)
+        return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+
+class Vocabulary(ParallelStyle):
+    """The output layer, cut by the vocabulary. Its logits are gathered; with `loss_parallel`, not while training."""
+
+    def __init__(self, loss_parallel: bool, by_sequence: bool = False) -> None:
+        super().__init__()
+        self.loss_parallel = loss_parallel
+        self.by_sequence = by_sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split = ColwiseParallel(input_layouts=Shard(1) if self.by_sequence else None, use_local_output=False)
+        split.src_data_rank = self.src_data_rank
+        module = split._apply(module, device_mesh)
+
+        def leave(part: nn.Module, args: Any, output: DTensor) -> Tensor:
+            return output if self.loss_parallel and part.training else to_plain(output)
+
+        module.register_forward_hook(leave)
+        return module
+
+
+def _distributed(whole: Tensor, local: Tensor, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+    """A parameter that is `whole`, of which this rank has `local`."""
+    tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(tensor, requires_grad=whole.requires_grad)
+
+
+aten = torch.ops.aten
+
+
+# torch has rules for the attention kernels of GPUs only.
+@register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(query: Any, key: Any, value: Any, *args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    """Cut by nothing, batch or heads: all of [batch, heads, time, dim], but for the sums, [batch, heads, time]."""
+    return [([p, p], [p, p, p, *_of_mask(attn_mask, p)]) for p in (Replicate(), Shard(0), Shard(1))]
+
+
+@register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_backward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    """Six tensors in, the gradients of three out."""
+    return [([p] * 3, [p] * 6 + _of_mask(attn_mask, p)) for p in (Replicate(), Shard(0), Shard(1))]
+
+
+def _of_mask(mask: Any, placement: Any) -> list[Any]:
+    if mask is None:
+        return []
+    is_cut = isinstance(placement, Shard) and mask.ndim == 4 and mask.shape[placement.dim] > 1
+    return [placement if is_cut else Replicate()]

@@ -1,0 +1,154 @@
+"""Attention and MLPs as people write them; input and output [batch, time, DIM]."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+DIM, HEADS = 16, 4
+
+
+class Apart(nn.Module):
+    """q, k, v and output projections; heads known to the module."""
+
+    def __init__(self, key_heads: int = HEADS) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = HEADS, key_heads
+        self.q_proj = nn.Linear(DIM, DIM, bias=False)
+        self.k_proj = nn.Linear(DIM, DIM // HEADS * key_heads, bias=False)
+        self.v_proj = nn.Linear(DIM, DIM // HEADS * key_heads, bias=False)
+        self.o_proj = nn.Linear(DIM, DIM)
+        self.register_buffer("mask", torch.ones(8, 8).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, dim = x.shape
+        q = self.q_proj(x).view(batch, time, self.num_heads, -1).transpose(1, 2)
+        k = self.k_proj(x).view(batch, time, self.num_kv_heads, -1).transpose(1, 2)
+        v = self.v_proj(x).view(batch, time, self.num_kv_heads, -1).transpose(1, 2)
+        return self.o_proj(self.attend(q, k, v).transpose(1, 2).reshape(batch, time, dim))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class ByHand(Apart):
+    """Scores, mask and softmax written out."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        time = q.shape[-2]
+        return scores.masked_fill(~self.mask[:time, :time], float("-inf")).softmax(-1) @ v
+
+
+class Masked(Apart):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        time = q.shape[-2]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:time, :time])
+
+
+class Grouped(Apart):
+    """Half as many heads of keys and values; rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__(HEADS // 2)
+        self.register_buffer("angles", torch.arange(8.0)[:, None] * torch.tensor([1.0, 0.1]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = self.rotate(q), self.rotate(k)
+        k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        angles = self.angles[: x.shape[-2]].repeat(1, 2)
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+
+class NormedHeads(Apart):
+    """Each head's queries and keys are normalised: parameters within the attention that no plan names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = nn.LayerNorm(DIM // HEADS), nn.LayerNorm(DIM // HEADS)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+
+
+class Fused(nn.Module):
+    """One matrix for q, k and v, taken apart by `view`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        batch, time, _ = x.shape
+        return self.qkv(x).view(batch, time, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+
+
+class Split(Fused):
+    """Taken apart by `split`, as in nanoGPT."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        batch, time, dim = x.shape
+        parts = self.qkv(x).split(dim, dim=2)
+        return tuple(part.view(batch, time, self.num_heads, -1).transpose(1, 2) for part in parts)
+
+
+class Chunked(Fused):
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts = self.qkv(x).chunk(3, dim=-1)
+        return tuple(part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+
+
+class HeadsFirst(Fused):
+    """q, k and v of a head side by side."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        batch, time, _ = x.shape
+        return self.qkv(x).view(batch, time, self.num_heads, 3, -1).permute(3, 0, 2, 1, 4)
+
+
+class NoHeads(Apart):
+    """Nobody can tell how many heads there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(DIM, 24, bias=False)
+        self.up_proj = nn.Linear(DIM, 24, bias=False)
+        self.down_proj = nn.Linear(24, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Residual(nn.Module):
+    """Norm, MLP and residual in one."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(DIM), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(DIM, 24), nn.Linear(24, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(functional.gelu(self.up(self.norm(x)))))
+
+
+BLOCKS = [Apart, ByHand, Masked, Grouped, NormedHeads, Fused, Split, Chunked, HeadsFirst, NoHeads, Gated, Residual]

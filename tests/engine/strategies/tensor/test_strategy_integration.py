@@ -1,0 +1,393 @@
+"""Layers split over ranks, through torch alone and through real runs on the CPU."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from polyphase.callbacks import CommunicationMonitor
+from polyphase.engine import Engine
+from polyphase.engine.checkpoint import load_checkpoint
+from polyphase.engine.strategies.tensor.plan import make_plan
+from polyphase.models import ByteGPT
+from polyphase.models.transformer import Block
+from tests.distributed import run_ranks
+from tests.engine.parity import MLP, TOLERANCE, adamw, build, largest_difference, loader
+from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.engine.strategies.test_fsdp_integration import BuiltLate, NormWriter, OnMeta, SaveAtEnd
+
+from .attentions import (
+    BLOCKS,
+    DIM,
+    NormedHeads,
+    Residual,
+)
+
+FLAGS: dict[str, Any] = {"accelerator": "cpu", **QUIET}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those that DTensor makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(issubclass(type_, DTensor) for type_ in types):
+            return NotImplemented  # the collectives come below it
+        name = str(operator).split(".")[1]
+        if operator.namespace == "_c10d_functional" and "wait" not in name and "wrap" not in name:
+            self.counts[name] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _compare_with_whole_blocks(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for make in [*BLOCKS, lambda: Block(DIM, 4, 0.02, 0.0)]:
+        torch.manual_seed(0)
+        whole = make()
+        name = type(whole).__name__
+        net = nn.ModuleDict({"block": copy.deepcopy(whole)})
+        for path, style in reversed(make_plan(net, 2).styles.items()):
+            parallelize_module(net.get_submodule(path), mesh, style, src_data_rank=None)
+        x = torch.randn(3, 6, DIM)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        if name == "HeadsFirst":
+            with pytest.raises(
+                RuntimeError, match=r"(?s)forward of HeadsFirst does not go with .* tensor_parallel_plan"
+            ):
+                net["block"](inputs[0])
+            continue
+        with implicit_replication(), Collectives() as forward:
+            y = net["block"](inputs[0])
+        with implicit_replication(), Collectives() as backward:
+            y.square().sum().backward()
+        expected = whole(inputs[1])
+        expected.square().sum().backward()
+        assert not isinstance(y, DTensor)
+        torch.testing.assert_close(y, expected, msg=name)
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, msg=name)
+        for (key, p), q in zip(net["block"].named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(_whole(p.grad), q.grad, msg=f"{name}.{key}", rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(_whole(p), q, msg=f"{name}.{key}", rtol=0, atol=0)
+        if name not in ("Split", "Chunked", "NoHeads"):  # these gather
+            num_regions = 2 if name == "Block" else 1
+            assert forward.counts == backward.counts == {"all_reduce": num_regions}, name
+
+
+def test_a_split_block_computes_what_a_whole_one_does_with_one_all_reduce_each_way():
+    run_ranks(_compare_with_whole_blocks, 2, timeout_s=120)
+
+
+class Net(LightningModule):
+    """Parameters inside an attention that no plan names, dropout, a metric, and an embedding that is not tied."""
+
+    length = 6
+
+    def __init__(self, dropout: float = 0.0, optimizer: Any = adamw) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(256, DIM)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(NormedHeads(), nn.Dropout(dropout), Residual(dropout)) for _ in range(2)]
+        )
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 256)
+        self.accuracy = torchmetrics.MeanMetric()
+        self.count = torchmetrics.SumMetric()
+        self.make_optimizer = optimizer
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.table(batch[:, : self.length])
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1 : self.length + 1].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.accuracy.update(loss, weight=len(batch))
+        self.count.update(len(batch))
+        self.log("accuracy", self.accuracy)
+        self.log("count", self.count)
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(batch))
+        self.log("samples", float(len(batch)), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self)
+
+
+def fit(flag: str, devices: int, data_size: int, module: LightningModule | None = None, **flags: Any) -> Any:
+    """The weights after six steps, and the metrics of a validation of 21 samples."""
+    module = Net() if module is None else module
+    engine = Engine(
+        **{**FLAGS, "strategy": flag, "devices": devices, "max_epochs": 1, "limit_train_batches": 6, **flags}
+    )
+    validation = DataLoader(loader("gpt, tied", 1).dataset, sampler=range(21), batch_size=8 // data_size)
+    engine.fit(module, loader("gpt, tied", 1, data_size), validation)
+    return module.state_dict(), {name: float(value) for name, value in engine.callback_metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return fit("single", 1, 1, gradient_clip_val=0.05)
+
+
+def with_adamw(**arguments: Any) -> Any:
+    return lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices", "data_size", "optimizer"),
+    [
+        ("tp_fork", 2, 1, adamw),
+        ("tp_fork:loss_parallel=true", 2, 1, with_adamw(foreach=True)),
+        ("tp_fork:tp=2,activation_checkpointing=true", 2, 1, with_adamw(fused=True)),
+        ("fsdp+tp_fork:tp=2,activation_checkpointing=true,reshard_after_forward=false", 4, 2, with_adamw(foreach=True)),
+        ("fsdp+tp_fork:tp=2,loss_parallel=true,no_sync=false", 4, 2, with_adamw(fused=True)),
+        ("tp_fork:sequence_parallel=true", 2, 1, with_adamw(foreach=True)),
+        ("fsdp+tp_fork:tp=2,sequence_parallel=true,loss_parallel=true", 4, 2, adamw),
+    ],
+)
+def test_weights_and_metrics_are_those_of_one_process(flag, devices, data_size, optimizer, expected):
+    weights, metrics = fit(flag, devices, data_size, Net(optimizer=optimizer), gradient_clip_val=0.05)
+    assert largest_difference(weights, expected[0]) <= TOLERANCE
+    assert metrics["count"] == metrics["samples"] == 21  # each sample once, though two ranks have it
+    assert {k: v for k, v in metrics.items() if k != "loss"} == pytest.approx(
+        {k: v for k, v in expected[1].items() if k != "loss"}, rel=1e-5
+    )
+    if data_size == 1:  # else a rank's own
+        assert metrics["loss"] == pytest.approx(expected[1]["loss"], rel=1e-5)
+
+
+def test_what_it_sends_is_not_counted():
+    with pytest.raises(ProcessRaisedException, match=r"CommunicationMonitor can't count what strategy 'tp_fork' sends"):
+        fit("tp_fork", 2, 1, callbacks=[CommunicationMonitor()])
+
+
+class SameOnAllRanks(Callback):
+    """Compares, at the end, what is whole on all ranks that share their samples."""
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        group = trainer.strategy.device_mesh["tp"].get_group()
+        for name, parameter in pl_module.named_parameters():
+            if isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements):
+                continue
+            mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            first = mine.detach().clone()
+            dist.broadcast(first, group=group, group_src=0)
+            assert torch.equal(first, mine), name
+
+
+def test_dropout_is_the_same_on_ranks_that_share_their_samples(expected):
+    for flag in ("tp_fork", "tp_fork:sequence_parallel=true"):
+        weights, _ = fit(flag, 2, 1, Net(dropout=0.2), callbacks=[SameOnAllRanks()], gradient_clip_val=0.05)
+        assert largest_difference(weights, expected[0]) > TOLERANCE
+
+
+def test_ranks_that_share_their_samples_draw_the_same_after_a_checkpoint_of_ranks_that_did_not(tmp_path):
+    saves = SaveAtEnd(tmp_path / "ddp")
+    fit("ddp_fork:find_unused_parameters=true", 2, 2, Net(dropout=0.2), callbacks=[saves])
+    module = Net(dropout=0.2)
+    engine = Engine(strategy="tp_fork", devices=2, max_epochs=2, callbacks=[SameOnAllRanks()], **FLAGS)
+    engine.fit(module, loader("gpt, tied", 1), ckpt_path=tmp_path / "ddp")
+    assert largest_difference(module.state_dict(), load_checkpoint(tmp_path / "ddp")["state_dict"]) > 0
+
+
+class Odd(Net):
+    """Sequences of five."""
+
+    length = 5
+
+
+def test_a_sequence_that_has_no_equal_parts_is_refused():
+    with pytest.raises(
+        ProcessRaisedException, match=r"needs sequences of equal parts for 2 ranks, but .* a length of 5"
+    ):
+        fit("tp_fork:sequence_parallel=true", 2, 1, Odd())
+
+
+class OneRankOverflows(MLP):
+    """At the third batch, one part of the gradient on one rank is too large for float16."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.global_rank == 1:
+            hook = self.net[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+            self.trainer.callbacks[0].hooks.append(hook)
+        return loss
+
+
+class Skips(Callback):
+    """Every rank skips the same step: the third."""
+
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+        self.hooks: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        while self.hooks:
+            self.hooks.pop().remove()
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+    def on_train_end(self, *args: Any) -> None:
+        assert [after / before for before, after in zip(self.scales[:-1], self.scales[1:], strict=True)] == [1, 0.5, 1]
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("tp_fork", 2), ("fsdp+tp_fork:tp=2", 4)])
+def test_an_overflow_in_one_part_skips_the_step_on_all_ranks(flag, devices):
+    flags = {**FLAGS, "precision": "16-mixed", "nonfinite": "ignore", "callbacks": [Skips()], "max_steps": 4}
+    Engine(strategy=flag, devices=devices, **flags).fit(OneRankOverflows(), loader("mlp", 1, devices // 2))
+
+
+def test_the_norm_is_that_of_all_parts_on_every_rank(tmp_path):
+    norms = []
+    for flag, devices, data_size in (("single", 1, 1), ("tp_fork", 2, 1), ("fsdp+tp_fork:tp=2", 4, 2)):
+        flags = {**FLAGS, "max_steps": 3, "gradient_clip_val": 0.01, "callbacks": [NormWriter(tmp_path)]}
+        Engine(strategy=flag, devices=devices, **flags).fit(build("gpt, tied"), loader("gpt, tied", 1, data_size))
+        norms += [float((tmp_path / f"norm{rank}").read_text()) for rank in range(devices)]
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("tp_fork:meta_init=true", 2), ("fsdp+tp_fork:tp=2,meta_init=true", 4)])
+def test_meta_init_gives_the_weights_of_an_ordinary_one(flag, devices):
+    ordinary = BuiltLate()
+    Engine(strategy="single", callbacks=[OnMeta()], max_steps=3, **FLAGS).fit(ordinary, loader("gpt, tied", 1))
+    path = Path("late.ckpt").absolute()
+    engine = Engine(strategy=flag, devices=devices, callbacks=[OnMeta(), SaveAtEnd(path)], max_steps=3, **FLAGS)
+    engine.fit(BuiltLate(), loader("gpt, tied", 1, devices // 2))
+    assert largest_difference(load_checkpoint(path)["state_dict"], ordinary.state_dict()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("tp_fork", 2), ("fsdp+tp_fork:tp=2", 4)])
+def test_a_checkpoint_of_fused_projections_goes_on_elsewhere_and_back(flag, devices, tmp_path):
+    def run(strategy: str, devices: int, data_size: int, epochs: int, **kwargs: Any) -> dict[str, Tensor]:
+        module = build("gpt, tied")
+        callbacks = [SaveAtEnd(tmp_path / f"{strategy}-{epochs}")]
+        flags = {**FLAGS, "max_epochs": epochs, "limit_train_batches": 5, "callbacks": callbacks}
+        Engine(strategy=strategy, devices=devices, **flags).fit(module, loader("gpt, tied", 1, data_size), **kwargs)
+        return module.state_dict()
+
+    uninterrupted = run("single", 1, 1, 2)
+    returned = run(flag, devices, devices // 2, 1)
+    saved = load_checkpoint(tmp_path / f"{flag}-1")["state_dict"]
+    assert all(torch.equal(saved[name], returned[name]) for name in returned)
+    elsewhere = run("single", 1, 1, 2, ckpt_path=tmp_path / f"{flag}-1")
+    assert largest_difference(elsewhere, uninterrupted) <= TOLERANCE
+    run("single", 1, 1, 1)
+    back = run(flag, devices, devices // 2, 2, ckpt_path=tmp_path / "single-1")
+    assert largest_difference(back, uninterrupted) <= TOLERANCE
+
+
+class Tied(LightningModule):
+    """Only one of two tied layers is in the plan, or they are cut in different ways."""
+
+    def __init__(self, plan: dict) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+        self.plan = plan
+
+    def tensor_parallel_plan(self) -> dict:
+        return self.plan
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.b(self.a(batch[0])).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"a": ColwiseParallel()}, "one of them is split and the other one is not"),
+        ({"a": ColwiseParallel(), "b": RowwiseParallel()}, r"one is split as .*, the other one as"),
+    ],
+)
+def test_tied_layers_must_be_split_alike(plan, message):
+    with pytest.raises(ProcessRaisedException, match=message):
+        Engine(strategy="tp_fork", devices=2, max_steps=1, **FLAGS).fit(Tied(plan), loader("mlp", 1))
+
+
+class OddHeads(ByteGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=1, num_heads=3, dim=12, context_length=16)
+
+
+class Convolution(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv1d(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            OddHeads,
+            r"the attention 'net\.blocks\.0\.attention' \(Attention\) has 3 heads, which 2 tensor-parallel ranks",
+        ),
+        (Convolution, r"no layer of Convolution .* tensor_parallel_plan\(\) that returns names and styles"),
+    ],
+)
+def test_what_can_not_be_split_is_refused_before_any_process_starts(module, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(strategy="tp", devices=2, max_steps=1, **FLAGS).fit(module(), loader("mlp", 1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"strategy": "tp:tp=3", "devices": 2}, r"the layout tp=3 = 3 does not fit 2 process\(es\)"),
+        ({"strategy": "tp:tp=2", "devices": 4}, r"the layout tp=2 = 2 does not fit 4 process\(es\)"),
+        ({"strategy": "fsdp+tp:tp=3", "devices": 4}, r"the layout tp=3 = 3 does not fit 4"),
+        ({"strategy": "fsdp+tp_fork:tp=0", "devices": 4}, "the size of axis 'tp' must be a whole number of at least 1"),
+        ({"strategy": "fsdp+tp", "devices": 3}, "the layout tp=2 = 2 does not fit 3"),
+        ({"strategy": "hsdp+tp:tp=2,replicate=3", "devices": 8}, "replicate=3 x tp=2 = 6 does not fit 8"),
+        (
+            {"strategy": "tp", "devices": 2, "compression": "bf16"},
+            "can't do compression 'bf16': a compression works on",
+        ),
+        ({"strategy": "tp", "devices": 2, "micro_batch_size": "auto", "global_batch_size": 8}, "tensor parallelism"),
+        ({"strategy": "fsdp-tp:tp=2", "devices": 4}, r"Did you mean 'fsdp\+tp'"),
+    ],
+)
+def test_flags_that_can_not_be_honoured(flags, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(**FLAGS, **flags)
+
+
+def test_sizes_that_are_left_out_are_derived():
+    def layout(**flags: Any) -> str:
+        return str(Engine(**FLAGS, **flags).layout)
+
+    assert layout(strategy="tp", devices=4) == "tp=4"
+    assert layout(strategy="fsdp+tp_spawn:tp=2", devices=8) == "shard=4 x tp=2"
+    assert layout(strategy="hsdp+tp_fork:tp=2,shard=2", devices=8) == "replicate=2 x shard=2 x tp=2"
+    assert layout(strategy="fsdp+tp", devices=4) == "shard=2 x tp=2"
+    assert layout(strategy="fsdp+tp", devices=3, num_nodes=2) == "shard=2 x tp=3"
+    assert layout(strategy="hsdp+tp", devices=3, num_nodes=2) == "replicate=2 x tp=3"
