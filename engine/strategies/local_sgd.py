@@ -1,0 +1,323 @@
+"""`local_sgd` and `diloco`: each rank trains by itself for H optimizer steps, then the ranks' weights become one.
+
+Post-local SGD (Lin et al. 2018, arXiv:1808.07217) and DiLoCo (Douillard et al. 2023, arXiv:2311.08105), which differ in
+numbers only. Let a be the anchor, the weights that all ranks had after the last exchange, and x_i those of rank i now.
+Phases of an exchange, after every H-th step: 1. each rank forms a - x_i, bucket by bucket (local); 2. the mean d of
+that over the ranks: an all-reduce of 4 n bytes in fp32, or what `compression` makes of it; 3. an outer SGD takes d for
+the gradient of a, and all x_i become a (local): with a learning rate of 1 and no momentum, `local_sgd`, that is the
+mean of the weights; 4. the mean of the buffers in floating point (BatchNorm's statistics): an all-reduce. Blocks in 2
+and 4. The H - 1 steps between send nothing, so a step sends 1/H of what one of `ddp` does, on the average.
+
+In a local step the gradient is that of the mean over the rank's own samples. Clipping, loss scale and the optimizer's
+state are the rank's own, too. For the first `warmup` steps the ranks train as under `ddp`.
+
+Within H steps the module has other weights on each rank. What is evaluated, saved and, at the end, kept is their mean,
+which takes an all-reduce; then each rank goes on with its own. A checkpoint has those as well, and the ranks' optimizer
+states: the same layout goes on bit for bit, another one from the mean, with rank 0's optimizer state.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..compression import CommHook, Plain, Wire
+from ..flags import check_count, check_number
+from .anchor import Anchor
+from .buckets import copy, in_buckets, joined, parted
+from .compressing import CompressingStrategy
+from .ddp import DDP, DDPOptions
+
+__all__ = ["DiLoCoOptions", "LocalSGD", "LocalSGDOptions"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSGDOptions:
+    """What follows the colon of the `local_sgd` flag."""
+
+    every: int = 16
+    """H: optimizer steps from one exchange to the next."""
+    warmup: int = 0
+    """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
+    find_unused_parameters: bool = False
+    """In the warm-up: see ddp. Later on a parameter may be unused."""
+    bucket_cap_mb: float = 25.0
+    """Size of what is exchanged at once, in MiB."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        check_count("warmup", self.warmup, least=0)
+        check_number("bucket_cap_mb", self.bucket_cap_mb, above=0)
+        check_number("timeout_s", self.timeout_s, above=0)
+
+    @property
+    def outer(self) -> dict[str, Any]:
+        """Arguments of the outer `torch.optim.SGD`."""
+        return {"lr": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiLoCoOptions(LocalSGDOptions):
+    """What follows the colon of the `diloco` flag."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the outer SGD."""
+    outer_momentum: float = 0.9
+    """Its momentum."""
+    nesterov: bool = True
+    """Whether that is Nesterov's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("outer_lr", self.outer_lr, above=0)
+        check_number("outer_momentum", self.outer_momentum, most=1)
+        if self.nesterov and self.outer_momentum == 0:
+            raise ValueError("nesterov=true needs an outer_momentum greater than 0: set it, or nesterov=false.")
+
+    @property
+    def outer(self) -> dict[str, Any]:
+        """See `LocalSGDOptions`."""
+        return {"lr": self.outer_lr, "momentum": self.outer_momentum, "nesterov": self.nesterov}
+
+
+class LocalSGD(DDP):
+    """`ddp` for the warm-up; then ranks of their own, whose weights become one every H steps.
+
+    Args:
+        options: `DiLoCoOptions` for an outer SGD with momentum, `LocalSGDOptions` for the mean.
+        launcher: suffix of the flag, see `flags.LAUNCHERS`.
+        comm_hook: how changes of weights are sent in an exchange; the warm-up sends its gradients as they are.
+    """
+
+    # In a checkpoint, optimizers have the state that rank 0's have; that of the others is in `state_of_rank`.
+    state_is_spread = True
+    why_no_join = "whose ranks take their steps alone"
+
+    def __init__(self, options: LocalSGDOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
+        common = ("find_unused_parameters", "bucket_cap_mb", "timeout_s")
+        super().__init__(DDPOptions(**{name: getattr(options, name) for name in common}), launcher, comm_hook)
+        self.local = options
+        self._forget()
+
+    def __repr__(self) -> str:
+        name = "diloco" if isinstance(self.local, DiLoCoOptions) else "local_sgd"
+        return repr(f"{name}_{self.launcher_suffix}" if self.launcher_suffix else name)
+
+    def _forget(self) -> None:
+        self._hook: CommHook | None = None
+        self._warmup: Plain | None = None
+        self._means: Wire | None = None
+        self._anchor: Anchor | None = None
+        self._is_apart = False
+        self._own: list[Tensor] | None = None  # the rank's own weights, while the module has the mean
+        self._loaded: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+
+    @property
+    def averages_gradients(self) -> bool:  # type: ignore[override]
+        """See `LayoutStrategy`: in the warm-up only."""
+        return isinstance(self.model, DistributedDataParallel)
+
+    @property
+    def averaging(self) -> CommHook | None:
+        """What averages the changes of weights."""
+        return self._hook
+
+    @property
+    def wires(self) -> list[Wire]:
+        """Those of the warm-up's gradients, of the exchanges, and of means that are formed beside them."""
+        hooks = [hook.wire for hook in (self._warmup, self._hook) if hook is not None]
+        return [wire for wire in (*hooks, self._means) if wire is not None]
+
+    def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks, called when DDP is there
+        assert isinstance(self.model, DistributedDataParallel)
+        self._forget()
+        if self.counts_traffic and self.local.warmup:
+            self._warmup = Plain()
+            self._warmup.attach(self.model, self.loss_scaler, self._timeout)
+        self._hook = self.comm_hook or Plain()
+        self._hook.of = "change"
+        # Weights have no loss scale.
+        self._hook.begin(self.model.module, self._hook.wire or Wire())
+        self._means = Wire()
+
+    # --- steps
+
+    def on_train_start(self) -> None:
+        """Called when everything is restored."""
+        super().on_train_start()
+        if self._num_steps >= self.local.warmup:
+            self._part()
+        else:
+            self._loaded = {}, {}  # of a run with a shorter warm-up
+
+    @property
+    def _num_steps(self) -> int:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.global_step
+
+    def _part(self) -> None:
+        """From now on each rank trains alone."""
+        module = self.lightning_module
+        assert module is not None
+        assert self._hook is not None
+        assert self._means is not None
+        self.model = module  # without DistributedDataParallel, which has rank 0's buffers count
+        for index, bucket in enumerate(in_buckets(self._buffers(), self.local.bucket_cap_mb)):
+            self._means.bucket = index
+            copy(parted(self._means.start_broadcast(joined(bucket), 0)(), bucket), bucket)
+        trained = dict(self._trained_parameters())
+        self._anchor = Anchor(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
+        shared, own = self._loaded
+        if shared:
+            self._anchor.load_state_dict(shared)
+        if own:
+            for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.precision_plugin.load_state_dict(own["precision"])
+        if "weights" in own:
+            copy(own["weights"], self._weights())
+            self._is_apart = True
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Any | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A step as it is everywhere, and an exchange after every H-th."""
+        step = self._num_steps + 1
+        # Not CompressingStrategy's, since the comm hook has no part in this.
+        output = super(CompressingStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
+        if self._anchor is not None:
+            self._is_apart = True
+            if (step - self.local.warmup) % self.local.every == 0:
+                self._exchange()
+        elif step == self.local.warmup:
+            self._part()
+        return output
+
+    def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+        """See `CompressingStrategy`; a rank that trains alone has nothing to take part in."""
+        if self.averages_gradients:
+            super().finish_micro_batch(step, synchronises)
+
+    def begin_again(self) -> None:
+        """See `CompressingStrategy`."""
+        if self.averages_gradients:
+            super().begin_again()
+
+    def _exchange(self) -> None:
+        assert self._anchor is not None
+        self._check_trained()
+        self._anchor.exchange()
+        self._average(self._buffers())
+        self._is_apart = False
+        if self.comm_hook is not None:
+            self.comm_hook.raise_if_bad()
+
+    def _check_trained(self) -> None:
+        """New ones would go a way of their own on each rank."""
+        assert self._anchor is not None
+        known = set(self._anchor.parameters)
+        new = [name for name, parameter in self._trained_parameters() if parameter not in known]
+        if new:
+            raise ValueError(
+                f"under {self!r}, these parameters began to be trained in mid-run: {', '.join(new)}. Set"
+                " `requires_grad` before `fit`, or choose strategy 'ddp'."
+            )
+
+    # --- the module as one
+
+    def _buffers(self) -> list[Tensor]:
+        assert self.lightning_module is not None
+        return [buffer for buffer in self.lightning_module.buffers() if buffer.is_floating_point()]
+
+    def _weights(self) -> list[Tensor]:
+        assert self._anchor is not None
+        return [*self._anchor.parameters, *self._buffers()]
+
+    def _average(self, tensors: list[Tensor]) -> None:
+        assert self._means is not None
+        for index, bucket in enumerate(in_buckets(tensors, self.local.bucket_cap_mb)):
+            self._means.bucket = index
+            mean = self._means.all_reduce(joined(bucket).div_(self._means.size))
+            copy(parted(mean, bucket), bucket)
+
+    def _become_one(self) -> None:
+        """Puts the mean of the ranks' weights into the module."""
+        # A rank that saves because it failed has nobody left to average with.
+        if self._is_apart and self._own is None and dist.is_initialized():
+            weights = self._weights()
+            self._own = [weight.detach().clone() for weight in weights]
+            self._average(weights)
+
+    def _become_apart(self) -> None:
+        """Puts the rank's own weights back."""
+        if self._own is not None:
+            copy(self._own, self._weights())
+            self._own = None
+
+    @contextmanager
+    def as_one(self) -> Generator[None, None, None]:
+        """See `LayoutStrategy`."""
+        if self._own is not None:
+            yield
+            return
+        self._become_one()
+        try:
+            yield
+        finally:
+            self._become_apart()
+
+    def on_validation_start(self) -> None:
+        """Called before each validation."""
+        super().on_validation_start()
+        self._become_one()
+
+    def on_validation_end(self) -> None:
+        """Called after each validation."""
+        super().on_validation_end()
+        self._become_apart()
+
+    def on_train_end(self) -> None:
+        """All ranks end with the mean."""
+        super().on_train_end()
+        self._become_one()
+        self._own, self._is_apart = None, False
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the anchor, and its momentum."""
+        return 0 if self._anchor is None else self._anchor.held_bytes
+
+    # --- checkpoints
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """See `state_is_spread`."""
+        state = super().optimizer_state(optimizer)
+        return state if self._anchor is None or self.is_global_zero else {**state, "state": {}}
+
+    def shared_state(self) -> dict[str, Any]:
+        """See `LayoutStrategy`."""
+        return {} if self._anchor is None else self._anchor.state_dict()
+
+    def state_of_rank(self) -> dict[str, Any]:
+        """See `LayoutStrategy`; called within `as_one`."""
+        if self._anchor is None:
+            return {}
+        states = [super(LocalSGD, self).optimizer_state(optimizer) for optimizer in self.optimizers]
+        state: dict[str, Any] = {"optimizers": states, "precision": self.precision_plugin.state_dict()}
+        return state if self._own is None else {**state, "weights": self._own}
+
+    def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
+        """See `LayoutStrategy`; comes into effect when training starts."""
+        self._loaded = shared, of_rank

@@ -1,0 +1,121 @@
+"""What ranks that train alone save: resumed in mid-window, and opened under other layouts."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine import Engine
+from polyphase.engine.checkpoint import load_checkpoint
+from polyphase.engine.checkpoint.export import export
+from tests.engine.parity import MLP, build, largest_difference, loader
+from tests.engine.tiny import QUIET, Saves, SavesIn
+
+from .test_local_sgd_integration import fit
+
+
+def normed() -> LightningModule:
+    torch.manual_seed(1)
+    module = MLP()
+    module.net.append(nn.BatchNorm1d(10))
+    return module.train()
+
+
+@pytest.mark.parametrize(
+    ("flag", "flags"),
+    [
+        ("local_sgd_fork:every=4", {}),
+        ("diloco_fork:every=4", {}),
+        ("diloco_fork:every=3,warmup=1", {"compression": "int8", "precision": "16-mixed"}),
+        ("diloco_fork:every=2", {"compression": "topk:0.3"}),  # saved right after an exchange
+        ("local_sgd_fork:every=2,warmup=7", {}),  # saved in the warm-up
+        ("ddp_fork", {}),  # whose ranks have statistics of their own, too
+    ],
+)
+def test_a_run_saved_in_mid_window_goes_on_bit_for_bit(flag, flags, tmp_path):
+    whole, resumed = normed(), normed()
+    fit(whole, flag, 9, callbacks=[Saves(tmp_path / "six", 6)], **flags)
+    fit(resumed, flag, 9, ckpt_path=tmp_path / "six", **flags)
+    assert largest_difference(whole.state_dict(), resumed.state_dict()) == 0
+
+
+class Validates(MLP):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_end", "on_validation_end"])
+def test_a_run_saved_while_it_validates_goes_on_bit_for_bit(hook, tmp_path):
+    whole, resumed = Validates(), Validates()
+    resumed.load_state_dict(whole.state_dict())
+    flags = {"limit_val_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    fit(whole, "diloco_fork:every=4", 9, callbacks=[SavesIn(hook, 2, tmp_path / "six")], **flags)
+    assert load_checkpoint(tmp_path / "six")["global_step"] == (3 if "batch" in hook else 6)
+    fit(resumed, "diloco_fork:every=4", 9, ckpt_path=tmp_path / "six", **flags)
+    assert largest_difference(whole.state_dict(), resumed.state_dict()) == 0
+
+
+class Asks(MLP):
+    """Rank 1 asks for a snapshot at its fourth batch, when the other one is well ahead of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(0.03 + 0.1 * self.global_rank)
+        if batch_idx == 3 and self.global_rank == 1:
+            self.trainer.request_snapshot()
+        return super().training_step(batch, batch_idx)
+
+
+def test_ranks_out_of_step_save_at_the_same_one(tmp_path):
+    torch.manual_seed(1)
+    asking, resumed = Asks(), build("mlp")
+    fit(asking, "diloco_fork:every=11", 20, callbacks=[Snapshot(tmp_path, every_minutes=None)])
+    (path,) = (path for path in tmp_path.glob("step=*") if path.name != "step=20")
+    assert 4 <= load_checkpoint(path)["global_step"] < 20
+    fit(resumed, "diloco_fork:every=11", 20, ckpt_path=path)
+    assert largest_difference(asking.state_dict(), resumed.state_dict()) == 0
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "six"
+    fit(normed(), "diloco_fork:every=4", 9, callbacks=[Saves(path, 6)])
+    return path
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp_fork", 2), ("single", 1), ("diloco_fork:every=4", 4)])
+def test_other_layouts_go_on_from_the_mean(saved, strategy, devices, tmp_path):
+    before = load_checkpoint(saved)
+    module = normed()
+    engine = Engine(strategy=strategy, devices=devices, max_steps=9, callbacks=[Saves(tmp_path / "seven", 7)], **QUIET)
+    engine.fit(module, loader("mlp", 1, devices), ckpt_path=saved)
+    after = load_checkpoint(tmp_path / "seven")
+    assert {state["step"].item() for state in after["optimizer_states"][0]["state"].values()} == {7}
+    for name, weight in before["state_dict"].items():
+        if weight.is_floating_point() and "running" not in name:
+            # One step of AdamW at 1e-3, which its momentum may make longer.
+            assert 0 < (after["state_dict"][name] - weight).abs().max() < 5e-3
+    assert all(weight.isfinite().all() for weight in module.state_dict().values())
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_one_file_of_it_has_the_mean_for_stock_lightning(saved, tmp_path):
+    export(str(saved), str(tmp_path / "six.ckpt"))
+    found = torch.load(tmp_path / "six.ckpt", weights_only=True)
+    assert largest_difference(found["state_dict"], load_checkpoint(saved)["state_dict"]) == 0
+    assert all(len(state) == 3 for state in found["optimizer_states"][0]["state"].values())  # AdamW's, of rank 0
+    module = normed()
+    trainer = Trainer(**QUIET, max_steps=7)
+    trainer.fit(module, loader("mlp", 1), ckpt_path=tmp_path / "six.ckpt")
+    assert trainer.global_step == 7
+
+
+def test_a_run_of_ddp_goes_on_alone(tmp_path):
+    fit(normed(), "ddp_fork", 6, callbacks=[Saves(tmp_path / "six", 6)])
+    whole, parted = normed(), normed()
+    fit(whole, "local_sgd_fork:every=2,warmup=6", 9)
+    fit(parted, "local_sgd_fork:every=2,warmup=6", 9, ckpt_path=tmp_path / "six")
+    assert largest_difference(whole.state_dict(), parted.state_dict()) == 0
