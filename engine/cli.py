@@ -20,6 +20,7 @@ from . import launch
 from .checkpoint import commands
 from .compression import COMM_HOOKS, make_comm_hook
 from .engine import Engine
+from .explain import explained
 from .flags import LAUNCHERS, check_count, choose
 from .strategies import PRECISIONS, STRATEGIES
 from .version import __version__
@@ -57,7 +58,7 @@ _SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
 HELP = """\
 usage: polyphase {fit,validate,test,predict,verify,wire} [options]
        polyphase launch [--nproc N] [--max-restarts K] -- script.py
-       polyphase strategies
+       polyphase strategies [--explain MODEL]
        polyphase ckpt {list,inspect,verify,export,prune}
 
 Train a LightningModule on any number of devices: one flag per strategy, the same result under each.
@@ -71,6 +72,8 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
                    measures the wire between the ranks, forecasts a step under each --compression, recommends one
 
   polyphase strategies            the table of strategies, precisions and compressions
+  polyphase strategies --explain ByteGPT
+                   what of a model is sharded as one, and what tensor parallelism splits
   polyphase launch --help         torchrun, for jobs that survive the loss of a process
   polyphase ckpt --help           what is in checkpoints, whether they are whole, and one file out of them
   polyphase fit --help            all options; also of the others
@@ -132,6 +135,11 @@ def main() -> None:
         print(f"polyphase {__version__}")
     elif words == ["strategies"]:
         print_strategies()
+    elif words[:2] == ["strategies", "--explain"] and len(words) == 3:
+        try:
+            print(explained(words[2]))
+        except ValueError as error:
+            _exit(str(error))
     elif words[0] in COMMANDS:
         sys.exit(COMMANDS[words[0]](words[1:]))
     else:
@@ -140,7 +148,7 @@ def main() -> None:
         except ValueError as error:
             _exit(str(error))
         if words[0] == "strategies":
-            _exit(f"strategies takes no arguments, but got {' '.join(words[1:])}.")
+            _exit(f"strategies takes no arguments, but got {' '.join(words[1:])}. (--explain takes one: a MODEL.)")
         run(words)
 
 
@@ -205,14 +213,18 @@ def check_names(words: Sequence[str], models: ModuleType) -> None:
 def print_strategies() -> None:
     """Prints what each flag can be."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    columns = ("strategy", "what it is", "what it sends", "options", "compression")
+    options_column = Column("options", no_wrap=True)
+    columns = ("strategy", "what it is", "what it sends", options_column, "compression", "precision")
     strategies = Table(*columns, title="--strategy name:option=value,...")
     for name, row in STRATEGIES.items():
         options = "\n".join(f"{f.name}={_text(f.default)}" for f in dataclasses.fields(row.options))
-        strategies.add_row(name, row.description, row.traffic, options, ", ".join(("none", *row.compressions)))
+        lacking = [name for name in PRECISIONS if name not in row.precisions]
+        precisions = f"all but {', '.join(lacking)}" if lacking else "all"
+        compressions = ", ".join(("none", *row.compressions))
+        strategies.add_row(name, row.description, row.traffic, options, compressions, precisions)
     console.print(strategies)
     suffixes = ", ".join(f"_{suffix}" for suffix in LAUNCHERS if suffix)
     console.print(

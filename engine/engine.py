@@ -24,7 +24,7 @@ from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number, choose
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
-from .strategies import check_join, prepare_to_repeat, select
+from .strategies import LayoutStrategy, check_join, prepare_to_repeat, select
 from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]
@@ -185,7 +185,7 @@ class Engine(LoopTrainer):
         check_batch_sizes(
             global_batch_size,
             micro_batch_size,
-            num_ranks=self.world_size,
+            num_ranks=self.data_size,
             accumulate_grad_batches=accumulate_grad_batches,
         )
         if micro_batch_size == "auto" and self.world_size > 1:
@@ -224,6 +224,9 @@ class Engine(LoopTrainer):
         """
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
+            if isinstance(self.strategy, LayoutStrategy):
+                self.strategy.check_module(model)
+                self.strategy.check_run(train_dataloaders, compiles=bool(self._flags["compile"]))
         global_batch_size = self._flags["global_batch_size"]
         if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
             check_loader(train_dataloaders, global_batch_size, self._flags["micro_batch_size"])
@@ -273,7 +276,7 @@ class Engine(LoopTrainer):
                 reference = verification.reference_steps(
                     copy.deepcopy(model),
                     loader,
-                    self._flags["global_batch_size"] or (loader.batch_size or 0) * engine.world_size,
+                    self._flags["global_batch_size"] or (loader.batch_size or 0) * engine.data_size,
                     {**shared, **quiet},
                 )
                 certificate = verification.certify(ours, reference, tolerance)

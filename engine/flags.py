@@ -103,8 +103,14 @@ class Flag:
     """The ``key=text`` arguments, not yet converted."""
 
 
-def choose(kind: str, given: str, allowed: Collection[str]) -> str:
+def choose(kind: str, given: str, allowed: Collection[str], near: str | None = None) -> str:
     """`given` itself if it is allowed.
+
+    Args:
+        kind: of thing, for the message.
+        given: by the user.
+        allowed: all that is.
+        near: what is probably meant; None: the closest match.
 
     Raises:
         ValueError: it is not; the message lists `allowed` and names the closest one.
@@ -112,8 +118,8 @@ def choose(kind: str, given: str, allowed: Collection[str]) -> str:
     if isinstance(given, str) and given in allowed:
         return given
     by_lower = {name.lower(): name for name in allowed}
-    near = difflib.get_close_matches(str(given).lower(), by_lower, n=1, cutoff=0.5)
-    hint = f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+    close = [near] if near else difflib.get_close_matches(str(given).lower(), by_lower, n=1, cutoff=0.5)
+    hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
     raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed)) or 'none'}.")
 
 

@@ -3,12 +3,13 @@
 from .compressing import check_join, prepare_to_repeat
 from .failure import announce
 from .heartbeat import Heartbeat
-from .host_group import flags, gathered, num_ranks, numbers
-from .launch import LayoutStrategy
+from .layout import LayoutStrategy
 from .materialize import has_meta_tensors
 from .precision import PRECISIONS
 from .registry import STRATEGIES
 from .select import Parts, select
+from .tensor import make_plan
+from .units import shard_units
 from .watchdog import Watchdog
 
 __all__ = [
@@ -20,11 +21,9 @@ __all__ = [
     "Watchdog",
     "announce",
     "check_join",
-    "flags",
-    "gathered",
     "has_meta_tensors",
-    "num_ranks",
-    "numbers",
+    "make_plan",
     "prepare_to_repeat",
     "select",
+    "shard_units",
 ]

@@ -4,31 +4,49 @@ The norm is that of all gradients of the model, so every rank scales by the same
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
-__all__ = ["clip_by_norm", "clip_by_value"]
+__all__ = ["clip_by_norm", "clip_by_value", "norm_of"]
 
 
-def clip_by_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def norm_of(parameters: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of the gradients (a 0-d tensor).
+
+    Gradients that are cut over a mesh need one all-reduce for each of its axes, whole ones none. No host
+    synchronisation.
+    """
+    by_cut: dict[Any, list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None:
+            by_cut[_cut(p.grad)].append(_local(p.grad))
+    if not by_cut:
+        return torch.zeros(())
+    norms = [_over_ranks(get_total_norm(local), *cut) for cut, local in by_cut.items()]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_of: Callable[[Iterable[Tensor]], Tensor] = norm_of
+) -> Tensor:
     """Scales the gradients so that their 2-norm is at most `max_norm`; returns the norm before (a 0-d tensor).
 
-    Sharded gradients need one all-reduce per mesh, whole ones none. No host synchronisation.
+    Args:
+        parameters: whose gradients they are.
+        max_norm: of all of them together.
+        norm_of: computes the norm, where other ranks have gradients of other parameters.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
-    for p in parameters:
-        by_mesh[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p.grad)  # type: ignore[arg-type]
-    norms = [_whole(get_total_norm(gradients)) for gradients in by_mesh.values()]
-    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    for mesh in by_mesh:
-        group = [p for p in parameters if (p.grad.device_mesh if isinstance(p.grad, DTensor) else None) is mesh]
-        clip_grads_with_norm_(group, max_norm, total)
+    parameters = list(parameters)
+    total = norm_of(parameters)
+    local = [_local(p.grad) for p in parameters if p.grad is not None]
+    if local:
+        torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))  # torch: clip_grads_with_norm_
     return total
 
 
@@ -39,8 +57,21 @@ def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
             _local(p.grad).clamp_(-max_value, max_value)
 
 
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _cut(gradient: Tensor) -> tuple[Any, tuple[int, ...]]:
+    """The mesh of a gradient, and the axes over which it is cut."""
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return gradient.device_mesh if axes else None, axes
+
+
+def _over_ranks(norm: Tensor, mesh: Any, axes: tuple[int, ...]) -> Tensor:
+    if not axes:
+        return norm
+    square = norm.square()
+    for axis in axes:
+        dist.all_reduce(square, group=mesh.get_group(axis))
+    return square.sqrt()
 
 
 def _local(gradient: Tensor) -> Tensor:

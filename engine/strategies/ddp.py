@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import CommHook, Plain
 from ..flags import Layout, check_number
 from .compressing import CompressingStrategy
-from .launch import LayoutStrategy, end_group_at_exit
+from .launch import end_group_at_exit
+from .layout import LayoutStrategy
 
 __all__ = ["DDP", "DDPOptions"]
 
@@ -118,7 +119,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             self._forget_backward()
             self._send_zeros()
 
-    why_no_join = None
+    why_no_join: str | None = None
 
     def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
         """Sends buffers and gradients of zero."""

@@ -55,6 +55,7 @@ def announce(
     *,
     print_traceback: bool = True,
     watchdog: Any = None,
+    leaves: bool = False,
     finish: Callable[[], Any] = lambda: None,
 ) -> None:
     """Says which rank failed first, writes the report, and ends this process's group where one runs.
@@ -63,6 +64,7 @@ def announce(
         exception: what this rank raised.
         print_traceback: False where the launcher carries the traceback to the user itself.
         watchdog: the `Watchdog` of the run, which knows the other ranks; is stopped.
+        leaves: the others go on without this rank, when they see that its process has ended.
         finish: called before the group ends.
     """
     if isinstance(exception, (SIGTERMException, _TunerExitException)):  # no failure: all ranks agreed to stop here
@@ -74,6 +76,11 @@ def announce(
         watchdog.let_end()
     is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     rank = 0 if is_alone else dist.get_rank()
+    if leaves and not is_alone:
+        say(rank, f"failed, and leaves the other ranks to go on:\n{_traceback(exception)}")
+        finish()
+        dist.destroy_process_group()  # its watchdog goes on until the process ends, and so does not say that it is done
+        return
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
     if watchdog is not None:
         if is_mine and not isinstance(exception, KeyboardInterrupt):

@@ -19,10 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,15 +28,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
 from ..flags import Layout, check_number
-from .compressing import CompressingStrategy
-from .launch import LayoutStrategy, end_group_at_exit
 from .materialize import materialize
+from .mesh import MeshStrategy
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .units import shard_units
 
@@ -80,7 +77,7 @@ class HSDPOptions(FSDPOptions):
     """Number of shards in each group; left out, what `replicate` leaves over."""
 
 
-class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
+class FSDP(MeshStrategy):
     """`fully_shard` on a mesh with the axes `replicate` (hsdp only) and `shard`, for any `LightningModule`.
 
     Args:
@@ -148,24 +145,17 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
         return Layout.derive(world_size, rest="shard", replicate=replicate, shard=shard)
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every process trains on its own samples."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    def mesh_axes(self) -> tuple[str, ...]:
+        """See `MeshStrategy`."""
+        return ("replicate", "shard") if isinstance(self.options, HSDPOptions) else ("shard",)
 
-    def setup_environment(self) -> None:
-        """Starts the process group and lays the mesh over it."""
-        # Lightning: the setup_environment of ModelParallelStrategy's base, without its own mesh.
-        self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
-        self.meet()
-        self._setup_distributed()
-        end_group_at_exit()
-        sizes = {"replicate": self.layout.replicate, "shard": self.layout.shard}
-        if not isinstance(self.options, HSDPOptions):
-            del sizes["replicate"]
-        mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self._device_mesh = mesh
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = mesh  # Lightning: LightningModule.device_mesh reads it
+    def _shard_mesh(self) -> Any:
+        """Where units are sharded; the comm hook averages over the replicas in FSDP2's place."""
+        return self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
+
+    def _is_laid_out(self, model: nn.Module) -> bool:
+        """Whether an earlier `fit` has sharded it."""
+        return isinstance(model, FSDPModule)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -179,7 +169,7 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if not isinstance(self.model, FSDPModule):
+        if not self._is_laid_out(self.model):
             if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
                 self._counted = Plain()  # FSDP2's own all-reduce can't be replaced, only left out
             if fitting and self._layer_sync is not None:
@@ -197,36 +187,46 @@ class FSDP(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
         units = set(shard_units(model))
         self.compiles_units = self.compile is not None and bool(units)
-        policy = CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy()
-        # The comm hook averages over the replicas in FSDP2's place.
-        mesh = self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
 
         def shard(part: nn.Module) -> None:
             if part not in units and part is not model:
                 return
             self._equalise(part)
+            self._split(part)
             if part in units and self.options.activation_checkpointing:
                 part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
             if part in units and self.compile is not None:
                 part.forward = self.compile(part.forward)
-            fully_shard(
-                part,
-                mesh=mesh,
-                # The last unit is needed first in backward, so freeing it after forward would gain nothing.
-                reshard_after_forward=self.options.reshard_after_forward and part is not model,
-                offload_policy=policy,
-            )
+            self._fully_shard(part, is_last=part is model)
 
         before = {*model._forward_pre_hooks, *model._forward_hooks}
         materialize(model, on_complete=shard)
         # Lightning calls these rather than `forward`, whose hooks gather the parameters.
         for step in _STEPS:
             setattr(model, step, self._marked(getattr(model, step)))
-            register_fsdp_forward_method(model, step)
+            if isinstance(model, FSDPModule):
+                register_fsdp_forward_method(model, step)
         # A step that calls `self(batch)` would have these hooks run in each other, and gather all once more.
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key in hooks.keys() - before:
                 hooks[key] = functools.partial(self._unless_in_step, hooks[key])
+
+    def _split(self, part: nn.Module) -> None:
+        """Splits layers of `part`, which is whole, over ranks that share their samples; here there are none."""
+
+    def _fully_shard(self, part: nn.Module, is_last: bool) -> None:
+        fully_shard(
+            part,
+            mesh=self._shard_mesh(),
+            # The last unit is needed first in backward, so freeing it after forward would gain nothing.
+            reshard_after_forward=self.options.reshard_after_forward and not is_last,
+            shard_placement_fn=self._placement,
+            offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
+        )
+
+    def _placement(self, parameter: nn.Parameter) -> Shard | None:
+        """Along which dim a parameter is sharded; None: the first."""
+        return None
 
     def _hook_units(self) -> None:
         """Puts in place what compresses, or counts, the collectives of each unit."""

@@ -20,6 +20,7 @@ Stack = list[tuple[FrameType, int]]
 """Frames and the line each is at, the innermost first."""
 
 _SAVER = "polyphase.engine.checkpoint.saver."
+_RPC = "polyphase.engine.strategies.ps.rpc."
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
@@ -113,6 +114,10 @@ def _pending(stack: Stack) -> str | None:
         module, name = _module(frame), frame.f_code.co_name
         if (module, name) == (_SAVER, "finish"):
             return "the save in flight"
+        if (module, name) == (_RPC, "wait"):
+            return "a call to another rank"
+        if (module, name) == (_RPC, "_await"):
+            return "the end of the parameter server"
         # The collectives of DDP's backward are torch's C++ alone.
         if number == 0 and (module, name) == ("torch.autograd.graph.", "_engine_run_backward"):
             return "backward"

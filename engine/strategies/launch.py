@@ -1,13 +1,16 @@
-"""What all multi-process strategies share: which launcher starts them, and what comes back from spawned workers."""
+"""Which launcher starts the processes of a strategy, and what comes back from workers that were spawned."""
 
 import atexit
 import gc
 import os
+import pickle
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
@@ -21,16 +24,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ..environment import is_started_again
-from ..flags import LAUNCHERS, Layout
+from ..flags import LAUNCHERS
 from .failure import announce
-from .meeting import name_of_start
 
-__all__ = ["LayoutStrategy", "end_group_at_exit"]
+__all__ = ["end_group_at_exit", "make_launcher"]
 
 _STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop, as shells have it."""
@@ -51,63 +51,22 @@ def _end_group() -> None:
         gc.collect()  # FSDP leaves cycles that hold finished collectives; freed any later, they end in SIGABRT
 
 
-class LayoutStrategy:
-    """Mixin of a Lightning `ParallelStrategy` that has a `Layout` and is started by the launcher of its flag's suffix.
+def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """The launcher that a flag's suffix stands for.
 
-    The layout is derived when Lightning has told the strategy its devices, that is in the engine's constructor: sizes
-    that don't fit are an error before any process starts.
+    Raises:
+        ValueError: this platform can't start processes in that way.
     """
-
-    layout: Layout
-    launcher_suffix: str = ""
-
-    def __repr__(self) -> str:  # as a flag, in Lightning's messages
-        suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
-        return repr(f"{type(self).__name__.lower()}{suffix}")
-
-    def meet(self) -> None:
-        """Starts the process group of a job that torchrun may start again; of others Lightning starts it."""
-        if not is_started_again() or dist.is_initialized():
-            return
-        strategy: Any = self
-        strategy.accelerator.setup_device(strategy.root_device)
-        strategy.set_world_ranks()
-        environment, timeout = strategy.cluster_environment, strategy._timeout
-        store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
-        name = name_of_start(store, strategy.global_rank, strategy.world_size, timeout)
-        dist.init_process_group(
-            strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
-            store=dist.PrefixStore(name, store),
-            rank=strategy.global_rank,
-            world_size=strategy.world_size,
-            timeout=timeout,
-            device_id=strategy.root_device if strategy.root_device.type != "cpu" else None,
+    start_method = LAUNCHERS[suffix]
+    # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
+    if start_method == "popen" or environment.creates_processes_externally:
+        return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+    if start_method not in mp.get_all_start_methods():
+        raise ValueError(
+            f"strategy {strategy!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
+            " none."
         )
-        rank_zero_info(f"Starting with {strategy.world_size} processes")
-
-    def derive_layout(self, world_size: int) -> Layout:
-        """The layout of `world_size` processes.
-
-        Raises:
-            ValueError: the flag's sizes don't multiply to `world_size`.
-        """
-        raise NotImplementedError
-
-    def _configure_launcher(self) -> None:  # Lightning: Strategy._configure_launcher, called by its constructor
-        num_processes, num_nodes = self.num_processes, self.num_nodes  # type: ignore[attr-defined]
-        self.layout = self.derive_layout(num_processes * num_nodes)
-        environment = self.cluster_environment  # type: ignore[attr-defined]
-        start_method = LAUNCHERS[self.launcher_suffix]
-        # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
-        if start_method == "popen" or environment.creates_processes_externally:
-            self._launcher: Any = _SubprocessScriptLauncher(environment, num_processes, num_nodes)
-        elif start_method not in mp.get_all_start_methods():
-            raise ValueError(
-                f"strategy {self!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
-                " none."
-            )
-        else:
-            self._launcher = _WorkerLauncher(self, start_method=start_method)  # type: ignore[arg-type]
+    return _WorkerLauncher(strategy, start_method=start_method)
 
 
 class _Stored:
@@ -125,6 +84,49 @@ class _Stored:
             shutil.rmtree(os.path.dirname(self.path))
 
 
+class _Workers(mp.ProcessContext):
+    """Worker processes of which some may fail without ending the others."""
+
+    def __init__(self, started: mp.ProcessContext, can_lose: Callable[[int], bool]) -> None:
+        super().__init__(started.processes, started.error_files)
+        self._can_lose = can_lose
+        self._lost: list[int] = []
+
+    def join(self, *args: Any, **kwargs: Any) -> bool:
+        for sentinel in wait(self.sentinels) if self.sentinels else ():
+            index = self.sentinels[sentinel]
+            self.processes[index].join()
+            if self.processes[index].exitcode != 0 and self._can_lose(index):
+                del self.sentinels[sentinel]
+                self._lost.append(index)
+                return not self.sentinels
+        try:
+            return super().join(*args, **kwargs)
+        except ProcessExitedException as ended:
+            for index in self._lost:  # it could not be lost yet, and the others have ended because of it
+                if os.path.exists(self.error_files[index]):
+                    with open(self.error_files[index], "rb") as file:
+                        text = f"process {index} failed:\n{pickle.load(file)}"  # noqa: S301 - what torch has written
+                    raise ProcessRaisedException(text, index, self.processes[index].pid) from ended
+            raise
+
+
+@contextmanager
+def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
+    """Has the workers that are started in here joined as `_Workers`."""
+    # Lightning: _MultiProcessingLauncher.launch calls torch.multiprocessing.start_processes, and joins them itself.
+    start = mp.start_processes
+
+    def started(*args: Any, **kwargs: Any) -> _Workers:
+        return _Workers(start(*args, **kwargs), can_lose)
+
+    mp.start_processes = started
+    try:
+        yield
+    finally:
+        mp.start_processes = start
+
+
 class _WorkerLauncher(_MultiProcessingLauncher):
     """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
 
@@ -133,7 +135,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         try:
-            results = super().launch(function, *args, trainer=trainer, **kwargs)
+            with _joining(self._strategy.can_lose):  # type: ignore[attr-defined]
+                results = super().launch(function, *args, trainer=trainer, **kwargs)
             return results.take() if isinstance(results, _Stored) else results
         except ProcessExitedException as ended:
             if ended.exit_code == _STOPPED:

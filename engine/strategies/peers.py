@@ -85,6 +85,13 @@ class Peers:
                 self._heard[rank] = beat["number"], clock
         return [rank for rank, (_, at) in self._heard.items() if clock - at > longest_s]
 
+    def forget(self, ranks: list[int]) -> None:
+        """The run goes on without these."""
+        self.others = [rank for rank in self.others if rank not in ranks]
+        for known in (self.processes, self.last, self._heard):
+            for rank in ranks:
+                known.pop(rank, None)
+
     def is_local(self, rank: int) -> bool:
         """Whether that rank's process can be seen from here."""
         process = self.processes.get(rank)

@@ -6,17 +6,21 @@ there). GradScaler's check for infinities agrees over all ranks: averaged gradie
 for sharded ones torch reduces the finding over the mesh.
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..flags import choose
-from .clipping import clip_by_norm, clip_by_value
+from .clipping import clip_by_norm, clip_by_value, norm_of
 
 __all__ = ["PRECISIONS", "canonical_precision", "make_precision"]
 
@@ -37,6 +41,10 @@ class _Clipping(Precision):
     """Clips whole and sharded gradients alike; `grad_norm` is the last norm before clipping, a 0-d tensor."""
 
     grad_norm: Tensor | None = None
+    norm_of: Callable[[Iterable[Tensor]], Tensor] | None = None
+    """A strategy's, where other ranks have gradients of other parameters; None where none has."""
+    clipper: Callable[[str, float], None] | None = None
+    """Told how to clip, "norm" or "value", and to how much, where that is done elsewhere; None: here."""
 
     # Lightning: Precision.train_step_context and .val_step_context do the same by way of a generator.
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -46,9 +54,15 @@ class _Clipping(Precision):
         return self.forward_context()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val)
+        if self.clipper is not None:
+            self.clipper("norm", clip_val)
+            return
+        self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val, self.norm_of or norm_of)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self.clipper is not None:
+            self.clipper("value", clip_val)
+            return
         clip_by_value(self.main_params(optimizer), clip_val)
 
 
@@ -86,6 +100,26 @@ class _Hooked(Precision):
             self._clip_gradients(model, optimizer, value, algorithm)
 
 
+class _Scaler(torch.amp.GradScaler):
+    """torch's, that also takes gradients which are whole beside others that are cut, over one mesh or several."""
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        # torch: GradScaler._unscale_grads_, which hands all gradients to one operation.
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        kinds = {g.device_mesh if isinstance(g, DTensor) else None for g in gradients}
+        if len(kinds) <= 1 or any(g.dtype == torch.float16 for g in gradients):  # which it has its own words for
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        by_dtype = defaultdict(list)
+        for gradient in gradients:
+            by_dtype[gradient.dtype].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        with torch.no_grad():
+            for local in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
+            for group in {group for mesh in kinds if mesh is not None for group in mesh.get_all_groups()}:
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)
+        return {found_inf.device: found_inf}
+
+
 class _Full(_Clipping, _Hooked): ...
 
 
@@ -120,7 +154,7 @@ def canonical_precision(flag: Any) -> str:
 def make_precision(name: str, device_type: str) -> Precision:
     """The plugin of a precision's full name, for ``"cpu"``, ``"cuda"``, ..."""
     if name in ("16-mixed", "bf16-mixed"):
-        scaler = torch.amp.GradScaler(device_type) if name == "16-mixed" else None
+        scaler = _Scaler(device_type) if name == "16-mixed" else None
         return _Mixed(name, device_type, scaler)  # type: ignore[arg-type]
     if name in ("16-true", "bf16-true"):
         return _Half(name)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """From the flags to the parts of Lightning that honour them; every contradiction is an error here."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities import rank_zero_info
 
 from ..compression import CommHook, make_comm_hook
 from ..flags import LAUNCHERS, Flag, choose, parse_flag, parse_options, split_launcher
@@ -61,7 +63,7 @@ def select(
     device_type, num_devices = _devices(accelerator, devices)
     flag = _strategy_flag(strategy, device_type, num_devices * num_nodes)
     name, launcher = split_launcher(flag.name if flag.name in StrategyRegistry else flag.name.lower())
-    if name not in STRATEGIES or (name == "single" and launcher):
+    if name not in STRATEGIES or (STRATEGIES[name].make is None and launcher):
         return _lightnings_own(_known(flag), devices, precision, comm_hook, plugins)
     row = STRATEGIES[name]
     if flag.value is not None:
@@ -70,15 +72,32 @@ def select(
     if comm_hook is not None and comm_hook.name not in row.compressions:
         can = f"It can do: {', '.join(['none', *row.compressions])}."
         raise ValueError(f"strategy {name!r} can't do compression {compression!r}: {row.why_not}. {can}")
-    if row.make is None:
+    canonical = canonical_precision(precision)
+    if canonical not in row.precisions:
+        raise ValueError(
+            f"strategy {name!r} can't do precision {canonical!r}: {row.why_not_precision}. It can do:"
+            f" {', '.join(row.precisions)}."
+        )
+    if row.note:
+        _say_once(row.note)
+    made: Strategy | str = "auto"  # Lightning's, which is its SingleDeviceStrategy where there is one device
+    if row.make is not None:
+        made = row.make(options, launcher, comm_hook)
+    elif row.make_for_several is not None and num_devices * num_nodes > 1:
+        made = row.make_for_several(device_type, num_devices, num_nodes, sync_batchnorm)
+    else:
         devices = _one_device(devices, num_devices, num_nodes)
     return Parts(
-        # Lightning's "auto" is its SingleDeviceStrategy where there is one device.
-        strategy=row.make(options, launcher, comm_hook) if row.make else "auto",
+        strategy=made,
         devices=devices,
         comm_hook=comm_hook,
         **_plugins(plugins, precision, device_type, sync_batchnorm),
     )
+
+
+@functools.cache
+def _say_once(note: str) -> None:
+    rank_zero_info(note)
 
 
 def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnorm: bool) -> dict[str, Any]:
@@ -129,7 +148,9 @@ def _known(flag: Flag) -> str:
         ours = [
             name + (suffix and f"_{suffix}") for name, row in STRATEGIES.items() if row.make for suffix in LAUNCHERS
         ]
-        choose("strategy", flag.name, ["auto", "single", *ours])
+        alone = [name for name, row in STRATEGIES.items() if not row.make]
+        name, _ = split_launcher(flag.name)
+        choose("strategy", flag.name, ["auto", *alone, *ours], near=name if name in STRATEGIES else None)
     if flag.value or flag.options:
         raise ValueError(f"strategy {flag.name!r} is Lightning's own and takes no options by flag: pass its object.")
     return flag.name

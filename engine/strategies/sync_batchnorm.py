@@ -38,6 +38,9 @@ class CPUSyncBatchNorm(TorchSyncBatchNorm):
 class _SyncBatchNorm(_BatchNorm):
     """Batch norm over all ranks, by differentiable all-reduces. Input: [batch, channels, ...]."""
 
+    process_group: Any = None
+    """Of the ranks that have samples of their own; None: all have."""
+
     def _check_input_dim(self, input: Tensor) -> None:
         self.__dict__["_local_class"]._check_input_dim(self, input)
 
@@ -51,12 +54,12 @@ class _SyncBatchNorm(_BatchNorm):
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         # Phase 1.
         num_local = wide.new_tensor([input.numel() / input.size(1)])
-        sums = _AllReduce.apply(torch.cat([wide.sum(dims), num_local]))
+        sums = _AllReduce.apply(torch.cat([wide.sum(dims), num_local]), self.process_group)
         num = sums[-1].detach()
         mean = sums[:-1] / num
         # Phase 2.
         centred = wide - mean.view(shape)
-        variance = _AllReduce.apply(centred.square().sum(dims)) / num
+        variance = _AllReduce.apply(centred.square().sum(dims), self.process_group) / num
         # Phase 3.
         self._track(mean.detach(), variance.detach() * num / (num - 1).clamp(min=1))
         output = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -78,13 +81,14 @@ class _AllReduce(torch.autograd.Function):
     """The sum over ranks; every rank's output depends on every rank's input, so gradients are summed as well."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
         total = values.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.clone()
-        dist.all_reduce(total)
-        return total
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

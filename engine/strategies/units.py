@@ -1,10 +1,11 @@
 """Which parts of a module are sharded, checkpointed or moved as one: its repeated blocks."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["shard_units"]
+__all__ = ["check_inside", "repeated_blocks", "shard_units"]
 
 
 def shard_units(module: nn.Module) -> list[nn.Module]:
@@ -19,29 +20,39 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
     """
     if callable(getattr(module, "shard_units", None)):
         units = list(module.shard_units())  # type: ignore[operator]
-        inside = set(module.modules()) - {module}
-        for unit in units:
-            if unit not in inside:
-                raise ValueError(
-                    f"{type(module).__name__}.shard_units() returned {type(unit).__name__}, which is none of its own"
-                    " sub-modules: return modules that are found by `self.modules()`."
-                )
+        check_inside(module, units, "shard_units")
     else:
-        units = _repeated_blocks(module)
+        _, units = repeated_blocks(module)
     owners = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     return [unit for unit in units if _owns_its_parameters(unit, owners)]
 
 
-def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    containers = (list(m) for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
+def check_inside(module: nn.Module, units: Iterable[nn.Module], method: str) -> None:
+    """Checks that what a method of `module` returned are sub-modules of it.
+
+    Raises:
+        ValueError: one is not.
+    """
+    inside = set(module.modules()) - {module}
+    for unit in units:
+        if unit not in inside:
+            raise ValueError(
+                f"{type(module).__name__}.{method}() returned {type(unit).__name__}, which is none of its own"
+                " sub-modules: return modules that are found by `self.modules()`."
+            )
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The children of the longest `ModuleList` or `Sequential` of one class, and its name; none if it has but one."""
     candidates = (
-        children
-        for children in containers
-        if len({type(child) for child in children}) == 1
-        and all(next(child.parameters(), None) is not None for child in children)
+        (name, list(part))
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.ModuleList, nn.Sequential))
+        and len({type(child) for child in part}) == 1
+        and all(next(child.parameters(), None) is not None for child in part)
     )
-    blocks = max(candidates, key=len, default=[])
-    return blocks if len(blocks) > 1 else []
+    name, blocks = max(candidates, key=lambda candidate: len(candidate[1]), default=("", []))
+    return (name, blocks) if len(blocks) > 1 else ("", [])
 
 
 def _owns_its_parameters(unit: nn.Module, owners: Counter[int]) -> bool:

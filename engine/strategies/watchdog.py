@@ -65,9 +65,12 @@ class Watchdog:
         timeout_s: how long it may stand in one place; None for ever.
         folder: for the failure report.
         world_size: number of ranks; one has nobody to tell.
+        strategy: says which ranks the run can go on without; None: without none.
     """
 
-    def __init__(self, heartbeat: Heartbeat, timeout_s: float | None, folder: str, world_size: int) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, timeout_s: float | None, folder: str, world_size: int, strategy: Any = None
+    ) -> None:
         self.heartbeat = heartbeat
         self.folder = folder
         self.peers: Peers | None = None
@@ -75,6 +78,9 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._silence_s = min(max(_SILENCE_S[0], timeout_s or _SILENCE_S[1]), _SILENCE_S[1])
         self._world_size = world_size
+        self._can_lose: Callable[[int], bool] = getattr(strategy, "can_lose", lambda rank: False)
+        self._go_on_without: Callable[[list[int]], bool] = getattr(strategy, "go_on_without", lambda ranks: False)
+        self._may_lose_some = any(map(self._can_lose, range(world_size)))
         # The same on all ranks, since they all run the same; runs that only one rank has are not counted.
         self._run = str(next(_runs)) if world_size > 1 else ""
         self._place: dict[str, Any] = {}
@@ -88,7 +94,7 @@ class Watchdog:
     def start(self) -> None:
         """Begins to watch the thread that calls this."""
         self.heartbeat.begin()
-        _delay_the_kill()
+        _delay_the_kill(self.heartbeat.rank, self._can_lose)
         self._thread.start()
 
     def stop(self) -> None:
@@ -147,11 +153,13 @@ class Watchdog:
         self.peers.beat(report)
         if self.peers.job.check([FIRST_FAILURE]):
             self._follow(self.peers)
-        elif still_s > _PERIOD_S:
+        elif still_s > _PERIOD_S or self._may_lose_some:
             dead = self.peers.gone()
             if report["pending"] is not None and not dead:
                 dead = self.peers.silent(self._clock, self._silence_s)
-            if dead:
+            if dead and self._go_on_without(dead):
+                self.peers.forget(dead)
+            elif dead:
                 self._end(self.peers, "death", DIED, dead)
 
     def _hang(self, still_s: float) -> None:
@@ -255,12 +263,18 @@ def _behind(ranks: dict[int, dict[str, Any]]) -> list[int]:
     return [rank for rank in last if ranks[rank]["pending"] is None] or last
 
 
-def _delay_the_kill() -> None:
-    """Has Lightning's observer give this process the time to find out what happened, and to end by itself."""
+def _delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
+    """Has Lightning's observer give this process the time to find out what happened, and to end by itself.
+
+    Children that the run can go on without are observed no more.
+    """
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
             kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too
             thread._terminate_all = partial(_late, kill)  # type: ignore[method-assign]
+            # Lightning: the processes that are observed, of the ranks that follow this one's.
+            children: Any = thread._child_processes
+            thread._child_processes = [c for other, c in enumerate(children, rank + 1) if not can_lose(other)]
 
 
 def _late(kill: Callable[[], None]) -> None:

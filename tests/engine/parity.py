@@ -26,6 +26,10 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4)
 
 
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
 class MLP(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -102,14 +106,21 @@ SUBJECTS = {
     "gpt, tied": Subject(lambda: TiedGPT(num_layers=2, num_heads=2, dim=16, context_length=16), _windows),
 }
 
+# Deep enough for two stages on each of two ranks.
+ALL_SUBJECTS = SUBJECTS | {
+    "gpt of four blocks, tied": Subject(
+        lambda: TiedGPT(num_layers=4, num_heads=2, dim=16, context_length=16), SUBJECTS["gpt, tied"].data
+    )
+}
+
 
 def build(name: str) -> LightningModule:
     torch.manual_seed(1)
-    return SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
+    return ALL_SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
 
 
 def loader(name: str, accumulate: int, world_size: int = 1) -> DataLoader:
-    data = SUBJECTS[name].data(STEPS * accumulate * MICRO_BATCH)
+    data = ALL_SUBJECTS[name].data(STEPS * accumulate * MICRO_BATCH)
     return DataLoader(data, batch_size=MICRO_BATCH // world_size)
 
 
@@ -119,13 +130,14 @@ def plain_loop(
     accumulate: int,
     clip: float | None,
     in_bf16: tuple[int, int] | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> dict[str, Tensor]:
     """The weights after `STEPS` optimizer steps.
 
     With `in_bf16`, numbers of ranks and of replicas, the sum over the replicas' gradients is one of bfloat16.
     """
     module.train()
-    optimizer = adamw(module)
+    optimizer = make_optimizer(module)
     micro_batches: Iterator[Any] = iter(batches)
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -82,6 +82,8 @@ def test_expanding_twice_changes_nothing():
     [
         (["fti"], "unknown command 'fti'. Did you mean 'fit'?"),
         (["strategies", "fsdp"], "strategies takes no arguments, but got fsdp"),
+        (["strategies", "--explain"], "--explain takes one: a MODEL"),
+        (["strategies", "--explain", "ByteGTP"], "unknown model 'ByteGTP'. Did you mean 'ByteGPT'?"),
         (["fit", "--data", "PythonSource"], "are required: --model"),
         (["fit", "--model", "ByteGTP"], "unknown model class 'ByteGTP'. Did you mean 'ByteGPT'?"),
         (["fit", "--model", "Other"], "A class of your own goes by its import path: --model package.Class."),

@@ -1,16 +1,52 @@
 """The same weights under every strategy as in a plain loop: the heart of it all."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from torch import nn
 
 from polyphase.engine import Engine
 
-from .parity import SUBJECTS, TOLERANCE, build, largest_difference, loader, plain_loop, suffixed
+from .parity import (
+    ALL_SUBJECTS,
+    SUBJECTS,
+    TOLERANCE,
+    adamw,
+    build,
+    largest_difference,
+    loader,
+    plain_loop,
+    sgd,
+    suffixed,
+)
 
-STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp:replicate=2,shard=2": 4}
+STRATEGIES = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "hsdp:replicate=2,shard=2": 4, "ps": 2}
 """World size by flag; the launcher's suffix is added by the test."""
+
+SPLIT = {"tp": 2, "fsdp+tp:tp=2": 4}
+"""The same, where layers are split."""
+
+# BatchNorm would see micro-batches, so the digits are left out.
+PIPELINES = {
+    "pp:microbatches=4": 2,
+    "pp:microbatches=4,schedule=gpipe": 2,
+    "pp:microbatches=4,schedule=interleaved": 2,
+    "pp:microbatches=4,schedule=zero-bubble": 2,
+    "pp+ddp:stages=2,microbatches=2": 4,
+    "pp+fsdp:stages=2,microbatches=2": 4,
+}
+MATRIX = [
+    (flag, subject)
+    for flags, subjects in (
+        (STRATEGIES, SUBJECTS),
+        (PIPELINES, ["mlp", "gpt of four blocks, tied"]),
+        (SPLIT, ["mlp", "gpt, tied"]),  # of convolutions no plan is derived
+    )
+    for flag in flags
+    for subject in subjects
+]
 
 # A gradient that float32 rounds differently may be rounded to another bfloat16, 1/256 away, of which AdamW at 1e-3
 # makes a step that is up to 4e-6 longer (seen: 6e-6 after all of them, and 0 under ddp).
@@ -25,9 +61,10 @@ def table() -> Iterator[dict]:
     rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     yield rows
     print("\n\nlargest |difference| of any weight from a plain loop, after 20 AdamW steps")
-    print(f"{'':28}" + "".join(f"{subject:>28}" for subject in SUBJECTS))
+    print(f"{'':40}" + "".join(f"{subject:>26}" for subject in ALL_SUBJECTS))
     for flag, row in rows.items():
-        print(f"{flag:28}" + "".join(f"{row[subject]:>28.1e}" for subject in SUBJECTS))
+        found = (f"{row[subject]:.1e}" if subject in row else "" for subject in ALL_SUBJECTS)
+        print(f"{flag:40}" + "".join(f"{difference:>26}" for difference in found))
 
 
 def differences(
@@ -37,10 +74,13 @@ def differences(
     accumulate: int,
     clip: float | None,
     in_bf16: tuple[int, int] | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     **flags: object,
 ) -> float:
-    expected = plain_loop(build(subject), loader(subject, accumulate), accumulate, clip, in_bf16)
+    expected = plain_loop(build(subject), loader(subject, accumulate), accumulate, clip, in_bf16, make_optimizer)
     module = build(subject)
+    if make_optimizer is not adamw:  # that of the subjects
+        module.configure_optimizers = lambda: make_optimizer(module)
     engine = Engine(
         strategy=flag,
         accelerator="cpu",
@@ -48,24 +88,30 @@ def differences(
         max_epochs=1,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
-        sync_batchnorm=SUBJECTS[subject].sync_batchnorm and devices > 1,
-        precision=SUBJECTS[subject].precision,
+        sync_batchnorm=ALL_SUBJECTS[subject].sync_batchnorm and devices > 1,
+        precision=ALL_SUBJECTS[subject].precision,
         **QUIET,
         **flags,
     )
-    engine.fit(module, loader(subject, accumulate, devices))
+    engine.fit(module, loader(subject, accumulate, engine.data_size))
     return largest_difference(module.state_dict(), expected)
 
 
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["no clip", "clip"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("flag", STRATEGIES)
+@pytest.mark.parametrize(("flag", "subject"), MATRIX)
 def test_equals_a_plain_loop(flag, subject, accumulate, clip, table):
-    # By fork, which spares the imports; the next test is the same by spawn, as Lightning's users have it.
-    difference = differences(suffixed(flag, "fork"), STRATEGIES[flag], subject, accumulate, clip)
+    # By fork, which spares the imports; another test is the same by spawn, as Lightning's users have it.
+    devices = (STRATEGIES | PIPELINES | SPLIT)[flag]
+    difference = differences(suffixed(flag, "fork"), devices, subject, accumulate, clip)
     table[flag][subject] = max(table[flag][subject], difference)
     assert difference <= TOLERANCE
+
+
+def test_equals_a_plain_loop_on_a_mesh_of_three_axes(table):
+    flag, subject = "hsdp+tp_fork:replicate=2,shard=2,tp=2", "gpt, tied"
+    table[flag][subject] = differences(flag, 8, subject, 1, 0.05)
+    assert table[flag][subject] <= TOLERANCE
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, 0.05)], ids=["one", "accumulate, clip"])
@@ -79,6 +125,16 @@ def test_equals_a_plain_loop_that_averages_in_bf16(flag, replicas, subject, accu
     difference = differences(flag, devices, subject, accumulate, clip, in_bf16=(devices, replicas), compression="bf16")
     table[f"{flag} bf16"][subject] = max(table[f"{flag} bf16"][subject], difference)
     assert difference <= BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_local_sgd_with_an_exchange_after_each_step_equals_a_plain_loop(subject, accumulate, table):
+    # With SGD, whose weights are linear in its gradients, and without clipping, which is by the norm on each rank.
+    flag = "local_sgd_fork:every=1"
+    difference = differences(flag, 2, subject, accumulate, None, make_optimizer=sgd)
+    table[flag][subject] = max(table[flag][subject], difference)
+    assert difference <= TOLERANCE
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -104,10 +160,17 @@ def test_equals_a_plain_loop_by_spawn(flag, subject, table):
         "fsdp_fork:activation_checkpointing=true",
         "hsdp_fork:replicate=2,no_sync=false",
         "hsdp_fork:replicate=1",
+        "pp_fork:microbatches=1,schedule=gpipe",
+        "pp_fork:microbatches=8",
     ],
 )
 def test_options_change_the_cost_and_not_the_result(flag):
     assert differences(flag, 2, "gpt, tied", 3, 0.05) <= TOLERANCE
+
+
+@pytest.mark.parametrize("flag", ["pp_fork", "pp_fork:schedule=zero-bubble"])
+def test_three_stages(flag):
+    assert differences(flag, 3, "gpt of four blocks, tied", 3, 0.05) <= TOLERANCE
 
 
 @pytest.mark.parametrize("flag", ["ddp_fork", "fsdp_fork"])

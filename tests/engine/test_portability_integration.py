@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
+from polyphase.engine.host_group import EVERYONE
 
 from .parity import TOLERANCE, largest_difference
 
@@ -22,6 +23,18 @@ LAYOUTS = {
     "fsdp x4": ("fsdp_fork", 4),
     "hsdp 2x2": ("hsdp_fork:replicate=2,shard=2", 4),
 }
+MORE_LAYOUTS = {
+    "zero1 x2": ("zero1_fork:find_unused_parameters=true", 2),
+    "tp x2": ("tp_fork", 2),
+    "fsdp+tp 2x2": ("fsdp+tp_fork:tp=2", 4),
+    "pp x2": ("pp_fork:microbatches=2", 2),
+    "pp+fsdp 2x2": ("pp+fsdp_fork:microbatches=2", 4),
+}
+"""Each of these with the partners and itself only: what opens in one process, and in two, opens in the others."""
+PARTNERS = ("single", "ddp x2")
+PAIRS = [(source, target) for source in LAYOUTS for target in LAYOUTS]
+for _name in MORE_LAYOUTS:
+    PAIRS += [(_name, target) for target in (*PARTNERS, _name)] + [(source, _name) for source in PARTNERS]
 SAVED, STEPS = 5, 10
 
 
@@ -38,6 +51,9 @@ class Odd(LightningModule):
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.unused = nn.Linear(5, 3)
         self.register_buffer("scale", torch.tensor(0.5))
+
+    def pipeline_stages(self) -> list[list[nn.Module]]:
+        return [[self.table, self.frozen, *self.inner[:2]], [*self.inner[2:], self.head]]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.frozen(self.table(batch[:, :-1])) * self.scale
@@ -83,13 +99,16 @@ class Dumps(Callback):
             for key, value in trainer.optimizers[0].state.get(parameter, {}).items():
                 state[f"{parameter_name}/{key}"] = value
         state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+        if getattr(trainer.strategy, "state_is_spread", False):  # each rank has some of it
+            mine = {key: value for key, value in state.items() if not value.is_meta}
+            state = {key: value for each in EVERYONE.gathered(mine) for key, value in each.items()}
         state["lr"] = torch.tensor([group["lr"] for group in trainer.optimizers[0].param_groups])
         if trainer.is_global_zero:
             torch.save({key: value.clone() for key, value in state.items()}, f"{self.path}-{name}")
 
 
 def train(layout: str, folder: Path, **arguments: Any) -> None:
-    strategy, devices = LAYOUTS[layout]
+    strategy, devices = (LAYOUTS | MORE_LAYOUTS)[layout]
     folder.mkdir(exist_ok=True)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=SAVED, every_minutes=None, keep_last=3)
     engine = Engine(
@@ -104,7 +123,7 @@ def train(layout: str, folder: Path, **arguments: Any) -> None:
         callbacks=[snapshot, Dumps(folder / "state")],
     )
     torch.manual_seed(7)
-    engine.fit(Odd(), data(devices), **arguments)
+    engine.fit(Odd(), data(engine.data_size), **arguments)
 
 
 def dumped(folder: Path, name: str) -> dict[str, Tensor]:
@@ -115,14 +134,14 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module")
 def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     train(request.param, folder)
     return request.param, folder
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize(("saved", "target"), PAIRS, indirect=["saved"], scope="module")
 def test_opens_bit_for_bit_and_trains_on(saved, target, tmp_path):
     source, folder = saved
     train(target, tmp_path, ckpt_path=folder / "snapshots" / f"step={SAVED}")

@@ -84,6 +84,10 @@ class Troubled(LightningModule):
         if self.trouble == "barrier" and self.global_rank != self.rank:
             dist.barrier()
 
+    def on_train_end(self) -> None:
+        if self._meets("kill_late"):  # when the others wait for this rank to take its connections down
+            self.trainer.strategy.teardown = lambda: (time.sleep(1), self._kill())
+
     def on_fit_end(self) -> None:
         if self._meets("late"):
             time.sleep(5)

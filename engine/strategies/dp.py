@@ -1,0 +1,221 @@
+"""`dp`: one process that gives each of its GPUs a part of every batch, for scripts that can't start processes.
+
+`torch.nn.DataParallel` (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html) around the module's
+`training_step`. Phases of a micro-batch: 1. its parts go to the devices, and all parameters with them; 2. a thread per
+device runs `training_step` on a copy of the module; 3. the losses come to the first device, where their mean by numbers
+of samples is taken; backward brings the gradients there, too. Bytes: n parameters to each other device and n gradients
+back, per micro-batch and not per step. Evaluation, prediction and the optimizer use the first device alone.
+
+On one device it is `single`. What a step logs on its copy is logged once, reduced over the copies; whatever else it
+changes on its copy of the module is lost, but buffers of the first device.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+__all__ = ["DP", "make_dp", "merged_logs", "merged_outputs"]
+
+_LOG = inspect.signature(LightningModule.log)
+
+
+def make_dp(device_type: str, num_devices: int, num_nodes: int, sync_batchnorm: bool) -> "DP":
+    """The strategy for several devices.
+
+    Raises:
+        ValueError: not several GPUs of one machine, or what needs a process for each.
+    """
+    instead = "choose strategy 'ddp', which starts a process for each device"
+    if num_nodes > 1 or device_type != "cuda":
+        raise ValueError(
+            f"strategy 'dp' is one process with several GPUs of one machine, but the flags ask for {num_nodes} node(s)"
+            f" x {num_devices} device(s) of type {device_type!r}: set devices=1, or {instead}."
+        )
+    if sync_batchnorm:
+        raise ValueError(f"strategy 'dp' can't do sync_batchnorm=True: leave it out, or {instead}.")
+    return DP()
+
+
+class DP(SingleDeviceStrategy):
+    """`single` on the first device, whose training steps are shared out to all of them."""
+
+    parallel_devices: tuple[torch.device, ...] = ()
+    """Lightning fills them in."""
+    _parallel: nn.Module | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where parameters and optimizer state are."""
+        return self.parallel_devices[0] if self.parallel_devices else super().root_device
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wraps the module.
+
+        Raises:
+            ValueError: a module that runs backward by itself, or a step that belongs to one copy only.
+        """
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            raise ValueError(
+                "strategy 'dp' can't run a module with automatic_optimization=False, whose `training_step` would run"
+                " backward on a copy of it: choose strategy 'ddp'."
+            )
+        if "training_step" in vars(module):
+            raise ValueError(
+                "strategy 'dp' can't run a `training_step` that is an attribute of the module, as compile=True makes"
+                " it: copies of the module would all call that of the first. Leave it out, or choose strategy 'ddp'."
+            )
+        self._parallel = _Parallel(_Step(module), device_ids=list(self.parallel_devices))
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        """Phases 1 to 3."""
+        assert self._parallel is not None
+        assert self.lightning_module is not None
+        metrics = [part for part in self.lightning_module.modules() if isinstance(part, Metric)]
+        updates = [metric._update_count for metric in metrics]
+        with self.precision_plugin.train_step_context():
+            parts = self._parallel(*arguments, **named)
+        if updates != [metric._update_count for metric in metrics]:
+            raise ValueError(
+                "under strategy 'dp', `training_step` updates a metric in several threads at once: update it in"
+                " `on_train_batch_end`, or choose strategy 'ddp'."
+            )
+        outputs, logs, counts = (list(each) for each in zip(*parts, strict=True))
+        for call in merged_logs(logs, counts, self.root_device):
+            self.lightning_module.log(**call)
+        return merged_outputs(outputs, counts, self.root_device)
+
+    def teardown(self) -> None:
+        """Lets go of the wrapped module."""
+        self._parallel = None
+        super().teardown()
+
+
+class _Parallel(nn.DataParallel):
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Leaves what each copy returned as it is."""
+        return [part for parts in outputs for part in parts]
+
+
+class _Step(nn.Module):
+    """Runs `training_step` where `forward` is expected; copied with the module that it has."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **named: Any) -> list[tuple[Any, list[dict[str, Any]], int]]:
+        """What the step returned, its calls of `log`, and its number of samples."""
+        calls: list[dict[str, Any]] = []
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            call = dict(_LOG.bind(self.module, *args, **kwargs).arguments)
+            del call["self"]
+            calls.append(call)
+
+        samples = _first_tensor((arguments, named))
+        if samples is not None:
+            for part in self.module.modules():
+                if "_device" in part.__dict__:  # Lightning: LightningModule.device; torchmetrics' are called so, too
+                    part.__dict__["_device"] = samples.device
+        # A copy of the module has a `__dict__` of its own.
+        before = {name: value for name, value in self.module.__dict__.items() if name == "log"}
+        self.module.__dict__["log"] = log
+        output = self.module.training_step(*arguments, **named)
+        del self.module.__dict__["log"]
+        self.module.__dict__.update(before)
+        return [(output, calls, 1 if samples is None else len(samples))]
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    """The first in there that has a dimension."""
+    if isinstance(batch, Tensor):
+        return batch if batch.dim() else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((found for found in map(_first_tensor, parts) if found is not None), None)
+
+
+def merged_logs(logs: list[list[dict[str, Any]]], counts: list[int], device: torch.device) -> list[dict[str, Any]]:
+    """One list of the calls of `log` that several copies made.
+
+    Args:
+        logs: arguments by name, of each call, of each copy.
+        counts: samples of each copy.
+        device: where values shall be.
+
+    Raises:
+        ValueError: the copies logged other names, or what can't be reduced.
+    """
+    names = [[call["name"] for call in calls] for calls in logs]
+    if any(each != names[0] for each in names):
+        raise ValueError(f"under strategy 'dp', copies of the module logged different names: {names}.")
+    return [_merged_call(list(calls), counts, device) for calls in zip(*logs, strict=True)]
+
+
+def _merged_call(calls: list[dict[str, Any]], counts: list[int], device: torch.device) -> dict[str, Any]:
+    first, values = calls[0], [call["value"] for call in calls]
+    reduce_fx = first.get("reduce_fx", "mean")
+    if any(isinstance(value, Metric) for value in values) or reduce_fx not in _REDUCTIONS:
+        raise ValueError(
+            f"under strategy 'dp', `training_step` logs {first['name']!r} on copies of the module: it must be a number"
+            f" with reduce_fx one of {', '.join(_REDUCTIONS)}. Log it in `on_train_batch_end`, or choose 'ddp'."
+        )
+    on_device = torch.stack([torch.as_tensor(value, device=device, dtype=torch.float32) for value in values])
+    if isinstance(first.get("batch_size"), int):
+        first = {**first, "batch_size": sum(call["batch_size"] for call in calls)}
+    shares = torch.tensor(counts, device=device) / sum(counts)
+    return {**first, "value": _REDUCTIONS[reduce_fx](on_device, shares)}
+
+
+_REDUCTIONS = {
+    "mean": lambda values, shares: (values * shares).sum(),
+    "sum": lambda values, shares: values.sum(),
+    "min": lambda values, shares: values.min(),
+    "max": lambda values, shares: values.max(),
+}
+
+
+def merged_outputs(outputs: list[Any], counts: list[int], device: torch.device) -> Any:
+    """One output of `training_step` from those of several copies, on `device`.
+
+    Losses are averaged by `counts`, numbers of samples, or by the weights that the copies return; of what else they
+    return tensors are joined along the first dim, all else is listed.
+
+    Raises:
+        ValueError: some copies returned a loss and some did not.
+    """
+    if all(output is None for output in outputs):
+        return None
+    if any(output is None for output in outputs):
+        raise ValueError("under strategy 'dp', `training_step` returned a loss on some copies of the module only.")
+    if isinstance(outputs[0], Tensor):
+        return _mean(outputs, counts, device)
+    merged = {key: _joined([output[key] for output in outputs], device) for key in outputs[0]}
+    weights = [output["weight"] for output in outputs] if "weight" in merged else counts
+    merged["loss"] = _mean([output["loss"] for output in outputs], weights, device)
+    if "weight" in merged:
+        merged["weight"] = torch.stack([torch.as_tensor(weight, device=device) for weight in weights]).sum()
+    return merged
+
+
+def _mean(losses: list[Tensor], weights: list[Any], device: torch.device) -> Tensor:
+    shares = torch.stack([torch.as_tensor(weight, device=device, dtype=torch.float32) for weight in weights])
+    total = shares.sum()
+    shares = shares / torch.where(total > 0, total, 1.0)
+    return torch.stack([loss.to(device).reshape(()) for loss in losses]).mul(shares.to(losses[0].dtype)).sum()
+
+
+def _joined(values: list[Any], device: torch.device) -> Any:
+    if not all(isinstance(value, Tensor) for value in values):
+        return values
+    moved = [value.to(device) for value in values]
+    return torch.cat(moved) if moved[0].dim() else torch.stack(moved)

@@ -1,0 +1,191 @@
+"""What all multi-process strategies share: a layout, who has which samples, and what else the engine asks them."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from ..environment import is_started_again
+from ..flags import Layout
+from ..host_group import EVERYONE, HostGroup
+from .launch import make_launcher
+from .meeting import name_of_start
+
+__all__ = ["LayoutStrategy"]
+
+
+class LayoutStrategy:
+    """Mixin of a Lightning `ParallelStrategy` that has a `Layout` and is started by the launcher of its flag's suffix.
+
+    The layout is derived when Lightning has told the strategy its devices, that is in the engine's constructor: sizes
+    that don't fit are an error before any process starts.
+    """
+
+    layout: Layout
+    launcher_suffix: str = ""
+    data_group: Any = None
+    """Process group of the ranks that have samples of their own, as this one sees them; None: all ranks have."""
+    data_ranks: HostGroup = EVERYONE
+    """The same ranks, for plain values."""
+    schedules_itself = False
+    """Whether `run_schedule` runs forward and backward of a batch, after the gradients are zeroed."""
+    state_is_spread = False
+    """Whether a rank's module or optimizers lack tensors that another rank has: see `keeps_state_of`."""
+    averages_gradients = True
+    """Whether a step's gradients are the mean over all ranks; else each rank steps by its own."""
+
+    def __repr__(self) -> str:  # as a flag, in Lightning's messages
+        suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
+        return repr(f"{type(self).__name__.lower()}{suffix}")
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that have samples of their own: those that differ in `pp` or `tp` only share theirs."""
+        return self.layout.replicate * self.layout.shard
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among them."""
+        return self.global_rank // self.layout.tp % self.data_size  # type: ignore[attr-defined]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How samples are dealt."""
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    def check_module(self, module: torch.nn.Module) -> None:
+        """Called before any process starts; raises ValueError if `module` can't be run in this way."""
+
+    def check_run(self, dataloader: Any, *, compiles: bool) -> None:
+        """The same of how it is trained: on `dataloader`, if that is known already, compiled or not."""
+
+    def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What this rank saves of a state dict of the module: what another one saves is on the meta device."""
+        return state
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what it holds of the model, beside the module and its optimizers."""
+        return 0
+
+    def keeps_state_of(self, parameter: Tensor) -> bool:
+        """Whether this rank's optimizers have the state of a parameter, or are to have it from a checkpoint."""
+        return True
+
+    def as_one(self) -> AbstractContextManager[None]:
+        """Around a save, on all ranks: has the module be what the run would end with, where ranks have others now."""
+        return nullcontext()
+
+    def shared_state(self) -> dict[str, Any]:
+        """What the strategy goes on with beside weights and optimizers, the same on all ranks."""
+        return {}
+
+    def state_of_rank(self) -> dict[str, Any]:
+        """What only this rank goes on with; called within `as_one`."""
+        return {}
+
+    def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
+        """Goes on with a checkpoint's `shared_state` and `state_of_rank`, after all else was restored.
+
+        Args:
+            shared: empty if another kind of strategy saved it.
+            of_rank: empty if another layout did, too.
+        """
+
+    saving_ranks: HostGroup | None = None
+    """By what a checkpoint is agreed on where rank 0 has all of it; None: a gloo group in which each has its part."""
+
+    def settle(self) -> None:
+        """Gives all ranks the same weights, where they may differ between steps; all call it after the same step."""
+
+    def added_up(self, mine: Tensor) -> Tensor:
+        """The sum over the ranks that have samples of their own; changes `mine`."""
+        dist.all_reduce(mine, group=self.data_group)
+        return mine
+
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """Ranks whose processes have ended, and without which the run goes on."""
+        return frozenset()
+
+    def can_lose(self, rank: int) -> bool:
+        """Whether the run can go on without a rank."""
+        return False
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the others go on if this rank fails now."""
+        return False
+
+    def go_on_without(self, ranks: list[int]) -> bool:
+        """Goes on without ranks whose processes have ended, if it can; called by the watchdog's thread."""
+        return False
+
+    def start_data_group(self) -> None:
+        """Connects the ranks that have samples of their own; called on all ranks, when they are connected."""
+        if self.data_size == self.layout.world_size:
+            return
+        per_stage, num_tp = self.data_size * self.layout.tp, self.layout.tp
+        places = [
+            list(range(stage * per_stage + tp, (stage + 1) * per_stage, num_tp))
+            for stage in range(self.layout.pp)
+            for tp in range(num_tp)
+        ]
+        timeout = self._timeout  # type: ignore[attr-defined]  # Lightning: its strategies of several processes have it
+        self.data_group, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
+        hosts = self.data_group
+        if dist.get_backend(hosts) != "gloo":
+            hosts, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout, backend="gloo")
+        self.data_ranks = HostGroup(hosts)
+
+    def hand_out_data_group(self, module: torch.nn.Module) -> None:
+        """Has torchmetrics objects and synchronised batch norms of `module` count each sample once."""
+        for part in module.modules():
+            if self.data_group is not None and getattr(part, "process_group", self) is None:
+                part.process_group = self.data_group
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces what the ranks have that have samples of their own, unless another group is named."""
+        return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decide so, or any, those that share samples included."""
+        votes = sum(EVERYONE.flags(decision))
+        return votes == EVERYONE.size if all else votes > 0
+
+    def meet(self) -> None:
+        """Starts the process group of a job that torchrun may start again; of others Lightning starts it."""
+        if not is_started_again() or dist.is_initialized():
+            return
+        strategy: Any = self
+        strategy.accelerator.setup_device(strategy.root_device)
+        strategy.set_world_ranks()
+        environment, timeout = strategy.cluster_environment, strategy._timeout
+        store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
+        name = name_of_start(store, strategy.global_rank, strategy.world_size, timeout)
+        dist.init_process_group(
+            strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
+            store=dist.PrefixStore(name, store),
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            timeout=timeout,
+            device_id=strategy.root_device if strategy.root_device.type != "cpu" else None,
+        )
+        rank_zero_info(f"Starting with {strategy.world_size} processes")
+
+    def derive_layout(self, world_size: int) -> Layout:
+        """The layout of `world_size` processes.
+
+        Raises:
+            ValueError: the flag's sizes don't multiply to `world_size`.
+        """
+        raise NotImplementedError
+
+    def _configure_launcher(self) -> None:  # Lightning: Strategy._configure_launcher, called by its constructor
+        num_processes, num_nodes = self.num_processes, self.num_nodes  # type: ignore[attr-defined]
+        self.layout = self.derive_layout(num_processes * num_nodes)
+        environment = self.cluster_environment  # type: ignore[attr-defined]
+        self._launcher: Any = make_launcher(self, self.launcher_suffix, environment, num_processes, num_nodes)

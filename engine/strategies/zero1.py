@@ -1,0 +1,188 @@
+"""`zero1`: `ddp` with the optimizer's state dealt to the ranks, parameter by parameter.
+
+Stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): of AdamW's two moments, 8 bytes a parameter in fp32, each
+of W ranks keeps 1/W. Differs from torch's `ZeroRedundancyOptimizer`, which builds the optimizer itself: whatever
+`configure_optimizers` returns is kept, with its groups and the schedulers that hold it, and checkpoints need no rank
+that gathers all of it.
+
+Phases of an optimizer step: 1. all-reduces of the gradients beside backward, as under `ddp`, compressed or not;
+2. clipping, by whole gradients; then each rank steps with the parameters it owns, whose updates are those of `ddp` bit
+for bit, and the optimizer does not see the gradients of the others (local); 3. the owners broadcast their parameters,
+bucket by bucket: 4 n (W-1)/W bytes a rank, on the average. Blocks at the end of phase 3.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..compression import CommHook, Wire
+from .buckets import copy, in_buckets, joined, parted
+from .ddp import DDP, DDPOptions
+
+__all__ = ["Owners", "Zero1"]
+
+_NUM_IN_FLIGHT = 2
+"""Broadcasts at a time: one is on the wire while the next one is packed."""
+
+
+class Owners:
+    """Which rank steps with which parameter, known to all of them alike.
+
+    Args:
+        num_ranks: W.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_values = [0] * num_ranks
+        self._owners: dict[Tensor, int] = {}
+
+    def deal(self, parameters: list[Tensor]) -> None:
+        """Gives those that have no owner yet, the largest first, to the rank that has the fewest values so far."""
+        new = dict.fromkeys(parameter for parameter in parameters if parameter not in self._owners)
+        for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
+            owner = self._num_values.index(min(self._num_values))
+            self._num_values[owner] += parameter.numel()
+            self._owners[parameter] = owner
+
+    def __getitem__(self, parameter: Tensor) -> int:
+        return self._owners[parameter]
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._owners
+
+
+class _Bucket(NamedTuple):
+    """Parameters of one owner that are sent together."""
+
+    owner: int
+    parameters: list[Tensor]
+
+
+class Zero1(DDP):
+    """`ddp`, in which each rank has the optimizer's state of its own share of the parameters."""
+
+    state_is_spread = True
+
+    def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
+        super().__init__(options, launcher, comm_hook)
+        self._owners: Owners | None = None
+        self._updates: Wire | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._aside: list[tuple[Tensor, Tensor | None]] = []
+
+    def connect(self, model: LightningModule) -> None:
+        """Called at the start of each run."""
+        super().connect(model)
+        self._owners, self._updates = None, None
+
+    @property
+    def owners(self) -> Owners:
+        """Of the module's trained parameters; others are dealt when an optimizer first steps with them."""
+        if self._owners is None:
+            assert self.lightning_module is not None
+            self._owners = Owners(self.layout.world_size)
+            self._owners.deal([p for p in self.lightning_module.parameters() if p.requires_grad])
+        return self._owners
+
+    def keeps_state_of(self, parameter: Tensor) -> bool:
+        """See `LayoutStrategy`."""
+        return parameter not in self.owners or self.owners[parameter] == self.global_rank
+
+    @property
+    def wires(self) -> list[Wire]:
+        """That of the gradients, and that of the parameters."""
+        return [*super().wires, *([] if self._updates is None else [self._updates])]
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers, and stands before and behind each of their steps.
+
+        Raises:
+            ValueError: an optimizer whose update of one parameter depends on the others.
+        """
+        super().setup_optimizers(trainer)
+        self._updates = Wire()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS):
+                raise ValueError(
+                    "strategy 'zero1' can't run LBFGS, whose update of one parameter depends on the gradients of all"
+                    " of them, while here each rank steps with a part: choose strategy 'ddp'."
+                )
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def teardown(self) -> None:
+        """Leaves the optimizers as they came."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        super().teardown()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """What torch calls before `optimizer.step`; gradients come with the closure, if there is one."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._set_aside(optimizer)
+            return None
+
+        def then_set_aside() -> Any:
+            loss = closure()
+            self._set_aside(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": then_set_aside}
+
+    def _set_aside(self, optimizer: Optimizer) -> None:
+        """Hides the gradients of other ranks' parameters: torch's optimizers pass over what has none."""
+        trained = _trained(optimizer)
+        self.owners.deal(trained)
+        theirs = [p for p in trained if self.owners[p] != self.global_rank]
+        self._aside = [(p, p.grad) for p in theirs]
+        for p in theirs:
+            p.grad = None
+            optimizer.state.pop(p, None)  # some make it before the first step, others load it all
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """What torch calls after `optimizer.step`: phase 3, all gradients back in their places."""
+        for p, gradient in self._aside:
+            p.grad = gradient
+        self._aside.clear()
+        pending: deque[Callable[[], None]] = deque()
+        for index, bucket in enumerate(self._buckets(optimizer)):
+            if len(pending) == _NUM_IN_FLIGHT:
+                pending.popleft()()
+            pending.append(self._start(index, bucket))
+        for finish in pending:
+            finish()
+
+    def _buckets(self, optimizer: Optimizer) -> Iterator[_Bucket]:
+        shares: dict[int, list[Tensor]] = {}
+        for p in _trained(optimizer):
+            shares.setdefault(self.owners[p], []).append(p)
+        for owner, parameters in sorted(shares.items()):
+            yield from (_Bucket(owner, bucket) for bucket in in_buckets(parameters, self.options.bucket_cap_mb))
+
+    def _start(self, index: int, bucket: _Bucket) -> Callable[[], None]:
+        """Sends a bucket, or begins to wait for it; what is returned finishes that."""
+        assert self._updates is not None
+        owner, parameters = bucket
+        is_mine = owner == self.global_rank
+        room = sum(p.numel() for p in parameters)
+        flat = joined(parameters) if is_mine else parameters[0].new_empty(room)
+        self._updates.bucket = index
+        wait = self._updates.start_broadcast(flat, owner)
+
+        def finish() -> None:
+            values = parted(wait(), parameters)
+            if not is_mine:
+                copy(values, parameters)
+
+        return finish
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

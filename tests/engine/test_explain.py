@@ -1,0 +1,62 @@
+"""`polyphase strategies --explain`: units and plan of a model, built without memory."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from polyphase.engine.explain import explained
+from polyphase.models import ByteGPT
+
+
+class Big(ByteGPT):
+    """Would take 400 GB."""
+
+    def __init__(self):
+        super().__init__(num_layers=2, num_heads=64, dim=65536)
+
+
+class Late(LightningModule):
+    def configure_model(self):
+        self.net = ByteGPT().net
+
+
+class Single(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+
+class Needs(LightningModule):
+    def __init__(self, size):
+        super().__init__()
+
+
+def test_it_names_units_plan_and_the_sizes_that_divide():
+    text = explained("ByteGPT")
+    assert "net.blocks.0, net.blocks.1, net.blocks.2, net.blocks.3; all else is one more." in text
+    assert "net.blocks.*.attention         qkv by columns, out by rows: 2 of 4 heads" in text
+    assert text.endswith("tp can be 2, 4 (of up to 64).")
+
+
+@pytest.mark.parametrize("name", ["Big", "Late"])
+def test_a_class_goes_by_its_import_path_and_takes_no_memory(name):
+    assert "attention" in explained(f"{__name__}.{name}")
+
+
+def test_it_says_why_nothing_is_split():
+    text = explained(f"{__name__}.Single")
+    assert text.startswith("Units of fsdp and hsdp: none")
+    assert "No tensor parallelism: no layer of Single is known to be safe to split" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ByteGBT", r"unknown model 'ByteGBT'\. Did you mean 'ByteGPT'"),
+        ("nowhere.Model", "can't import 'nowhere', where 'Model' should be"),
+        (f"{__name__}.Needs", "can't be built without arguments"),
+    ],
+)
+def test_a_model_that_is_not_there_or_needs_arguments(name, message):
+    with pytest.raises(ValueError, match=message):
+        explained(name)
