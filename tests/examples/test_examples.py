@@ -1,6 +1,5 @@
 """Each example does what it says, with few steps."""
 
-import argparse
 import importlib.util
 import os
 import re
@@ -8,6 +7,7 @@ import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,13 +19,14 @@ HERE = f"PATH={Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 """So that the scripts find the torchrun of this environment."""
 
 
-def gpt_parser() -> argparse.ArgumentParser:
-    spec = importlib.util.spec_from_file_location("gpt", EXAMPLES / "gpt.py")
+def example(name: str) -> Any:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.arguments()
+    return module
 
 
 def test_digits_reach_their_accuracy():
@@ -70,13 +71,23 @@ def test_global_batch_is_the_same_on_one_and_on_three():
     assert float(difference) <= 1e-5
 
 
+def test_one_module_runs_under_every_strategy():
+    finished = run_command([sys.executable, EXAMPLES / "all_strategies.py", "--max_steps", "3"], timeout_s=240)
+    assert finished.returncode == 0, finished.output
+    found = re.findall(r"^(\S+) +\d +[\d.]+ +(\S+) +[\d.]+$", finished.output, re.MULTILINE)
+    module = example("all_strategies")
+    assert [flag for flag, _ in found] == list(module.STRATEGIES)
+    same = {flag: float(difference) for flag, difference in found if flag in module.SAME}
+    assert max(same.values()) <= 1e-5, same
+
+
 def test_slurm_script_uses_flags_that_the_example_takes():
     script = EXAMPLES / "slurm.sbatch"
     assert run_command(["bash", "-n", script]).returncode == 0
     text = script.read_text().replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
     _, _, flags = line.partition("examples/gpt.py")
-    parsed = gpt_parser().parse_args(shlex.split(flags))
+    parsed = example("gpt").arguments().parse_args(shlex.split(flags))
     assert parsed.strategy == "hsdp"
     assert (parsed.devices, parsed.num_nodes) == ("auto", 1), "SLURM's own numbers are taken"
 
