@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 
 # Lightning: the two private launchers are the ones its own DDPStrategy uses.
@@ -127,6 +129,31 @@ def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
         mp.start_processes = start
 
 
+@contextmanager
+def _port_reserved(environment: Any) -> Iterator[None]:
+    """Gives the workers that are started in here a port of their own, where nobody has named one.
+
+    A socket is bound to it until they have ended: a port that is only looked up may be another's by the time that rank
+    0 listens on it, and one that was good for the last run of this process may have been taken since.
+    """
+    # Lightning: LightningEnvironment keeps the port of its first launch in _main_port, _MultiProcessingLauncher leaves
+    # it in MASTER_PORT for all launches to come, and find_free_network_port reads STANDALONE_PORT.
+    is_named = "MASTER_PORT" in os.environ or "STANDALONE_PORT" in os.environ
+    if is_named or not isinstance(environment, LightningEnvironment):
+        yield
+        return
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("", 0))
+        environment._main_port = reservation.getsockname()[1]
+        if sys.platform != "linux":  # elsewhere it would keep rank 0 from the port as well
+            reservation.close()
+        try:
+            yield
+        finally:
+            os.environ.pop("MASTER_PORT", None)
+
+
 class _WorkerLauncher(_MultiProcessingLauncher):
     """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
 
@@ -135,7 +162,10 @@ class _WorkerLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         try:
-            with _joining(self._strategy.can_lose):  # type: ignore[attr-defined]
+            with (
+                _port_reserved(self._strategy.cluster_environment),
+                _joining(self._strategy.can_lose),  # type: ignore[attr-defined]
+            ):
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
             return results.take() if isinstance(results, _Stored) else results
         except ProcessExitedException as ended:
