@@ -81,9 +81,9 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, tim
     Raises:
         TimeoutError: they did not end in time; all of them are killed.
     """
-    context = mp.start_processes(
-        _rank, args=(function, num_ranks, free_port(), arguments), nprocs=num_ranks, join=False, start_method="spawn"
-    )
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers = (function, num_ranks, server.port, arguments)
+    context = mp.start_processes(_rank, args=workers, nprocs=num_ranks, join=False, start_method="spawn")
     deadline = time.monotonic() + timeout_s
     while not context.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2):  # as often as a rank ends
         if time.monotonic() >= deadline:
@@ -94,8 +94,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, tim
 
 def _rank(rank: int, function: Callable[..., Any], num_ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    store = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:
         function(rank, *arguments)
     finally:
