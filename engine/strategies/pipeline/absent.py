@@ -3,7 +3,8 @@
 Each stage runs the module's own step. What depends on parameters that only another stage holds is a tensor on the meta
 device; while `Absent` is entered, an operation that meets one is done on meta copies of all its arguments. All else,
 slices of the batch, masks, targets, is real on every stage. `x.device` of such a value is the real device, so that what
-a step makes anew for it (`torch.arange(n, device=x.device)`) is real as well.
+a step makes anew for it (`torch.arange(n, device=x.device)`) is real as well. Dropout of such a value, or another
+operation that draws, takes as many random numbers as where it is real, so that what is drawn next is the same there.
 
 A `TorchFunctionMode` (https://docs.pytorch.org/docs/stable/torch.overrides.html), since that sees what the user has
 written: one call of theirs is one call here.
@@ -21,6 +22,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Absent", "CutError", "has_absent", "tensors_in", "users_line"]
 
@@ -101,16 +103,24 @@ class Absent(TorchFunctionMode):
                 self.meeting = users_line()
         if name in _MOVES:
             return _moved(args, kwargs)
-        kwargs.pop("generator", None)
-        args, kwargs = apply_to_collection((args, kwargs), Tensor, _to_meta)
+        without = {key: value for key, value in kwargs.items() if key != "generator"}  # there is none for meta
+        on_meta, without = apply_to_collection((args, without), Tensor, _to_meta)
         try:
-            with torch.no_grad():  # a graph would hold on to them
-                return func(*args, **kwargs)
+            with torch.no_grad(), _Draws() as draws:  # a graph would hold on to them
+                result = func(*on_meta, **without)
         except NotImplementedError as error:
             raise CutError(
                 f"{users_line()} can't be done without the values, which another pipeline stage has: {error}."
                 f" {_ELSEWHERE}"
             ) from error
+        if draws.any:
+            args, kwargs = apply_to_collection((args, kwargs), Tensor, self._with_some_content)
+            with torch.no_grad():
+                func(*args, **kwargs)
+        return result
+
+    def _with_some_content(self, tensor: Tensor) -> Tensor:
+        return torch.ones_like(tensor, device=self._device) if tensor.is_meta else tensor
 
     def _write(self, target: Any, name: str) -> Any:
         if isinstance(target, Tensor) and self._is_buffer(target):
@@ -132,6 +142,18 @@ class Absent(TorchFunctionMode):
             yield
         finally:
             self.__enter__()
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an operation draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def has_absent(value: Any) -> bool:

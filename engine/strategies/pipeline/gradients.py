@@ -4,7 +4,8 @@ Phases:
 1. parameters that several stages hold (tied embeddings): an all-reduce of 4 bytes a value between these stages alone;
 2. `pp+ddp`: an all-reduce of 4 bytes a parameter of this stage over the replicas, in buckets;
 3. for clipping: an all-reduce over the stages of one sum of squares, in which a parameter counts once.
-A parameter of which no rank has a gradient in the first step is left out of phases 1 and 2.
+A parameter of which no rank has a gradient is left out of phases 1 and 2. Which ones these are, the ranks tell each
+other in the first step, and in the first one after `requires_grad` has changed anywhere.
 """
 
 from collections import defaultdict
@@ -49,18 +50,12 @@ class SpreadGradients:
         self._group, self._hosts, self._wires = group, hosts, wires
         self._device = device
         rank = dist.get_rank(group)
-        self._own = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if parameter.requires_grad and rank in holders[name]
-        }
-        self._shared: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        for name in self._own:
-            if len(holders[name]) > 1:
-                self._shared[holders[name]].append(name)
+        self._parameters, self._holders = parameters, holders
+        self._own = {name: parameter for name, parameter in parameters.items() if rank in holders[name]}
         self._counted = {parameter for name, parameter in self._own.items() if holders[name][0] == rank}
-        self._is_agreed = False
-        self._averaged: list[str] = []
+        self._trained: tuple[bool, ...] = ()
+        self._used: dict[str, nn.Parameter] = {}
+        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
 
     def synchronise(self, averaging: CommHook | None, replicas: HostGroup) -> None:
         """Sums and averages; called on all ranks, when the gradients of a window are there.
@@ -68,11 +63,18 @@ class SpreadGradients:
         Args:
             averaging: averages buckets over the replicas; None where there are none.
             replicas: the ranks with the same stages and other samples.
+
+        Raises:
+            ValueError: there is a gradient that the other ranks do not know of.
         """
-        if not self._is_agreed:
+        # The same on all ranks, which have shapes of what they do not hold.
+        trained = tuple(parameter.requires_grad for parameter in self._parameters.values())
+        if trained != self._trained:
             self._agree(replicas)
-        for holders, names in self._shared.items():
-            self._sum([self._own[name] for name in names], self._wires[holders])
+            self._trained = trained
+        self._check(averages=averaging is not None)
+        for holders, parameters in self._shared.items():
+            self._sum(parameters, self._wires[holders])
         if averaging is not None:
             self._average(averaging)
 
@@ -81,10 +83,25 @@ class SpreadGradients:
         mine = {name for name, parameter in self._own.items() if parameter.grad is not None}
         used: set[str] = set().union(*self._hosts.gathered(mine))
         used = used.union(*replicas.gathered(used))
-        self._shared = {ranks: [name for name in names if name in used] for ranks, names in self._shared.items()}
-        self._shared = {ranks: names for ranks, names in self._shared.items() if names}
-        self._averaged = [name for name in self._own if name in used]
-        self._is_agreed = True
+        self._used = {name: parameter for name, parameter in self._own.items() if name in used}
+        self._shared = defaultdict(list)
+        for name, parameter in self._used.items():
+            if len(self._holders[name]) > 1:
+                self._shared[self._holders[name]].append(parameter)
+
+    def _check(self, *, averages: bool) -> None:
+        """A gradient that others do not know of would go a way of its own on each rank."""
+        new = [
+            name
+            for name, parameter in self._own.items()
+            if parameter.grad is not None and name not in self._used and (averages or len(self._holders[name]) > 1)
+        ]
+        if new:
+            raise ValueError(
+                f"in a pipeline, these parameters, which several ranks hold, had no gradient in the first step that"
+                f" they could have had one in, and have one now: {', '.join(new)}. Use them in every step (if need be"
+                " times zero), set requires_grad=False until they are used, or choose another strategy, such as 'fsdp'."
+            )
 
     def _sum(self, parameters: Sequence[nn.Parameter], wire: Wire) -> None:
         for gradients in _of_one_dtype(parameters):
@@ -93,8 +110,8 @@ class SpreadGradients:
             _copy_back(flat, gradients)
 
     def _average(self, averaging: CommHook) -> None:
-        names = {id(self._own[name]): name for name in self._averaged}
-        for index, parameters in enumerate(_buckets([self._own[name] for name in self._averaged])):
+        names = {id(parameter): name for name, parameter in self._used.items()}
+        for index, parameters in enumerate(_buckets(list(self._used.values()))):
             gradients = [_gradient(parameter) for parameter in parameters]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             members = tuple(Member(names[id(p)], tuple(g.shape)) for p, g in zip(parameters, gradients, strict=True))

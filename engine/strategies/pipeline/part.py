@@ -249,7 +249,16 @@ class Part(nn.Module):
         if self.stage + 1 not in shapes.needed:  # a trial run
             shapes.offered[self.stage] = [_shape_of(tensor) for tensor in tensors]
             return []
-        return [tensors[index] for index in shapes.needed[self.stage + 1]]
+        found = [tensors[index] for index in shapes.needed[self.stage + 1] if index < len(tensors)]
+        agreed = shapes.sent(self.stage)
+        if _forms(found) != _forms(agreed):  # else they arrive in buffers of other sizes
+            raise CutError(
+                f"{users_line()} gives {self._name(self.cut.plan.stages[self.stage + 1][0])} tensors {_said(found)},"
+                f" but gave it {_said(agreed)} for the first batch of this batch's shapes, and the next stage expects"
+                " these again. Give the batch itself the new size (in the DataLoader, or in on_after_batch_transfer),"
+                " pad to one size, or choose another strategy, such as 'fsdp'."
+            )
+        return found
 
     def _to_send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Without gaps, and with a gradient where there could be one: then the stages before need not know."""
@@ -293,6 +302,14 @@ def _shape_of(tensor: Tensor) -> Tensor:
     """With a gradient where `Part._to_send` gives it one."""
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return shape.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
+
+
+def _forms(tensors: Sequence[Tensor]) -> list[tuple[list[int], torch.dtype]]:
+    return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def _said(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{shape} of {dtype}" for shape, dtype in _forms(tensors)) or "none"
 
 
 def _zeros(shape: Tensor, device: torch.device) -> Tensor:

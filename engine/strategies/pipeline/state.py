@@ -14,9 +14,9 @@ __all__ = ["buffer_stages", "on_first_stage"]
 
 
 def buffer_stages(module: nn.Module, plan: Plan) -> dict[str, int]:
-    """By the name of each buffer, the stage whose values of it count: all stages have one."""
+    """By each name of a buffer, the stage whose values of it count: all stages have one."""
     stages = {}
-    for name, part in module.named_modules():
+    for name, part in module.named_modules(remove_duplicate=False):
         # Metrics are updated on the last stage.
         stage = plan.num_stages - 1 if isinstance(part, Metric) else plan.modules[part][0]
         for key, _ in part.named_buffers(recurse=False):

@@ -221,7 +221,9 @@ class Pipeline(MeshStrategy):
         self._check_plan(model, plan)
         size, rank = self.layout.pp, self._stage_rank
         on_rank = {p: tuple(sorted({stage % size for stage in stages})) for p, stages in plan.holders.items()}
-        self._holders = {name: on_rank[parameter] for name, parameter in model.named_parameters()}
+        # Tied ones under each of their names, as a state dict has them.
+        names = model.named_parameters(remove_duplicate=False)
+        self._holders = {name: on_rank[parameter] for name, parameter in names}
         self._buffer_owners = {name: stage % size for name, stage in buffer_stages(model, plan).items()}
         absent: set[nn.Parameter] = set()
         for tensor in (*model.parameters(), *model.buffers()):

@@ -50,6 +50,32 @@ def test_they_stay_absent_where_they_are_moved():
     assert [tensor.dtype for tensor in moved[2:]] == [torch.float64, torch.int32, torch.float16]
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, own: nn.functional.dropout(x),
+        lambda x, own: nn.functional.dropout(x, inplace=True),
+        lambda x, own: nn.functional.alpha_dropout(x, training=True),
+        lambda x, own: torch.bernoulli(x),
+        lambda x, own: torch.bernoulli(x, generator=own),
+        lambda x, own: x.normal_(),
+        lambda x, own: torch.normal(x, torch.ones(5, 3)),
+        lambda x, own: torch.multinomial(x, 2),
+        lambda x, own: nn.functional.linear(nn.functional.dropout(x, training=False), x).add_(1),  # draws nothing
+    ],
+)
+def test_what_is_drawn_next_is_the_same_as_where_they_are_real(draw):
+    drawn = []
+    for x in (torch.full((5, 3), 0.5), absent(5, 3)):
+        own = torch.Generator().manual_seed(1)
+        torch.manual_seed(0)
+        with mode():
+            found = draw(x, own)
+        assert found.is_meta == x.is_meta
+        drawn.append((torch.rand(4), torch.rand(4, generator=own)))
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
+
+
 def test_statistics_of_an_absent_module_are_left_alone():
     norm = nn.BatchNorm1d(3)
     norm.weight = nn.Parameter(absent(3))

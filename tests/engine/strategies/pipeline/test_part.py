@@ -228,6 +228,29 @@ def without_gradient(net: Net) -> Tensor:
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:, :2], r"\[2, 2, 4\] of torch.float32, but gave it \[2, 3, 4\] of torch.float32 for the first"),
+        (torch.Tensor.double, r"\[2, 3, 4\] of torch.float64, but gave it \[2, 3, 4\] of torch.float32"),
+    ],
+)
+def test_what_is_handed_over_has_the_form_that_the_next_stage_expects(change, message):
+    later: list[bool] = []
+
+    def changes(net: Net) -> Tensor:
+        x = net.embed(IDS)
+        for number, block in enumerate(net.blocks):
+            x = block(change(x) if later and number == 2 else x)
+        return loss_of(net, x)
+
+    relay = Relay(Net(), 2, changes)
+    relay.run()
+    later.append(True)
+    with pytest.raises(CutError, match=rf"in changes: .* gives 'blocks.2' tensors {message}.*Give the batch itself"):
+        relay.run()
+
+
+@pytest.mark.parametrize(
     ("step", "message"),
     [
         (skip, r'in skip: "return loss_of\(net, x \+ first.cos\(\)\)" needs what an earlier pipeline stage has'),

@@ -143,10 +143,103 @@ class Draws(MLP):
         return loss
 
 
-def test_all_stages_draw_the_same_numbers_for_a_micro_batch():
+class DrawsAfterDropout(Draws):
+    """As `Draws`, behind a dropout of what only the first stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.net
+        del self.net
+        self.embed, self.net = nn.Linear(64, 64), blocks  # in this order: on the first stage
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = nn.functional.dropout(self.embed(batch[0]))
+        noise = torch.randn_like(x)
+        loss = (self.net(0 * x + noise) - noise).square().mean()
+        self.log("drawn", loss, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        return loss
+
+
+@pytest.mark.parametrize("module", [Draws, DrawsAfterDropout])
+def test_all_stages_draw_the_same_numbers_for_a_micro_batch(module):
     engine = Engine(strategy="pp_fork:microbatches=4", accelerator="cpu", devices=2, max_epochs=2, **QUIET)
-    engine.fit(Draws(), data())
+    engine.fit(module(), data())
     assert engine.callback_metrics["drawn"] < 1e-5  # about 1 with other numbers; weights decay a little
+
+
+class Unfreezes(MLP):
+    """Trains a weight that is tied between stages, and a layer, from the third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.net[3].weight = self.net[0].weight
+        self._train_late(False)
+
+    def _train_late(self, trains: bool) -> None:
+        self.net[0].weight.requires_grad_(trains)
+        self.net[1].requires_grad_(trains)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._train_late(batch_idx >= 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("pp_fork", 2), ("pp+ddp_fork:stages=2", 4), ("pp+fsdp_fork:stages=2", 4)]
+)
+def test_parameters_may_be_frozen_at_first(strategy, devices):
+    weights = []
+    for flag, number in (("single", 1), (strategy, devices)):
+        module = Unfreezes()
+        engine = Engine(strategy=flag, accelerator="cpu", devices=number, max_epochs=1, gradient_clip_val=0.1, **QUIET)
+        engine.fit(module, data(40, 8 // engine.data_size))
+        weights.append(module.state_dict())
+    assert largest_difference(*weights) <= 1e-5
+
+
+def test_a_parameter_of_several_stages_that_is_used_late_is_named():
+    class Late(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))  # around the blocks: on the first and the last stage
+            self.net = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = self.net[1](self.net[0](batch[0]))
+            return nn.functional.cross_entropy(x * self.scale if batch_idx else x, batch[1])
+
+    engine = Engine(strategy="pp_fork", accelerator="cpu", devices=2, max_epochs=1, **QUIET)
+    with pytest.raises(Exception, match=r"had no gradient in the first step .*, and have one now: scale\. Use"):
+        engine.fit(Late(), data())
+
+
+def test_what_a_later_stage_holds_may_have_several_names():
+    weights = []
+    for strategy, devices in (("single", 1), ("pp_fork:microbatches=1,schedule=gpipe", 2)):
+        torch.manual_seed(1)
+        module = MLP()
+        module.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)))
+        module.net[3][0].weight = module.net[2][0].weight
+        module.tail = module.net[3]
+        Engine(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, **QUIET).fit(module, data(24))
+        weights.append(module.state_dict())
+    assert largest_difference(*weights) <= 1e-5
+
+
+class Crops(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = batch[0].unflatten(1, (8, 8))[:, : 4 if batch_idx else 8]
+        return self.net(rows).square().mean()
+
+
+def test_a_size_that_changes_in_the_step_is_refused():
+    module = Crops()
+    module.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    engine = Engine(strategy="pp_fork:microbatches=2", accelerator="cpu", devices=2, max_epochs=1, **QUIET)
+    message = r"in training_step: .* gives 'net.1' tensors \[4, 4, 8\] of torch.float32, but gave it \[4, 8, 8\]"
+    with pytest.raises(Exception, match=message):
+        engine.fit(module, data())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
