@@ -277,7 +277,10 @@ class Saver:
         staging = _on_rank_0(group, lambda: begin(job.path))
         files = Files(staging)
         try:
-            _write_shards(job.tensors, files, group)
+            if _writes_shards(group):
+                _write_shards(job.tensors, files, group)
+            else:
+                _on_rank_0(group, lambda: _write_shards(job.tensors, files, ALONE))
             known = group.collected((files.written, job.of_rank))
             _on_rank_0(group, lambda: self._publish(job, files, known))
         except BaseException:
@@ -320,8 +323,6 @@ def _writes_shards(group: HostGroup) -> bool:
 
 
 def _write_shards(tensors: dict[str, Tensor], files: Files, group: HostGroup) -> None:
-    if group.rank > 0 and not _writes_shards(group):
-        return
     try:
         dcp.save(
             tensors,

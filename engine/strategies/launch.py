@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -104,13 +105,16 @@ class _Workers(mp.ProcessContext):
                 return not self.sentinels
         try:
             return super().join(*args, **kwargs)
-        except ProcessExitedException as ended:
-            for index in self._lost:  # it could not be lost yet, and the others have ended because of it
-                if os.path.exists(self.error_files[index]):
-                    with open(self.error_files[index], "rb") as file:
-                        text = f"process {index} failed:\n{pickle.load(file)}"  # noqa: S301 - what torch has written
-                    raise ProcessRaisedException(text, index, self.processes[index].pid) from ended
-            raise
+        except (ProcessExitedException, ProcessRaisedException) as ended:
+            earlier = [index for index in self._lost if os.path.exists(self.error_files[index])]
+            if not earlier or getattr(ended, "exit_code", None) == _STOPPED:
+                raise
+            text = str(ended)
+            for index in earlier:  # perhaps it could not be lost yet, and the others have ended because of it
+                with open(self.error_files[index], "rb") as file:
+                    said = pickle.load(file)  # noqa: S301 - what torch has written
+                text += f"\n\nBefore that, process {index} had failed:\n{said}"
+            raise ProcessRaisedException(text, ended.error_index, ended.error_pid) from None
 
 
 @contextmanager
@@ -152,6 +156,28 @@ def _port_reserved(environment: Any) -> Iterator[None]:
             yield
         finally:
             os.environ.pop("MASTER_PORT", None)
+            environment._main_port = -1
+
+
+_before: list[Any] = []
+"""What this process did on SIGTERM before it started workers that are still there."""
+
+
+@contextmanager
+def _sigterm_calls(handler: Callable[..., None]) -> Iterator[None]:
+    """Has a SIGTERM that this process gets call `handler`."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    _before.append(signal.signal(signal.SIGTERM, handler))
+    try:
+        yield
+    finally:
+        _restore_sigterm()
+
+
+def _restore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, _before.pop() or signal.SIG_DFL)
 
 
 class _WorkerLauncher(_MultiProcessingLauncher):
@@ -159,23 +185,35 @@ class _WorkerLauncher(_MultiProcessingLauncher):
 
     returns_predictions = True
     """What Lightning's own launchers of workers refuse to do."""
+    _is_stopping = False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         try:
             with (
                 _port_reserved(self._strategy.cluster_environment),
+                _sigterm_calls(self._stop),
                 _joining(self._strategy.can_lose),  # type: ignore[attr-defined]
             ):
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
             return results.take() if isinstance(results, _Stored) else results
         except ProcessExitedException as ended:
-            if ended.exit_code == _STOPPED:
+            # Workers that were not ready for SIGTERM yet have ended by it.
+            if ended.exit_code == _STOPPED or (self._is_stopping and ended.exit_code == -signal.SIGTERM):
                 raise SIGTERMException(_STOPPED) from None
             raise
+
+    def _stop(self, signum: int, _: Any) -> None:
+        """Asks the workers to stop, which save what they have before they end."""
+        self._is_stopping = True
+        if not any(worker.is_alive() for worker in self.procs):
+            raise SIGTERMException(_STOPPED)
+        self.kill(signum)
 
     # Lightning: _MultiProcessingLauncher._wrapping_function runs in each worker, outside of the trainer's own handling
     # of exceptions, so callbacks don't see them there.
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        if _before:  # a fork of the process that has started it
+            _restore_sigterm()
         try:
             super()._wrapping_function(*args, **kwargs)
         except SIGTERMException:

@@ -45,6 +45,8 @@ class Peers:
         self._heard: dict[int, tuple[int, float]] = {}
         self.processes: dict[int, dict[str, Any]] = {}
         """Host and process id by rank, of those that have said so."""
+        self._there: dict[int, psutil.Process] = {}
+        """Those of this machine. They are known by what psutil has seen of them, as the clock may be set meanwhile."""
         self.last: dict[int, dict[str, Any]] = {}
         """The newest beat that was read of each rank."""
         self.me = this_process()
@@ -66,6 +68,9 @@ class Peers:
         self.publish("beat", {"number": self._number, **self.me, **report})
         if len(self.processes) < len(self.others):
             self.processes = self.read("process", self.others)
+            for rank in filter(self.is_local, self.processes.keys() - self._there.keys()):
+                with suppress(psutil.NoSuchProcess):
+                    self._there[rank] = psutil.Process(self.processes[rank]["pid"])
 
     def beats(self) -> dict[int, dict[str, Any]]:
         """Where the other ranks are, or were when they could last be read."""
@@ -75,7 +80,7 @@ class Peers:
 
     def gone(self) -> list[int]:
         """The ranks on this machine whose process has ended, though their run had not."""
-        gone = [rank for rank in self.processes if self.is_local(rank) and _has_ended(self.processes[rank])]
+        gone = [rank for rank in self.processes if self.is_local(rank) and _has_ended(self._there.get(rank))]
         return [rank for rank in gone if self.beats().get(rank, {}).get("phase") != LEFT] if gone else []
 
     def silent(self, clock: float, longest_s: float) -> list[int]:
@@ -88,7 +93,7 @@ class Peers:
     def forget(self, ranks: list[int]) -> None:
         """The run goes on without these."""
         self.others = [rank for rank in self.others if rank not in ranks]
-        for known in (self.processes, self.last, self._heard):
+        for known in (self.processes, self._there, self.last, self._heard):
             for rank in ranks:
                 known.pop(rank, None)
 
@@ -103,13 +108,11 @@ def this_process() -> dict[str, Any]:
     space = ""
     with suppress(OSError):  # of containers with one host name, each counts its processes from 1
         space = os.readlink("/proc/self/ns/pid")
-    me = psutil.Process()
-    return {"host": socket.gethostname(), "space": space, "pid": me.pid, "created": me.create_time()}
+    return {"host": socket.gethostname(), "space": space, "pid": os.getpid()}
 
 
-def _has_ended(other: dict[str, Any]) -> bool:
+def _has_ended(process: psutil.Process | None) -> bool:
     try:
-        process = psutil.Process(other["pid"])
-        return process.create_time() != other["created"] or process.status() == psutil.STATUS_ZOMBIE
+        return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

@@ -144,6 +144,7 @@ class Connection:
             # torch 2.13 of what it does itself in there.
             warnings.filterwarnings("ignore", "You are using a Backend .* as a ProcessGroup")
             rpc.init_rpc(_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options)
+        atexit.register(self._end)
 
     @property
     def is_open(self) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from polyphase.engine.checkpoint import CheckpointError, Saver, find
+from polyphase.engine.host_group import HostGroup
 from tests.distributed import run_ranks
 
 from .made import LARGE, about, content, same, save
@@ -153,19 +154,29 @@ def test_what_one_process_saved_opens_as_shards(tmp_path):
     run_ranks(open_sharded, 2, tmp_path / "x", tmp_path / "expected.pt", 1)
 
 
-def fail_on_rank_1(rank: int, folder: Path) -> None:
+class Apart(HostGroup):
+    """Ranks that torch can't have write together, as those of a parameter server: rank 0 writes it all."""
+
+    @property
+    def process_group(self) -> None:
+        """None."""
+
+
+def fail_on(rank: int, folder: Path, failing: int, ranks: HostGroup | None) -> None:
     saver = Saver()
+    saver.ranks = ranks
     saver.save(content(1), str(folder / "1"), about=about(1, 2), of_rank={"seed": 1})
     saver.finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
+    if rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
     own = {"residual": torch.zeros(LARGE)}
-    with pytest.raises(CheckpointError, match=r"^rank 1 could not write: OSError\(27, 'File too large'\)$"):
+    with pytest.raises(CheckpointError, match=rf"^rank {failing} could not write: OSError\(27, 'File too large'\)$"):
         saver.save(content(2), str(folder / "2"), about=about(2, 2), of_rank=own, in_background=False)
     saver.save(content(2), str(folder / "2"), about=about(2, 2), of_rank=own)
     if rank == 0:  # Lightning warns on rank 0 only
-        with pytest.warns(RuntimeWarning, match=r"2 could not be saved: rank 1 could not write: .* The newest .*/1;"):
+        says = rf"2 could not be saved: rank {failing} could not write: .* The newest .*/1;"
+        with pytest.warns(RuntimeWarning, match=says):
             saver.finish()
     saver.finish()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -174,8 +185,9 @@ def fail_on_rank_1(rank: int, folder: Path) -> None:
     assert [manifest.step for _, manifest in find(folder)] == [3, 1]
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
-    run_ranks(fail_on_rank_1, 2, tmp_path)
+@pytest.mark.parametrize(("failing", "ranks"), [(1, None), (0, Apart())])
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(failing, ranks, tmp_path):
+    run_ranks(fail_on, 2, tmp_path, failing, ranks)
 
 
 def refuse_damage(rank: int, folder: Path) -> None:

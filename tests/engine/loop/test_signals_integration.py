@@ -33,8 +33,8 @@ class Module(LightningModule):
 
 class Terminate(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 50 and trainer.global_rank == int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if batch_idx == 50 and sys.argv[2] in (str(trainer.global_rank), f"parent of {trainer.global_rank}"):
+            os.kill(os.getpid() if sys.argv[2].isdigit() else os.getppid(), signal.SIGTERM)
             print(f"sent at {time.time()}", flush=True)
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         Path(f"rank{trainer.global_rank}").write_text(f"{trainer.global_step} {time.time()}")
@@ -56,6 +56,8 @@ if __name__ == "__main__":
         ("ddp", 0, "plain"),
         ("ddp_spawn", 1, "accumulate"),
         ("ddp_fork", 1, "plain"),
+        ("ddp_fork", "parent of 1", "plain"),
+        ("ddp_spawn", "parent of 1", "plain"),
         ("fsdp", 1, "plain"),
         ("ddp", 1, "manual"),
     ],

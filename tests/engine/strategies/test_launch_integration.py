@@ -1,13 +1,19 @@
-"""The launchers of workers: the port that they meet at."""
+"""The launchers of workers: the port that they meet at, and what is told of those that end."""
 
 import os
 import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from polyphase.engine import Engine
+from polyphase.engine.strategies.launch import _Workers
 from tests.engine.tiny import QUIET, Regression, rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,6 +38,18 @@ def ports() -> list[int]:
         return [int(line) for line in file]
 
 
+@contextmanager
+def taken(port: int) -> Iterator[None]:
+    """As another program's port may be, once the run is over."""
+    try:
+        server = socket.create_server(("", port))
+    except OSError:  # it is another program's
+        yield
+        return
+    with server:
+        yield
+
+
 def engine(strategy: str) -> Engine:
     return Engine(strategy=strategy, devices=2, max_steps=1, limit_val_batches=0, callbacks=[WritesPort()], **QUIET)
 
@@ -40,7 +58,7 @@ def engine(strategy: str) -> Engine:
 def test_every_run_has_a_port_of_its_own(strategy, monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     engine(strategy).fit(Regression(), rows())
-    with socket.create_server(("", ports()[0])):  # as another program's may, once the run is over
+    with taken(ports()[0]):
         engine(strategy).fit(Regression(), rows())
     first, second = ports()
     assert first != second
@@ -51,8 +69,18 @@ def test_the_runs_of_one_engine_have_too(monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     one = engine("ddp_fork")
     one.validate(Validated(), rows(), verbose=False)
-    with socket.create_server(("", ports()[0])):
+    with taken(ports()[0]):
         one.fit(Regression(), rows())
+
+
+def test_a_port_that_is_named_later_is_taken_too(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    one = engine("ddp_fork")
+    one.validate(Validated(), rows(), verbose=False)
+    named = LightningEnvironment().main_port
+    monkeypatch.setenv("MASTER_PORT", str(named))
+    one.fit(Regression(), rows())
+    assert ports()[1:] == [named]
 
 
 def test_a_port_that_is_named_is_taken(monkeypatch):
@@ -61,3 +89,26 @@ def test_a_port_that_is_named_is_taken(monkeypatch):
     engine("ddp_fork").fit(Regression(), rows())
     assert ports() == [named]
     assert os.environ["MASTER_PORT"] == str(named)
+
+
+def ends(rank: int, how: str) -> None:
+    if rank == 1:
+        raise KeyError("lost early")
+    time.sleep(1)
+    if how == "raises":
+        raise ValueError("of its own")
+    sys.exit(143)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("stops", ProcessExitedException, "terminated with exit code 143$"),
+        ("raises", ProcessRaisedException, r"(?s)of its own.*Before that, process 1 had failed:.*lost early"),
+    ],
+)
+def test_a_worker_that_was_lost_hides_no_end_of_others(how, error, text):
+    workers = _Workers(start_processes(ends, (how,), nprocs=2, join=False, start_method="fork"), lambda rank: rank == 1)
+    assert not workers.join()  # the first of them is gone
+    with pytest.raises(error, match=text):
+        workers.join()
