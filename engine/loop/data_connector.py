@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+# Lightning: seeds workers, where seed_everything was told to.
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Trainer
 
 # Lightning: notes the indices of each batch, for prediction writers.
@@ -35,6 +37,7 @@ from ..data import (
     together,
 )
 from ..environment import global_seed
+from ..strategies import LayoutStrategy
 from .batch_sizes import BatchSizes
 from .places import Places
 
@@ -62,8 +65,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     # --- which loader is used
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        # Lightning: _DataConnector._prepare_dataloader. One process's prediction keeps Lightning's, which records the
-        # indices.
+        # Lightning: _DataConnector._prepare_dataloader, after which it seeds by the global rank what is not seeded yet;
+        # but ranks that share samples are to have them alike.
+        prepared = self._prepared(dataloader, shuffle, mode)
+        _auto_add_worker_init_fn(prepared, self.trainer.data_rank)
+        return prepared
+
+    def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        # One process's prediction keeps Lightning's, which records the indices.
         if mode == RunningStage.TRAINING:
             self.places.begin()
             prepared = self._prepare_training(dataloader)
@@ -79,6 +88,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _prepare_training(self, dataloader: object) -> object:
         if self.sizes.wanted is not None:
             check_loader(dataloader, self.sizes.wanted, self.sizes.micro)
+        if isinstance(self.trainer.strategy, LayoutStrategy):
+            self.trainer.strategy.check_loader(dataloader)
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):

@@ -62,6 +62,9 @@ class LayoutStrategy:
     def check_run(self, dataloader: Any, *, compiles: bool) -> None:
         """The same of how it is trained: on `dataloader`, if that is known already, compiled or not."""
 
+    def check_loader(self, dataloader: Any) -> None:
+        """Called with each loader that is trained on, as the module or a data module gives it; may raise, too."""
+
     def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """What this rank saves of a state dict of the module: what another one saves is on the meta device."""
         return state

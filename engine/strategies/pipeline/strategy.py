@@ -173,6 +173,10 @@ class Pipeline(MeshStrategy):
                 "schedule=zero-bubble can't be honoured with compile, whose backward is one piece: leave one of them"
                 " out, or choose another schedule."
             )
+        self.check_loader(dataloader)
+
+    def check_loader(self, dataloader: Any) -> None:
+        """See `LayoutStrategy`."""
         size, number = getattr(dataloader, "batch_size", None), self.options.microbatches
         if isinstance(dataloader, DataLoader) and isinstance(size, int) and number is not None and size % number:
             raise ValueError(

@@ -155,7 +155,7 @@ def _derived(module: nn.Module, wanted: _Wanted) -> tuple[tuple[Entry, ...], _Le
                 return
         if isinstance(part, nn.MultiheadAttention):
             left.append((name, "nn.MultiheadAttention has no projections of its own; write q_proj, k_proj, ..."))
-        if isinstance(part, nn.Sequential):
+        if _runs_in_order(part):
             entries.extend(_pairs_in_sequence(name, part, wanted.num_ranks, left))
         for child, sub in part.named_children():
             visit(f"{name}.{child}" if name else child, sub)
@@ -209,8 +209,8 @@ def _attention(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entr
 def _mlp(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entry | None:
     num_ranks = wanted.num_ranks
     linears = _linears(part)
-    if isinstance(part, nn.Sequential):
-        return None
+    if _runs_in_order(part):
+        return None  # its pairs need no region
     pairs = _gated(linears) or _chained(list(linears.items()))
     if not pairs:
         return None
@@ -255,8 +255,16 @@ def _chained(linears: list[tuple[str, nn.Linear]]) -> list[tuple[list[str], str]
     return pairs
 
 
-def _pairs_in_sequence(name: str, part: nn.Sequential, num_ranks: int, left: _Left) -> Iterator[Entry]:
-    """Layers with nothing between them that looks at more than one number at a time."""
+def _runs_in_order(part: nn.Module) -> bool:
+    """Whether `part` is a `Sequential` without a forward of its own."""
+    return isinstance(part, nn.Sequential) and getattr(part.forward, "__func__", None) is nn.Sequential.forward
+
+
+def _pairs_in_sequence(name: str, part: nn.Module, num_ranks: int, left: _Left) -> Iterator[Entry]:
+    """Layers with nothing between them that looks at more than one number at a time.
+
+    The parent is taken to call the whole of `part`, not some of its layers.
+    """
     first: str | None = None
     children = dict(part.named_children())
     for child, sub in children.items():

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -169,11 +170,14 @@ class TensorParallel(FSDP):
     def _draw_alike(self) -> None:
         """Ranks with the same samples draw the same random numbers: what is whole on all of them stays the same."""
         if self.root_device.type == "cuda":
-            manual_seed(0, self.device_mesh)  # else torch would have all ranks draw alike, whatever their samples
+            torch.cuda.init()  # what follows takes its state along, if there is one
+        state = [get_random_state()]
+        if self.root_device.type == "cuda":
+            # Else torch would have all ranks draw alike, whatever their samples. It seeds all that the state holds.
+            manual_seed(0, self.device_mesh)
         else:  # torch: there it draws the numbers for a DTensor as for any tensor, which is what is wanted
             warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
         group = self.device_mesh["tp"].get_group()
-        state = [get_random_state()]
         dist.broadcast_object_list(state, group=group, group_src=0, device=self.root_device)
         set_random_state(state[0])
 

@@ -5,6 +5,7 @@ written for, and whatever it computes is what one process would compute, cut or 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+# torch: what its rules for operators take and give; its rule for views is wrong for several blocks of rows.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -229,3 +234,40 @@ def _of_mask(mask: Any, placement: Any) -> list[Any]:
         return []
     is_cut = isinstance(placement, Shard) and mask.ndim == 4 and mask.shape[placement.dim] > 1
     return [placement if is_cut else Replicate()]
+
+
+def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for views; q, k and v side by side are gathered where it would give a wrong result, or none.
+
+    In torch 2.13 a `_StridedShard` of a dim that is split, or joined to others, often keeps its name although the
+    numbers are other ones: ``[..., 3 * heads * size]`` as ``[..., heads, 3 * size]``, say. It is right where the blocks
+    become a dim of their own, and what is cut an ordinary `Shard`.
+    """
+    tensor, size, *rest = schema.args_schema
+    assert isinstance(tensor, OpStrategy)
+    spec = tensor.strategies[0].output_spec
+    in_blocks = [i for i, placement in enumerate(spec.placements) if isinstance(placement, _StridedShard)]
+    try:
+        result = rule(schema)
+        after: Any = result.strategies[0].output_spec.placements
+        if all(_is_kept(spec, i, after[i], size) for i in in_blocks):
+            return result
+    except (RuntimeError, KeyError):
+        if not in_blocks:
+            raise
+    whole = DTensorSpec(spec.mesh, (Replicate(),) * len(spec.placements), spec.tensor_meta)
+    return rule(OpSchema(schema.op, (OpStrategy([OpSpec(whole)]), size, *rest), schema.kwargs_schema))
+
+
+def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
+    """Whether a view to `size` leaves the dim as it is that has several blocks on each rank, or ends that."""
+    if not isinstance(after, _StridedShard):
+        return True
+    sizes = [spec.shape.numel() // -math.prod(size) if each == -1 else each for each in size]
+    dim = spec.placements[axis].dim  # type: ignore[attr-defined]
+    return spec.shape[dim] == sizes[after.dim] and math.prod(spec.shape[:dim]) == math.prod(sizes[: after.dim])
+
+
+_rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+for _operator in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default):
+    _rules[_operator] = functools.partial(_view, _rules[_operator])

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
@@ -448,3 +449,14 @@ def test_a_checkpoint_io_of_the_users_own_is_refused(tmp_path):
     )
     with pytest.raises(Exception, match="'pp_fork' can't save through a CheckpointIO of your own"):
         engine.fit(MLP(), data())
+
+
+class Rows(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return loader("mlp", 1)
+
+
+def test_micro_batches_must_divide_the_batches_of_a_data_module_too():
+    engine = Engine(strategy="pp_fork:microbatches=3", devices=2, max_steps=1, **QUIET)
+    with pytest.raises(ProcessRaisedException, match=r"pp:microbatches=3 does not divide the DataLoader's batch_size="):
+        engine.fit(MLP(), datamodule=Rows())

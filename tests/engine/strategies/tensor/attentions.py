@@ -116,6 +116,32 @@ class HeadsFirst(Fused):
         return self.qkv(x).view(batch, time, self.num_heads, 3, -1).permute(3, 0, 2, 1, 4)
 
 
+class Tutorial(Fused):
+    """The same in one dim, as in Lightning's tutorial and GPT-NeoX."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        batch, time, dim = x.shape
+        qkv = self.qkv(x).reshape(batch, time, self.num_heads, 3 * dim // self.num_heads)
+        return qkv.permute(0, 2, 1, 3).chunk(3, dim=-1)
+
+
+class PartsLast(Fused):
+    """Each number of q beside that of k and v."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        batch, time, dim = x.shape
+        return self.qkv(x).view(batch, time, dim // self.num_heads, self.num_heads, 3).permute(4, 0, 3, 1, 2)
+
+
+class Merged(Fused):
+    """Heads as if they were samples, time first."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        batch, time, dim = x.shape
+        qkv = self.qkv(x.transpose(0, 1)).reshape(time, batch * self.num_heads, 3 * dim // self.num_heads)
+        return tuple(part.unflatten(0, (batch, -1)) for part in qkv.transpose(0, 1).chunk(3, dim=-1))
+
+
 class NoHeads(Apart):
     """Nobody can tell how many heads there are."""
 
@@ -151,4 +177,23 @@ class Residual(nn.Module):
         return x + self.down(self.dropout(functional.gelu(self.up(self.norm(x)))))
 
 
-BLOCKS = [Apart, ByHand, Masked, Grouped, NormedHeads, Fused, Split, Chunked, HeadsFirst, NoHeads, Gated, Residual]
+class OwnForward(nn.Sequential):
+    """A `Sequential` that does more than run its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, 24), nn.Linear(24, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x).softmax(-1))
+
+
+class Unfolded(Gated):
+    """Does to its hidden units what torch has no rule for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.up_proj(x).unfold(-1, 8, 8).softmax(-1).flatten(-2))
+
+
+ATTENTIONS = [Apart, ByHand, Masked, Grouped, NormedHeads, Fused]
+GATHERING = [Split, Chunked, HeadsFirst, Tutorial, PartsLast, Merged, NoHeads, OwnForward]
+BLOCKS = [*ATTENTIONS, *GATHERING, Gated, Residual]

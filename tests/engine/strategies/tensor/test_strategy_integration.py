@@ -1,29 +1,33 @@
 """Layers split over ranks, through torch alone and through real runs on the CPU."""
 
 import copy
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from polyphase.callbacks import CommunicationMonitor
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
 from polyphase.engine.strategies.tensor.plan import make_plan
+from polyphase.engine.strategies.tensor.styles import FusedColwise
 from polyphase.models import ByteGPT
 from polyphase.models.transformer import Block
 from tests.distributed import run_ranks
@@ -34,8 +38,10 @@ from tests.engine.strategies.test_fsdp_integration import BuiltLate, NormWriter,
 from .attentions import (
     BLOCKS,
     DIM,
+    GATHERING,
     NormedHeads,
     Residual,
+    Unfolded,
 )
 
 FLAGS: dict[str, Any] = {"accelerator": "cpu", **QUIET}
@@ -63,7 +69,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _compare_with_whole_blocks(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for make in [*BLOCKS, lambda: Block(DIM, 4, 0.02, 0.0)]:
+    for make in [*BLOCKS, Unfolded, lambda: Block(DIM, 4, 0.02, 0.0)]:
         torch.manual_seed(0)
         whole = make()
         name = type(whole).__name__
@@ -72,10 +78,8 @@ def _compare_with_whole_blocks(rank: int) -> None:
             parallelize_module(net.get_submodule(path), mesh, style, src_data_rank=None)
         x = torch.randn(3, 6, DIM)
         inputs = [x.clone().requires_grad_() for _ in range(2)]
-        if name == "HeadsFirst":
-            with pytest.raises(
-                RuntimeError, match=r"(?s)forward of HeadsFirst does not go with .* tensor_parallel_plan"
-            ):
+        if name == "Unfolded":
+            with pytest.raises(RuntimeError, match=r"(?s)forward of Unfolded does not go with .* tensor_parallel_plan"):
                 net["block"](inputs[0])
             continue
         with implicit_replication(), Collectives() as forward:
@@ -90,9 +94,30 @@ def _compare_with_whole_blocks(rank: int) -> None:
         for (key, p), q in zip(net["block"].named_parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(_whole(p.grad), q.grad, msg=f"{name}.{key}", rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(_whole(p), q, msg=f"{name}.{key}", rtol=0, atol=0)
-        if name not in ("Split", "Chunked", "NoHeads"):  # these gather
+        if make not in GATHERING:
             num_regions = 2 if name == "Block" else 1
             assert forward.counts == backward.counts == {"all_reduce": num_regions}, name
+
+
+def _view_three_blocks(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    qkv = nn.Linear(6, 48)
+    sizes = [(4, 12), (4, 3, 4), (4, 4, 3), (12, 4), (2, 24), (2, 3, 8), (6, 8), (3, 16), (3, 4, 4), (3, 2, 8)]
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    qkv.reset_parameters()
+    whole = qkv(x).detach()
+    cut = parallelize_module(qkv, mesh, FusedColwise(3), src_data_rank=None)(x).detach()
+    assert any(isinstance(placement, _StridedShard) for placement in cut.placements)
+    for size in [*((2, 5, *size) for size in sizes), (10, 48), (-1, 48), (10, 4, 12), (2, 240), (5, 8, 12), (-1,)]:
+        torch.testing.assert_close(cut.view(size).full_tensor(), whole.view(size), msg=str(size))
+        torch.testing.assert_close(cut.reshape(size).full_tensor(), whole.reshape(size), msg=str(size))
+    assert cut.view(10, -1).placements[0] == _StridedShard(1, split_factor=3)
+    assert cut.view(2, 5, 3, 4, -1).placements[0] == Shard(3)  # with nothing sent
+
+
+def test_three_blocks_side_by_side_are_viewed_as_the_whole_is():
+    run_ranks(_view_three_blocks, 2)
 
 
 def test_a_split_block_computes_what_a_whole_one_does_with_one_all_reduce_each_way():
@@ -215,6 +240,46 @@ def test_ranks_that_share_their_samples_draw_the_same_after_a_checkpoint_of_rank
     engine = Engine(strategy="tp_fork", devices=2, max_epochs=2, callbacks=[SameOnAllRanks()], **FLAGS)
     engine.fit(module, loader("gpt, tied", 1), ckpt_path=tmp_path / "ddp")
     assert largest_difference(module.state_dict(), load_checkpoint(tmp_path / "ddp")["state_dict"]) > 0
+
+
+class Noisy(Dataset[Tensor]):
+    """Augments, in a worker."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([torch.rand(()), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class SeesTheSame(LightningModule):
+    """Checks that ranks that share their samples have the same ones, and that others don't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"mlp": Residual()})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        everyones = [torch.empty_like(batch) for _ in range(self.trainer.world_size)]
+        dist.all_gather(everyones, batch)
+        for rank, other in enumerate(everyones):
+            shares = rank // 2 == self.trainer.global_rank // 2
+            assert torch.equal(other, batch) == shares, f"{other} of rank {rank}, {batch} here"
+        return self.net["mlp"](torch.ones(1, DIM)).sum()
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("tp_fork", 2), ("fsdp+tp_fork:tp=2", 4)])
+def test_workers_of_ranks_that_share_their_samples_draw_the_same(flag, devices, monkeypatch):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # which seed_everything would leave there
+    seed_everything(5, workers=True, verbose=False)
+    loaders = [DataLoader(Noisy(), batch_size=2, num_workers=1) for _ in range(2)]
+    Engine(strategy=flag, devices=devices, max_epochs=1, **FLAGS).fit(SeesTheSame(), *loaders)
 
 
 class Odd(Net):
