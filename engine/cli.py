@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from . import launch
 from .checkpoint import commands
@@ -22,6 +23,7 @@ from .compression import COMM_HOOKS, make_comm_hook
 from .engine import Engine
 from .explain import explained
 from .flags import LAUNCHERS, check_count, choose
+from .refusal import RefusedError, check_checkpoint
 from .strategies import PRECISIONS, STRATEGIES
 from .version import __version__
 
@@ -61,7 +63,8 @@ usage: polyphase {fit,validate,test,predict,verify,wire} [options]
        polyphase strategies [--explain MODEL]
        polyphase ckpt {list,inspect,verify,export,prune}
 
-Train a LightningModule on any number of devices: one flag per strategy, the same result under each.
+Train a LightningModule on any number of devices: one flag per strategy, the same result under each
+(but for local_sgd, diloco and ps with staleness, which are made to compute something else).
 
   polyphase fit --model DigitsClassifier --data Digits --strategy ddp --devices 2 --accelerator cpu --max_epochs 5
   polyphase fit --model ByteGPT --model.size 10M --data PythonSource --strategy fsdp --precision bf16-mixed
@@ -98,6 +101,16 @@ class _CLI(LightningCLI):
             return super().instantiate_trainer(**kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:
             _exit(str(error))
+
+    def before_fit(self) -> None:
+        """Checks what Lightning would say in many lines, or not before the processes have started."""
+        command = str(self.subcommand)
+        hook = "val_dataloader" if command == "validate" else f"{'train' if command == 'fit' else command}_dataloader"
+        if self.datamodule is None and not is_overridden(hook, self.model):
+            _exit(f"{command} needs data: --data NAME or --data package.Class.")
+        check_checkpoint(self.config[command]["ckpt_path"], self.trainer.strategy.checkpoint_io)
+
+    before_validate = before_test = before_predict = before_fit
 
     def before_verify(self) -> None:
         """Checks what `verify` alone needs."""
@@ -176,6 +189,8 @@ def run(words: Sequence[str]) -> None:
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"prog": "polyphase", "exit_on_error": False},
         )
+    except RefusedError as error:
+        _exit(str(error))
     except ArgumentError as error:  # in place of a page of usage
         message = str(error).replace(f"required: {words[0]}.", "required: --")
         _exit(f"{message}{_nearest_flag(message)}\nAll options: polyphase {words[0]} --help")

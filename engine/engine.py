@@ -24,7 +24,8 @@ from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number, choose
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
-from .strategies import LayoutStrategy, check_join, prepare_to_repeat, select
+from .refusal import RefusedError, check_checkpoint, check_nodes, refusing
+from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat, select
 from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]
@@ -70,7 +71,7 @@ class Engine(LoopTrainer):
             A suffix ``_spawn``, ``_fork`` or ``_notebook`` chooses how processes start. Lightning's own names and
             strategy objects are taken as well. ``"auto"``: ``single`` on one device, else ``ddp``.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
-            on every device and under every strategy.
+            on every device and under every strategy, but for ``"16-mixed"`` under ``ps`` and those with ``pp``.
         compression: how gradients are sent: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``, ``"topk:0.01"``,
             ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: what is fastest here, found
             in the first steps.
@@ -182,14 +183,14 @@ class Engine(LoopTrainer):
         )
         if uneven == "join" and self.world_size > 1:
             check_join(self.strategy)
+        if micro_batch_size == "auto" and self.world_size > 1:
+            prepare_to_repeat(self.strategy, sync_batchnorm=sync_batchnorm)
         check_batch_sizes(
             global_batch_size,
             micro_batch_size,
             num_ranks=self.data_size,
             accumulate_grad_batches=accumulate_grad_batches,
         )
-        if micro_batch_size == "auto" and self.world_size > 1:
-            prepare_to_repeat(self.strategy, sync_batchnorm=sync_batchnorm)
 
     @property
     def layout(self) -> Layout:
@@ -219,9 +220,22 @@ class Engine(LoopTrainer):
         """Trains `model`; see `lightning.pytorch.Trainer.fit` for the arguments.
 
         Raises:
-            MisconfigurationException: the module can't be trained as it is, before any process starts.
+            RefusedError: the module can't be trained in this way, or there is no such checkpoint; before any process
+                starts. A `ValueError` and a `MisconfigurationException`.
             SIGTERMException: the process was sent SIGTERM; all ranks stop after the same step, with exit code 143.
         """
+        resume = self._resume if ckpt_path is None else ckpt_path
+        with refusing():
+            self._check_fit(model, train_dataloaders)
+            check_checkpoint(resume, self.strategy.checkpoint_io)
+        try:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)
+        except SIGTERMException as stopped:
+            stopped.code = 128 + signal.SIGTERM  # as shells have it; Lightning's 0 looks like success
+            raise
+
+    def _check_fit(self, model: LightningModule, train_dataloaders: Any) -> None:
+        check_nodes(self.num_nodes, getattr(self.strategy, "cluster_environment", None))
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
             if isinstance(self.strategy, LayoutStrategy):
@@ -230,12 +244,6 @@ class Engine(LoopTrainer):
         global_batch_size = self._flags["global_batch_size"]
         if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
             check_loader(train_dataloaders, global_batch_size, self._flags["micro_batch_size"])
-        try:
-            resume = self._resume if ckpt_path is None else ckpt_path
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)
-        except SIGTERMException as stopped:
-            stopped.code = 128 + signal.SIGTERM  # as shells have it; Lightning's 0 looks like success
-            raise
 
     def verify(
         self,
@@ -279,7 +287,8 @@ class Engine(LoopTrainer):
                     self._flags["global_batch_size"] or (loader.batch_size or 0) * engine.data_size,
                     {**shared, **quiet},
                 )
-                certificate = verification.certify(ours, reference, tolerance)
+                flag = None if verification.is_to_equal(engine.strategy) else str(self._flags["strategy"])
+                certificate = verification.certify(ours, reference, tolerance, differs_by=flag)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
         rank_zero_info(str(self.certificate))
         return self.certificate
@@ -301,11 +310,21 @@ class Engine(LoopTrainer):
 
         Returns:
             The report, on every rank; it is printed as well.
+
+        Raises:
+            RefusedError: the strategy can't take a step under each compression.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.json"
             flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
-            engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **flags})
+            try:
+                engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **flags})
+            except ValueError as error:  # of all these flags only "auto" can be one that the strategy refuses
+                *names, last = (name for name, row in STRATEGIES.items() if "auto" in row.compressions)
+                raise RefusedError(
+                    f"wire can't forecast under strategy {self._flags['strategy']!r}: choose {', '.join(names)} or"
+                    f" {last}."
+                ) from error
             for flag in compressions or ():
                 make_comm_hook(flag)  # says what is wrong with it
             every_method = ["none", *(name for name in COMM_HOOKS if name != "auto")]

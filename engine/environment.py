@@ -11,16 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from .flags import check_count
 
 __all__ = [
     "global_seed",
     "is_started_again",
+    "knows_where_nodes_meet",
     "launched_sizes",
     "listening_on",
     "make_room_for_nodes",
+    "port_is_ours",
     "resolve_sizes",
     "share_threads",
     "started_by",
@@ -55,6 +57,12 @@ def is_started_again() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def knows_where_nodes_meet(cluster_environment: Any) -> bool:
+    """Whether a launcher, or the user, has named the address at which the processes of several nodes meet."""
+    # Lightning's own environment is the one for processes that nobody has started: it takes this machine's address.
+    return "MASTER_ADDR" in os.environ or type(cluster_environment) is not LightningEnvironment
+
+
 def share_threads(num_processes: int) -> None:
     """Gives each of the processes of this machine its share of the cores, unless the user has said how many."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
@@ -87,6 +95,18 @@ def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:
             f" and devices={devices!r}: leave both out, or give num_nodes={nodes}, devices={per_node}."
         )
     return (per_node if given is None else devices), nodes
+
+
+@contextmanager
+def port_is_ours() -> Iterator[bool]:
+    """Whether nobody has named the port at which processes meet; one that is named in here then holds in here only."""
+    # Lightning: LightningEnvironment takes both.
+    is_ours = "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ
+    try:
+        yield is_ours
+    finally:
+        if is_ours:
+            os.environ.pop("MASTER_PORT", None)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from .data import GlobalOrder
 from .environment import global_seed
 
-__all__ = ["Certificate", "Recorder", "certify", "reference_steps"]
+__all__ = ["Certificate", "Recorder", "certify", "is_to_equal", "reference_steps"]
 
 _States = list[dict[str, Tensor]]
 
@@ -35,6 +35,8 @@ class Certificate:
     """The first step after which a tensor differs by more; None if none does."""
     tensor: str | None = None
     """The first such tensor, in the module's order."""
+    differs_by: str | None = None
+    """The flag of a strategy that is made to compute something else; None for all others."""
 
     @property
     def equal(self) -> bool:
@@ -43,12 +45,17 @@ class Certificate:
 
     def __str__(self) -> str:
         table = "\n".join(f"  after step {k + 1:3d}: {d:.2e}" for k, d in enumerate(self.differences))
+        reason = (
+            f"strategy {self.differs_by!r} is made to compute something else"
+            if self.differs_by
+            else "dropout and other random layers differ by design; so does a precision below float32"
+        )
         verdict = (
             f"equal to one process within {self.tolerance:g}"
             if self.equal
             else f"differs from one process: first {self.tensor!r}, after step {self.step}, by"
             f" {self.differences[self.step - 1]:.2e}, more than {self.tolerance:g}"  # type: ignore[operator]
-            " (dropout and other random layers differ by design; so does a precision below float32)"
+            f" ({reason})"
         )
         return f"{verdict}\nlargest difference of any parameter or buffer\n{table}"
 
@@ -117,8 +124,14 @@ def reference_steps(module: LightningModule, loader: DataLoader, batch_size: int
         return torch.load(recorder.path, weights_only=True)
 
 
-def certify(ours: _States, reference: _States, tolerance: float) -> Certificate:
-    """Compares two lists of states, one entry a step."""
+def is_to_equal(strategy: Any) -> bool:
+    """Whether a run under `strategy`, which is over, was to compute what one process does."""
+    staleness = getattr(getattr(strategy, "options", None), "staleness", 0)
+    return bool(getattr(strategy, "averages_gradients", True)) and staleness == 0
+
+
+def certify(ours: _States, reference: _States, tolerance: float, differs_by: str | None = None) -> Certificate:
+    """Compares two lists of states, one entry a step; for `differs_by` see `Certificate`."""
     differences = []
     first: tuple[int, str] | None = None
     for step, (state, expected) in enumerate(zip(ours, reference, strict=True), start=1):
@@ -131,6 +144,7 @@ def certify(ours: _States, reference: _States, tolerance: float) -> Certificate:
         tolerance=tolerance,
         step=first[0] if first else None,
         tensor=first[1] if first else None,
+        differs_by=differs_by,
     )
 
 

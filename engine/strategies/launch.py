@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from ..environment import port_is_ours
 from ..flags import LAUNCHERS
 from .failure import announce
 
@@ -140,23 +141,22 @@ def _port_reserved(environment: Any) -> Iterator[None]:
     A socket is bound to it until they have ended: a port that is only looked up may be another's by the time that rank
     0 listens on it, and one that was good for the last run of this process may have been taken since.
     """
-    # Lightning: LightningEnvironment keeps the port of its first launch in _main_port, _MultiProcessingLauncher leaves
-    # it in MASTER_PORT for all launches to come, and find_free_network_port reads STANDALONE_PORT.
-    is_named = "MASTER_PORT" in os.environ or "STANDALONE_PORT" in os.environ
-    if is_named or not isinstance(environment, LightningEnvironment):
-        yield
-        return
-    with socket.socket() as reservation:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reservation.bind(("", 0))
-        environment._main_port = reservation.getsockname()[1]
-        if sys.platform != "linux":  # elsewhere it would keep rank 0 from the port as well
-            reservation.close()
-        try:
+    # Lightning: LightningEnvironment keeps the port of its first launch in _main_port, and _MultiProcessingLauncher
+    # leaves it in MASTER_PORT for all launches to come.
+    with port_is_ours() as is_ours:
+        if not is_ours or not isinstance(environment, LightningEnvironment):
             yield
-        finally:
-            os.environ.pop("MASTER_PORT", None)
-            environment._main_port = -1
+            return
+        with socket.socket() as reservation:
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reservation.bind(("", 0))
+            environment._main_port = reservation.getsockname()[1]
+            if sys.platform != "linux":  # elsewhere it would keep rank 0 from the port as well
+                reservation.close()
+            try:
+                yield
+            finally:
+                environment._main_port = -1
 
 
 _before: list[Any] = []

@@ -35,6 +35,16 @@ class BrokenConstructor(DigitsClassifier):
 class BrokenStep(DigitsClassifier):
     def training_step(self, batch, batch_idx):
         raise ValueError("broken by its author")
+
+class BrokenPlan(DigitsClassifier):
+    def tensor_parallel_plan(self):
+        raise ValueError("broken by its author")
+
+class WithData(DigitsClassifier):
+    def train_dataloader(self):
+        data = Digits()
+        data.setup("fit")
+        return data.train_dataloader()
 """
 
 
@@ -105,6 +115,16 @@ def test_expanding_twice_changes_nothing():
         (["wire", "--devices", "1", "--accelerator", "cpu"], "wire measures what is between ranks: set --devices 2"),
         (["wire", "--model", "ByteGPT", "--devices", "2", "--accelerator", "cpu"], "wire needs data to take its steps"),
         (["wire", *GPT, "--devices", "2", "--compressions", "[topk:2]"], "topk:density must be greater than 0 and at"),
+        (["wire", *GPT, "--devices", "2", "--strategy", "fsdp"], "can't forecast under strategy 'fsdp': choose ddp, z"),
+        (["fit", *GPT, "--devices", "3", "--strategy", "tp:tp=3"], "which 3 tensor-parallel ranks can't share equally"),
+        (["verify", *GPT, "--devices", "8", "--strategy", "pp:stages=8"], "ByteGPT can't be cut into 8 stages"),
+        (["fit", *GPT, "--devices", "2", "--strategy", "pp", "--trainer.sync_batchnorm=true"], "in a pipeline"),
+        (["fit", *GPT, "--devices", "2", "--num_nodes", "2"], "`polyphase launch --nnodes 2`"),
+        (["fit", *GPT, "--devices", "1", "--resume", "atuo"], "there is no checkpoint at "),
+        (["fit", *GPT, "--devices", "1", "--ckpt_path", "mine"], "there is no checkpoint at "),
+        (["validate", *GPT, "--devices", "1", "--ckpt_path", "mine"], "there is no checkpoint at "),
+        (["fit", "--model", "ByteGPT", "--accelerator", "cpu"], "fit needs data: --data NAME or --data package.Class."),
+        (["validate", "--model", "ByteGPT", "--accelerator", "cpu"], "validate needs data"),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(arguments, message, capsys, command):
@@ -116,14 +136,23 @@ def test_what_is_wrong_is_said_without_a_traceback(arguments, message, capsys, c
     assert message in error
     assert "Traceback" not in error
     assert "usage:" not in error
+    assert not Path("failures").exists()
 
 
-@pytest.mark.parametrize("name", ["BrokenConstructor", "BrokenStep"])
+@pytest.mark.parametrize("name", ["BrokenConstructor", "BrokenStep", "BrokenPlan"])
 def test_errors_of_the_users_own_code_stay_errors(name, command):
     own_module()
     flags = ["--devices", "1", "--accelerator", "cpu", "--max_epochs", "1", *QUIET]
+    strategy = ["--strategy", "tp"] if name == "BrokenPlan" else []
     with pytest.raises(ValueError, match="broken by its author"):
-        command("fit", "--model", f"mine.{name}", "--data", "Digits", *flags)
+        command("fit", "--model", f"mine.{name}", "--data", "Digits", *flags, *strategy)
+
+
+def test_a_model_may_bring_its_own_data(command, tmp_path):
+    own_module()
+    flags = ["--devices", "1", "--accelerator", "cpu", "--max_steps", "1", "--trainer.limit_val_batches", "0", *QUIET]
+    command("fit", "--model", "mine.WithData", *flags)
+    assert (tmp_path / "config.yaml").exists()
 
 
 def test_without_jsonargparse_it_says_what_to_install(capsys, command, monkeypatch):

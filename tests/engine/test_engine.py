@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 import polyphase.engine
 from polyphase.engine import Engine, fit
 from polyphase.engine.flags import Layout
+from polyphase.engine.refusal import RefusedError
+from polyphase.engine.verify import is_to_equal
 
 from .tiny import QUIET, Positions, Regression, Seen, engine, rows
 
@@ -312,6 +314,37 @@ def test_a_lower_precision_shows():
     assert not certificate.equal
     assert "so does a precision below float32" in str(certificate)
     assert engine(precision="bf16-true").verify(Cast(), rows(), steps=2, tolerance=0.1).equal
+
+
+@pytest.mark.parametrize(
+    ("strategy", "equals"),
+    [
+        *(("ddp", True), ("fsdp", True), ("ps", True), ("single", True)),
+        *(("ps:staleness=1", False), ("local_sgd:every=2", False), ("diloco", False)),
+    ],
+)
+def test_which_strategies_are_to_equal_one_process(strategy, equals):
+    assert is_to_equal(engine(strategy=strategy, devices=1 if strategy == "single" else 2).strategy) is equals
+
+
+def test_a_strategy_that_is_made_to_differ_is_the_reason():
+    flag = "local_sgd_fork:every=2"
+    certificate = engine(strategy=flag, devices=2).verify(Regression(), rows(), steps=1)
+    assert not certificate.equal
+    assert f"(strategy '{flag}' is made to compute something else)" in str(certificate)
+    assert "dropout" not in str(certificate)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_fork", "local_sgd_fork"])
+def test_wire_names_the_strategies_that_it_can_forecast_under(strategy):
+    message = f"wire can't forecast under strategy '{strategy}': choose ddp, zero1 or hsdp"
+    with pytest.raises(RefusedError, match=message):
+        engine(strategy=strategy, devices=2).wire(Regression(), rows())
+
+
+def test_a_strategy_that_can_not_repeat_steps_says_so_before_sizes_are_asked_for():
+    with pytest.raises(ValueError, match="micro_batch_size='auto' can't repeat a step under tensor parallelism"):
+        engine(strategy="tp", devices=2, micro_batch_size="auto")
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])

@@ -99,6 +99,12 @@ def test_no_part_of_the_engine_imports_the_engine_itself(folder):
     assert not found
 
 
+def test_only_the_command_and_the_package_itself_import_the_engine():
+    engine = (path for path in (ROOT / "engine").glob("*.py") if path.name not in ("__init__.py", "cli.py"))
+    found = [path.name for path in engine if any(n.startswith("polyphase.engine.engine") for n in names(path))]
+    assert not found
+
+
 def test_the_flags_stand_alone():
     own = {name for name in names(ROOT / "engine" / "flags.py") if name.startswith(("polyphase", "torch", "lightning"))}
     assert not own

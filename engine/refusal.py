@@ -1,0 +1,80 @@
+"""What is refused before any process starts: one kind of error, which the command shows as one line."""
+
+import difflib
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from .checkpoint.store import LEFTOVERS
+from .environment import knows_where_nodes_meet
+
+__all__ = ["MissingCheckpointError", "RefusedError", "check_checkpoint", "check_nodes", "refusing"]
+
+_LOOKED_UP = ("auto", "best", "hpc", "last")
+"""What stands for a checkpoint without being the path of one."""
+
+
+class RefusedError(ValueError, MisconfigurationException):
+    """What was asked for can't be run; both ours and Lightning's kind of error."""
+
+
+class MissingCheckpointError(RefusedError, FileNotFoundError):
+    """There is nothing where a checkpoint should be."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Has what the engine's own code raises in here be a `RefusedError`; errors of the user's stay as they are."""
+    try:
+        yield
+    except (ValueError, MisconfigurationException) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if isinstance(error, RefusedError) or not frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+            raise
+        raise RefusedError(str(error)).with_traceback(error.__traceback__) from None
+
+
+def check_nodes(num_nodes: int, cluster_environment: Any) -> None:
+    """Checks that processes of several nodes can find each other, rather than wait for ever.
+
+    Raises:
+        RefusedError: nobody has said where they meet.
+    """
+    if num_nodes > 1 and not knows_where_nodes_meet(cluster_environment):
+        raise RefusedError(
+            f"num_nodes={num_nodes}, but nothing says where the nodes meet: start the script on each by torchrun,"
+            f" `polyphase launch --nnodes {num_nodes}` or SLURM; or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
+        )
+
+
+def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
+    """Checks that there is something at a local path; other addresses, and names such as "last", are looked up later.
+
+    Args:
+        path: as the user gave it.
+        checkpoint_io: the strategy's; one of the user's own may keep checkpoints elsewhere.
+
+    Raises:
+        MissingCheckpointError: there is nothing; the message has the closest name in that folder.
+    """
+    if not isinstance(path, (str, os.PathLike)) or path in _LOOKED_UP:
+        return
+    if not isinstance(checkpoint_io, TorchCheckpointIO):
+        return
+    given = os.fspath(path)
+    if "://" in given or given.startswith("registry:") or os.path.exists(given):  # Lightning: a registry of models
+        return
+    given = given.rstrip("/")
+    folder, name = os.path.split(os.path.abspath(given))
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    if any(entry.startswith(LEFTOVERS) for entry in there):
+        return  # what a save that was killed has left may get this name, once the folder is repaired
+    near = difflib.get_close_matches(name, [*there, *_LOOKED_UP], n=1)
+    at = "" if near and near[0] in _LOOKED_UP else os.path.dirname(given)
+    hint = f" Did you mean {os.path.join(at, near[0])!r}?" if near else ""
+    raise MissingCheckpointError(f"there is no checkpoint at {os.path.join(folder, name)}.{hint}")
