@@ -63,7 +63,7 @@ class Auto(CommHook):
         """See `CommHook`; a choice that was made before, or loaded, stays."""
         super().begin(module, wire, scaler)
         self._module = module
-        self._method.begin(module, wire, scaler)
+        self._begin_method()
         if self.chosen is None:
             self.moments = []
 
@@ -77,16 +77,21 @@ class Auto(CommHook):
         self._method.average(bucket, wire)
 
     def settle(self, *, skipped: bool = False) -> None:
-        """Notes the step, if it is one to be measured."""
+        """Notes the step, if it is one to be measured.
+
+        Not one that is skipped, nor the one that is done in its place: a rank may hear of one skip more often than the
+        others do, and all have to choose at the same bucket.
+        """
         super().settle(skipped=skipped)
         self._method.settle(skipped=skipped)
         if self.chosen is not None or not self._like:
             return
         now = mark(next(iter(self._like.values())).gradients.device)
         assert self.moments is not None
-        if self.step > _SETTLING_STEPS and self._step_began is not None and len(self._seen) < self.steps:
+        is_settled = self.step > _SETTLING_STEPS and not skipped
+        if is_settled and self._step_began is not None and len(self._seen) < self.steps:
             self._seen.append((self._step_began, list(self.moments), now))
-        self._step_began = now
+        self._step_began = None if skipped else now
         self.moments.clear()
 
     def memories(self) -> dict[str, Memory]:
@@ -110,7 +115,9 @@ class Auto(CommHook):
             Bucket(index, torch.empty_like(bucket.gradients), bucket.members) for index, bucket in self._like.items()
         ]
         rank_zero_info("compression='auto': measures the wire and the methods, which takes a few seconds.")
+        num_calls = wire.num_calls
         self.links = measure_links(wire, device)
+        wire.num_calls = num_calls  # a rank that repeats itself repeats its buckets, and does not measure again
         hooks = {flag: _make(flag) for flag in self.candidates}
         self.forecasts = forecast(hooks, buckets, step, self.links, wire, Plain())
         self._like.clear()
@@ -129,11 +136,16 @@ class Auto(CommHook):
     def _take(self, flag: str) -> None:
         self.chosen, self._method, self.moments = flag, _make(flag), None
         if self._module is not None:
-            assert self.wire is not None
-            self._method.begin(self._module, self.wire, self._scaler)
-        self._method.step = self.step
+            self._begin_method()
         if self._loaded:
             self._method.load_state_dict(self._loaded)
+        self._method.step = self.step  # which may be later than what was loaded
+
+    def _begin_method(self) -> None:
+        assert self._module is not None
+        assert self.wire is not None
+        self._method.may_repeat, self._method.finds_unused = self.may_repeat, self.finds_unused
+        self._method.begin(self._module, self.wire, self._scaler)
 
     def _measured_step(self) -> Step:
         """The medians of what was seen."""

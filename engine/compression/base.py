@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -73,6 +74,8 @@ class CommHook(ABC):
         self._is_bad: dict[int, Tensor] = {}
         self.may_repeat = False
         """Whether a step may be done again whose buckets have been averaged already; before training."""
+        self.finds_unused = False
+        """Whether DDP leaves gradients alone that no rank has computed, whatever their average."""
         self.sees_shards_only = False
         """Whether each rank knows a part of the averages only, as `reduce_scatter` has it."""
 
@@ -149,6 +152,7 @@ class CommHook(ABC):
         else:
             assert self.wire is not None
             wire = self.wire
+        self.finds_unused = model.find_unused_parameters
         self.begin(model.module, wire, scaler)
         model.register_comm_hook(state=None, hook=self._on_bucket)
 
@@ -243,11 +247,16 @@ class CommHook(ABC):
         """
         self.raise_if_bad()
         memories = {name: memory.state_dict() for name, memory in self.memories().items()}
-        return {"flag": self.flag, "step": self.step, **memories}
+        return {"flag": self.flag, "step": self.step, "of": self.of, **memories}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with a `state_dict` of the same method; ``"residuals"`` are this rank's."""
+        """Goes on with a `state_dict`, also of another method; ``"residuals"`` are this rank's."""
         self.step = state["step"]
+        if state.get("residuals") and "residuals" not in self.memories():
+            rank_zero_warn(
+                f"The checkpoint was saved under another `compression`: {self.flag!r} keeps nothing for later, so what"
+                " the hook had not sent yet is lost."
+            )
         for name, memory in self.memories().items():
             memory.load_state_dict(state.get(name, {}))
 

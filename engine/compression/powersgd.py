@@ -94,13 +94,17 @@ class PowerSGD(LossyHook):
             for ((rows, columns, _), group), batch in zip(groups.items(), ps, strict=True)
         ]
         # Phase 4.
-        new_factors.copy_(wire.all_reduce(self._share(qs, wire)))
+        sent = wire.all_reduce(self._share(qs, wire)).to(factors.dtype)
         # Phase 5.
-        by_group = zip(groups.values(), ps, _batches(new_factors, shapes), strict=True)
+        batches = _batches(sent, shapes)
+        by_group = zip(groups.values(), ps, batches, strict=True)
         for group, batch_p, batch_q in by_group:
             for member, p, q in zip(group, batch_p, batch_q, strict=True):
                 torch.mm(p.T, q, out=averages[member].view(p.size(1), q.size(1)))
                 mine[member].sub_(averages[member])
+        for q, old, new in zip(batches, _batches(factors, shapes), _batches(new_factors, shapes), strict=True):
+            # A matrix of zeros, as of a parameter that is not used in each step, says nothing about the next one.
+            torch.where(q.flatten(1).any(1)[:, None, None], q, old, out=new)
 
     def _share(self, tensors: list[Tensor], wire: Wire) -> Tensor:
         """This rank's share of the averages of `tensors`, one message."""

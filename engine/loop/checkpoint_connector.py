@@ -319,7 +319,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             )
 
     def _restore_compression(self, states: list[dict[str, Any]], saved_layout: dict[str, int]) -> None:
-        """Hands each rank's hook what it had not sent yet; of another layout's, an equal share of the sum."""
+        """Hands each rank's hook what it had not sent yet; that of another layout's ranks, the mean over them."""
         trainer = self.trainer
         hook = getattr(trainer.strategy, "comm_hook", None)
         unsent = any(state.get("residuals") for state in states)
@@ -329,19 +329,25 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                     "The checkpoint was saved under another `compression`: what the hook had not sent yet is lost."
                 )
             return
+        if (of := states[0].get("of", hook.of)) != hook.of:
+            if unsent:
+                rank_zero_warn(
+                    f"The checkpoint was saved under a strategy that averages {of}s, this one averages {hook.of}s, of"
+                    " another size: what the hook had not sent yet is lost."
+                )
+            return
         layout = trainer.layout
         own = states[min(trainer.global_rank, len(states) - 1)]
         if len(states) != trainer.world_size or saved_layout.get("shard", 1) != layout.shard:
             rank_zero_info(
-                f"What the compression of {len(states)} rank(s) had not sent yet is dealt to {trainer.world_size}: the"
-                " sum stays the same."
+                f"What the compression of {len(states)} rank(s) had not sent yet is dealt to {trainer.world_size}: each"
+                " gets the mean, so what is owed to the weights stays the same."
             )
             shares = deal_residuals(
                 [state.get("residuals", {}) for state in states],
                 {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()},
                 saved_shards=saved_layout.get("shard", 1),
                 shards=layout.shard,
-                ranks=trainer.world_size,
                 rank=trainer.global_rank,
             )
             own = {**states[0], "residuals": shares}

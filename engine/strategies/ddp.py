@@ -59,8 +59,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
         self._counted: Plain | None = None
-        self._checks_unused = not (options.find_unused_parameters or options.static_graph)
-        self._has_run_backward = False
+        self._checks_unused = self._has_run_backward = False
 
     def derive_layout(self, world_size: int) -> Layout:
         """One replica per process."""
@@ -71,6 +70,12 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         self.meet()
         super().setup_environment()
         end_group_at_exit()
+
+    def configure_ddp(self) -> None:
+        """Wraps the module; each run does so anew, whose first backward is torch's first, too."""
+        self._checks_unused = not (self.options.find_unused_parameters or self.options.static_graph)
+        self._has_run_backward = False
+        super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
         self._counted = Plain() if self.comm_hook is None and self.counts_traffic else None

@@ -11,7 +11,8 @@ changes on its copy of the module is lost, but buffers of the first device.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ class DP(SingleDeviceStrategy):
                 "strategy 'dp' can't run a `training_step` that is an attribute of the module, as compile=True makes"
                 " it: copies of the module would all call that of the first. Leave it out, or choose strategy 'ddp'."
             )
-        self._parallel = _Parallel(_Step(module), device_ids=list(self.parallel_devices))
+        self._parallel = _Parallel(
+            _Step(module, self.precision_plugin.train_step_context), device_ids=list(self.parallel_devices)
+        )
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
         """Phases 1 to 3."""
@@ -82,6 +85,7 @@ class DP(SingleDeviceStrategy):
         assert self.lightning_module is not None
         metrics = [part for part in self.lightning_module.modules() if isinstance(part, Metric)]
         updates = [metric._update_count for metric in metrics]
+        # Also here: 64-true sets what all threads share, which each of them then finds and leaves as it is.
         with self.precision_plugin.train_step_context():
             parts = self._parallel(*arguments, **named)
         if updates != [metric._update_count for metric in metrics]:
@@ -107,11 +111,17 @@ class _Parallel(nn.DataParallel):
 
 
 class _Step(nn.Module):
-    """Runs `training_step` where `forward` is expected; copied with the module that it has."""
+    """Runs `training_step` where `forward` is expected; copied with the module that it has.
 
-    def __init__(self, module: LightningModule) -> None:
+    Args:
+        module: whose step it is.
+        context: around the step, in its own thread: torch hands on whether there is autocast, but not its dtype.
+    """
+
+    def __init__(self, module: LightningModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.module = module
+        self.context = context
 
     def forward(self, *arguments: Any, **named: Any) -> list[tuple[Any, list[dict[str, Any]], int]]:
         """What the step returned, its calls of `log`, and its number of samples."""
@@ -130,7 +140,8 @@ class _Step(nn.Module):
         # A copy of the module has a `__dict__` of its own.
         before = {name: value for name, value in self.module.__dict__.items() if name == "log"}
         self.module.__dict__["log"] = log
-        output = self.module.training_step(*arguments, **named)
+        with self.context():
+            output = self.module.training_step(*arguments, **named)
         del self.module.__dict__["log"]
         self.module.__dict__.update(before)
         return [(output, calls, 1 if samples is None else len(samples))]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from torch import nn
 
 from polyphase.engine import Engine
 from polyphase.engine.compression import Auto, Bucket, Link, Member, Plain, Wire, make_comm_hook
@@ -98,6 +100,41 @@ def test_what_auto_chose_goes_on_after_a_resumption(tmp_path):
     found = train(Two(), 2, saved, compression="auto:1", callbacks=[Choice(tmp_path / "choice")])
     assert json.loads((tmp_path / "choice.0").read_text())["chosen"] == "sign"
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def check_repeated_steps(rank: int) -> None:
+    """A rank that failed hears twice that its step is skipped, and the others once."""
+    module = nn.Linear(64, 48)
+    members = tuple(Member(name, tuple(p.shape)) for name, p in module.named_parameters())
+    hook = Auto(steps=3)
+    hook.candidates, hook.may_repeat = ["sign"], True
+    hook.begin(module, Wire())
+    hook.load_state_dict({"flag": "auto", "step": 5, "chosen": None})
+    assert hook.wire is not None
+
+    def run() -> None:
+        hook.run(Bucket(0, torch.ones(65 * 48), members))
+
+    for step in range(5):
+        run()
+        if step == 1:
+            for _ in range(1 + rank):
+                hook.settle(skipped=True)
+            run()
+        hook.settle()
+        num_seen = [torch.zeros(1) for _ in range(hook.wire.size)]
+        dist.all_gather(num_seen, torch.tensor([float(len(hook._seen))]))
+        assert [float(num) for num in num_seen] == [max(0, step - 1)] * hook.wire.size
+    num_calls = hook.wire.num_calls
+    run()
+    assert hook.chosen == "sign"
+    assert hook.wire.num_calls == num_calls + 1  # as often as where it had been chosen before
+    assert hook._method.step == hook.step == 10
+    assert hook.memories()["residuals"].in_two_phases
+
+
+def test_all_ranks_choose_together_where_steps_are_repeated():
+    run_ranks(check_repeated_steps, 2)
 
 
 def test_wire_reports_and_leaves_the_module_as_it_is(caplog):

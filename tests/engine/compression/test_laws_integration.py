@@ -1,15 +1,19 @@
 """What every comm hook must do, by what it gives and what it keeps: two and three ranks, no training."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from polyphase.engine.compression import COMM_HOOKS, Bucket, CommHook, Member, Plain, Wire, make_comm_hook
 from polyphase.engine.compression.feedback import LossyHook
 from tests.distributed import run_ranks
 
 MEMBERS = (Member("a", (64, 48)), Member("b", (48,)), Member("c", (32, 64)), Member("d", (7,)), Member("e", (64, 48)))
+STARTS = [0, *itertools.accumulate(member.numel for member in MEMBERS)][:-1]
 SIZE = sum(member.numel for member in MEMBERS)
 STEPS = 8
 
@@ -180,6 +184,58 @@ def check_a_method_of_ones_own(rank: int) -> None:
     assert torch.equal(whole(hook.state_dict()["residuals"])[SIZE // 2 :], given[SIZE // 2 :])
 
 
+def check_unused(rank: int) -> None:
+    """What no rank has used keeps what was not sent, and what it starts from; all else obeys the law."""
+    size = dist.get_world_size()
+    starts = [start for start, member in zip(STARTS, MEMBERS, strict=True) if member.name in "cd"]
+    for flag in LOSSY:
+        for in_two_phases in (False, True):
+            hook = hook_of(flag)
+            hook.finds_unused = True
+            for memory in hook.memories().values():
+                memory.in_two_phases = in_two_phases
+            flat = gradients(0, rank)
+            hook.run(Bucket(0, flat, MEMBERS))
+            hook.settle()
+            before = {kind: {n: v.clone() for n, v in hook.state_dict()[kind].items()} for kind in hook.memories()}
+            flat = gradients(1, rank)
+            flat[starts[0] : starts[-1] + 7] = 0  # c and d, on all ranks
+            flat[: 64 * 48] *= rank == 0  # a, but on one
+            owed = flat + whole(before["residuals"])
+            hook.run(Bucket(0, flat, MEMBERS))
+            hook.settle()
+            after = hook.state_dict()
+            for kind, parts in before.items():
+                for name in parts.keys() & {"c", "d"}:
+                    assert torch.equal(after[kind][name], parts[name]), (flag, kind, name)
+            assert torch.count_nonzero(flat[starts[0] : starts[-1] + 7]) == 0, flag
+            assert not torch.equal(after["residuals"]["a"], before["residuals"]["a"]), flag
+            error = torch.stack(everywhere(whole(after["residuals"]) - owed)).sum(0) + flat * size
+            assert error.abs().max() < 1e-4, flag
+
+
+def check_unused_under_ddp(rank: int) -> None:
+    """DDP leaves the gradient of what no rank has used alone."""
+    module = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    module.forward = lambda x, names: sum(module[name](x).square().sum() for name in names)  # type: ignore[assignment]
+    hook = make_comm_hook("topk:0.1")
+    assert hook is not None
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    hook.attach(model)
+    sent, before = [], {}
+    for names in ("ab", "a", "ab"):
+        before = {name: value.clone() for name, value in hook.state_dict()["residuals"].items()}
+        module.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)), names).backward()
+        hook.finish()
+        hook.settle()
+        sent.append(module["b"].weight.grad is not None)
+        after = hook.state_dict()["residuals"]
+        stays = {name for name in before if torch.equal(before[name], after[name])}
+        assert stays == ({"b.weight", "b.bias"} if names == "a" else set())
+    assert sent == [True, False, True]
+
+
 def check_all(rank: int) -> None:
     check_a_method_of_ones_own(rank)
     check_dtypes(rank)
@@ -188,6 +244,8 @@ def check_all(rank: int) -> None:
     check_exact_at_full_rate(rank)
     check_a_zero_gradient(rank)
     check_other_buckets(rank)
+    check_unused(rank)
+    check_unused_under_ddp(rank)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

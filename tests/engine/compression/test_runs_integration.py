@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
+from tests.distributed import run_ranks
 from tests.engine.parity import TOLERANCE, build, largest_difference, loader, plain_loop
-from tests.engine.tiny import QUIET
+from tests.engine.tiny import QUIET, as_rank
 
 SAVED, STEPS = 5, 10
 LOSSY = ["int8:16", "powersgd:1,start=2", "topk:0.1", "sign"]
@@ -87,7 +88,7 @@ def test_goes_on_as_if_nothing_had_been(strategy, devices, compression, tmp_path
 
 @pytest.fixture(scope="module", params=[("ddp_fork", 2), ("hsdp_fork:replicate=2", 4)], ids=["ddp", "hsdp"])
 def saved(request, tmp_path_factory):
-    """A run with residuals, and their sums over the replicas of each parameter."""
+    """A run with residuals, and their means over the replicas of each parameter: what is owed to the weights."""
     strategy, devices = request.param
     path = tmp_path_factory.mktemp("whole") / "saved"
     with pytest.MonkeyPatch.context() as patch:
@@ -96,13 +97,13 @@ def saved(request, tmp_path_factory):
         train(Two(), devices, strategy=strategy, compression="topk:0.1", callbacks=[Saves(path)])
     ranks = [rank["compression"]["residuals"] for rank in load_checkpoint(path)["polyphase"]["ranks"]]
     assert len(ranks) == devices
-    return path, sums(ranks, shards=devices // 2)
+    return path, means(ranks, shards=devices // 2)
 
 
-def sums(ranks: list[dict[str, Tensor]], shards: int) -> dict[str, Tensor]:
+def means(ranks: list[dict[str, Tensor]], shards: int) -> dict[str, Tensor]:
     """By hand: all shards have even sizes here."""
     return {
-        name: torch.cat([sum(rank[name] for rank in ranks[shard::shards]) for shard in range(shards)])
+        name: torch.cat([torch.stack([rank[name] for rank in ranks[shard::shards]]).mean(0) for shard in range(shards)])
         for name in ranks[0]
     }
 
@@ -110,12 +111,12 @@ def sums(ranks: list[dict[str, Tensor]], shards: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "devices", "shards"), [("ddp_fork", 1, 1), ("ddp_fork", 4, 1), ("hsdp_fork:replicate=2", 4, 2)]
 )
-def test_other_ranks_have_the_same_sum_of_residuals(saved, tmp_path, strategy, devices, shards):
+def test_other_ranks_owe_the_weights_the_same(saved, tmp_path, strategy, devices, shards):
     path, expected = saved
     again = tmp_path / "again"
     train(Two(), devices, path, strategy=strategy, compression="topk:0.1", callbacks=[Saves(again)])
     dealt = [torch.load(f"{again}-{rank}", weights_only=True)["residuals"] for rank in range(devices)]
-    found = sums(dealt, shards)
+    found = means(dealt, shards)
     assert found.keys() == expected.keys()
     for name in expected:
         assert expected[name].abs().max() > 0
@@ -135,6 +136,28 @@ def test_residuals_go_on_under_another_method(saved, tmp_path):
     assert state["flag"] == "sign"
     for name in expected:
         torch.testing.assert_close(state["residuals"][name], expected[name])
+
+
+def check_lost(rank: int, path: Path, again: Path, flags: dict[str, Any], message: str) -> None:
+    as_rank(rank)
+    with pytest.warns(UserWarning, match=message):
+        train(Two(), 1, path, callbacks=[Saves(again)], **flags)
+    state = torch.load(f"{again}-0", weights_only=True)
+    assert not state.get("residuals")
+    assert state["step"] == (0 if "local_sgd" in flags["strategy"] else SAVED)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compression", "message"),
+    [
+        ("ddp", "bf16", "saved under another `compression`: 'bf16' keeps nothing for later"),
+        ("ddp", "topk:feedback=false", "saved under another `compression`: 'topk:feedback=false' keeps nothing"),
+        ("local_sgd", "topk:0.1", "saved under a strategy that averages gradients, this one averages changes"),
+    ],
+)
+def test_residuals_that_cant_go_on_are_told(saved, tmp_path, strategy, compression, message):
+    flags = {"strategy": strategy, "compression": compression}
+    run_ranks(check_lost, 1, saved[0], tmp_path / "again", flags, message)
 
 
 # --- what a step may meet

@@ -12,7 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
+from tests.distributed import run_ranks
 from tests.engine.parity import MLP, build, largest_difference, loader
+from tests.engine.tiny import Regression, as_rank, engine, rows
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -119,6 +121,19 @@ def test_compressed_runs_stay_near_the_plain_one():
     for module in modules.values():
         # 20 steps of at most 1e-3 each; far from the plain weights would be a sign of a wrong scale or sign.
         assert 0 < largest_difference(module.state_dict(), plain) < 1e-2
+
+
+def two_fits(rank: int) -> None:
+    as_rank(rank)
+    run = engine(strategy="ddp:static_graph=true", devices=2, accumulate_grad_batches=2)
+    for max_epochs in (1, 2):
+        run.fit_loop.max_epochs = max_epochs
+        run.fit(Regression(), rows(32))
+    assert run.global_step == 2 * 2
+
+
+def test_a_static_graph_is_learnt_anew_in_each_fit():
+    run_ranks(two_fits, 2)
 
 
 def test_two_optimizers_by_hand():

@@ -1,6 +1,8 @@
 """`dp`: on one device it is `single`; what several copies of the module return and log becomes one."""
 
 import logging
+import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies.dp import DP, _Step, make_dp, merged_logs, merged_outputs
+from polyphase.engine.strategies.precision import make_precision
 from polyphase.engine.strategies.select import _say_once
 from tests.engine.parity import build, largest_difference, loader
 from tests.engine.tiny import QUIET, Regression, engine, rows
@@ -66,7 +69,7 @@ class Logs(Regression):
 def parts(sizes: list[int]) -> tuple[list[dict], list[list[dict]], list[int], Tensor]:
     """What copies return for parts of a batch."""
     batch = rows(sum(sizes)).dataset[:]
-    found = [each for part in batch.split(sizes) for each in _Step(Logs())(part, 0)]
+    found = [each for part in batch.split(sizes) for each in _Step(Logs(), nullcontext)(part, 0)]
     outputs, logs, counts = (list(each) for each in zip(*found, strict=True))
     return outputs, logs, counts, batch
 
@@ -127,6 +130,26 @@ def test_what_cant_be_one_is_refused():
     with pytest.raises(ValueError, match="returned a loss on some copies of the module only"):
         merged_outputs([torch.ones(()), None], [1, 1], CPU)
     assert merged_outputs([None, None], [1, 1], CPU) is None
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_a_thread_computes_in_the_dtype_of_the_precision(precision):
+    class Dtypes(Regression):
+        def training_step(self, batch: Tensor, batch_idx: int) -> list[torch.dtype]:
+            return [self.net(batch).dtype, torch.zeros(()).dtype]
+
+    found = []
+    context = make_precision(precision, "cpu").train_step_context
+    with context():  # as around all threads
+        module = Dtypes().to(torch.zeros(()).dtype)
+        step, batch = _Step(module, context), rows(4).dataset[:].to(module.net[0].weight.dtype)
+        thread = threading.Thread(target=lambda: found.extend(step(batch, 0)))
+        thread.start()
+        thread.join()
+    ((dtypes, _, _),) = found
+    expected = [torch.bfloat16, torch.float32] if precision == "bf16-mixed" else [torch.float64] * 2
+    assert dtypes == expected
+    assert torch.zeros(()).dtype == torch.float32
 
 
 # --- the strategy itself, for which a CPU is one device
