@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...compression import Bucket, CommHook, Member, Wire
+from ...compression.bucket import wide
 from ...host_group import HostGroup
 from ..clipping import norm_of
 
@@ -121,9 +122,10 @@ class SpreadGradients:
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of the gradients on all stages (a 0-d tensor), of the parameters given here."""
         norm = norm_of([parameter for parameter in parameters if parameter in self._counted])
-        squared = norm.to(self._device).square()
+        # In one dtype on all stages, one without gradients too; a square may leave the range of 16 bit.
+        squared = norm.to(self._device, torch.float64).square()
         dist.all_reduce(squared, group=self._group)
-        return squared.sqrt()
+        return squared.sqrt().to(wide(norm.dtype))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
