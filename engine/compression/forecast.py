@@ -170,7 +170,8 @@ def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: DryW
 def _step_s(step: Step, costs: Sequence[float], plain_costs: Sequence[float]) -> float:
     """The length of a step whose buckets cost other times than they did."""
     if not step.overlaps:
-        return step.length_s + sum(costs) - sum(plain_costs)
+        # What is forecast of the plain one may be more than the whole step took, where steps are short.
+        return max(step.length_s - sum(plain_costs), 0.0) + sum(costs)
     done = 0.0
     for ready, cost in zip(step.ready_s, costs, strict=True):
         done = max(done, ready) + cost

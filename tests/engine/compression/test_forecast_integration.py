@@ -44,6 +44,10 @@ def check_forecasts(rank: int) -> None:
     wide = forecasts(link(1e6), Step([0.5], [0.5], length_s=1.0, overlaps=False))
     assert wide["none"] == pytest.approx(1.0, abs=0.02)
     assert wide["none"] < wide["sign"] < 1.2
+    # A step that was shorter than the all-reduce should have been.
+    short = forecasts(link(1), Step([0.0], [0.0], length_s=0.01, overlaps=False))
+    assert short["topk:0.01"] == pytest.approx(0.08, abs=0.15)
+    assert min(short.values()) > 0
 
 
 def test_forecasts_follow_the_wire_and_the_computation():
