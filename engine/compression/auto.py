@@ -99,8 +99,9 @@ class Auto(CommHook):
         return self._method.memories()
 
     def state_dict(self) -> dict[str, Any]:
-        """The chosen method's, and which it is."""
-        return {**super().state_dict(), "chosen": self.chosen}
+        """The chosen method's, and which it is; until then, also what was loaded for it."""
+        waiting = {} if self.chosen else {"residuals": self._loaded.get("residuals", {})}
+        return {**super().state_dict(), **waiting, "chosen": self.chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with the method that was chosen, without measuring again."""

@@ -106,6 +106,13 @@ def test_what_auto_chose_goes_on_after_a_resumption(tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_what_waits_for_the_choice_is_saved_too():
+    hook = Auto()
+    unsent = {"weight": torch.ones(3)}
+    hook.load_state_dict({"flag": "topk", "step": 7, "residuals": unsent})
+    assert hook.state_dict()["residuals"] == unsent
+
+
 def check_repeated_steps(rank: int) -> None:
     """A rank that failed hears twice that its step is skipped, and the others once."""
     module = nn.Linear(64, 48)
