@@ -240,7 +240,8 @@ class Engine(LoopTrainer):
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
             if isinstance(self.strategy, LayoutStrategy):
                 self.strategy.check_module(model)
-                self.strategy.check_run(train_dataloaders, compiles=bool(self._flags["compile"]))
+                self.strategy.check_run(compiles=bool(self._flags["compile"]))
+                self.strategy.check_loader(train_dataloaders)
         global_batch_size = self._flags["global_batch_size"]
         if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
             check_loader(train_dataloaders, global_batch_size, self._flags["micro_batch_size"])

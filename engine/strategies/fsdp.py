@@ -39,13 +39,28 @@ from .mesh import MeshStrategy
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .units import shard_units
 
-__all__ = ["FSDP", "FSDPOptions", "HSDPOptions"]
+__all__ = ["FSDP", "FSDPOptions", "HSDPOptions", "UnitOptions"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FSDPOptions:
+class UnitOptions:
+    """What strategies have in common that take a module unit by unit."""
+
+    activation_checkpointing: bool = False
+    """Keep only each unit's input for backward and compute its forward again."""
+    meta_init: bool = False
+    """Run `configure_model()` without allocating, and create each unit's weights when it is sharded or split."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_number("timeout_s", self.timeout_s, above=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FSDPOptions(UnitOptions):
     """What follows the colon of the `fsdp` flag."""
 
     reshard_after_forward: bool = True
@@ -56,15 +71,6 @@ class FSDPOptions:
     micro-batch to shards at once: less memory, more bytes."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
-    activation_checkpointing: bool = False
-    """Keep only each unit's input for backward and compute its forward again."""
-    meta_init: bool = False
-    """Run `configure_model()` without allocating, and create each unit's weights when it is sharded."""
-    timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_number("timeout_s", self.timeout_s, above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

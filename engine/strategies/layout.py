@@ -59,11 +59,11 @@ class LayoutStrategy:
     def check_module(self, module: torch.nn.Module) -> None:
         """Called before any process starts; raises ValueError if `module` can't be run in this way."""
 
-    def check_run(self, dataloader: Any, *, compiles: bool) -> None:
-        """The same of how it is trained: on `dataloader`, if that is known already, compiled or not."""
+    def check_run(self, *, compiles: bool) -> None:
+        """The same of how it is trained, compiled or not."""
 
     def check_loader(self, dataloader: Any) -> None:
-        """Called with each loader that is trained on, as the module or a data module gives it; may raise, too."""
+        """The same of what it is trained on; called again with each loader of the module's or a data module's."""
 
     def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """What this rank saves of a state dict of the module: what another one saves is on the meta device."""

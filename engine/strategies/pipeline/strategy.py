@@ -152,8 +152,8 @@ class Pipeline(MeshStrategy):
         if not is_overridden("configure_model", module):  # else there is more to come
             self._check_plan(module, plan_stages(module, self.num_stages))
 
-    def check_run(self, dataloader: Any, *, compiles: bool) -> None:
-        """Checks what else the flags and the data ask for.
+    def check_run(self, *, compiles: bool) -> None:
+        """Checks what else the flags ask for.
 
         Raises:
             ValueError: it can't be done in stages.
@@ -173,7 +173,6 @@ class Pipeline(MeshStrategy):
                 "schedule=zero-bubble can't be honoured with compile, whose backward is one piece: leave one of them"
                 " out, or choose another schedule."
             )
-        self.check_loader(dataloader)
 
     def check_loader(self, dataloader: Any) -> None:
         """See `LayoutStrategy`."""

@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from ...checkpoint import get_random_state, set_random_state
 from ...compression import CommHook
-from ...flags import Layout, check_count, check_number
-from ..fsdp import FSDP, FSDPOptions, HSDPOptions
+from ...flags import Layout, check_count
+from ..fsdp import FSDP, FSDPOptions, HSDPOptions, UnitOptions
 from .plan import Plan, make_plan
 from .styles import replicate, to_plain
 
@@ -59,18 +59,8 @@ class _SplitOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TPOptions(_SplitOptions):
+class TPOptions(_SplitOptions, UnitOptions):
     """What follows the colon of the `tp` flag."""
-
-    activation_checkpointing: bool = False
-    """Keep only each unit's input for backward and compute its forward again."""
-    meta_init: bool = False
-    """Run `configure_model()` without allocating, and create each unit's weights when it is split."""
-    timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_number("timeout_s", self.timeout_s, above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
