@@ -108,7 +108,7 @@ class Saver:
         group = self._ranks()
         tensors, rest = split(checkpoint)
         tensors = {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
-        for key in rest.keys() & spread:
+        for key in sorted(rest.keys() & spread):  # in one order on all ranks
             rest[key] = merged(group.gathered(rest[key]))
         of_rank_tensors: dict[str, Tensor] = {}
         if _writes_shards(group):

@@ -106,7 +106,9 @@ class _Scaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         # torch: GradScaler._unscale_grads_, which hands all gradients to one operation.
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        kinds = {g.device_mesh if isinstance(g, DTensor) else None for g in gradients}
+        # In the order of the parameters, which all ranks have in common: sets have one of their own on each rank, and
+        # the ranks would wait for each other in different collectives.
+        kinds = list(dict.fromkeys(g.device_mesh if isinstance(g, DTensor) else None for g in gradients))
         if len(kinds) <= 1 or any(g.dtype == torch.float16 for g in gradients):  # which it has its own words for
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         by_dtype = defaultdict(list)
@@ -115,7 +117,7 @@ class _Scaler(torch.amp.GradScaler):
         with torch.no_grad():
             for local in by_dtype.values():
                 torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
-            for group in {group for mesh in kinds if mesh is not None for group in mesh.get_all_groups()}:
+            for group in dict.fromkeys(group for mesh in kinds if mesh is not None for group in mesh.get_all_groups()):
                 dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)
         return {found_inf.device: found_inf}
 
