@@ -201,6 +201,11 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             if ended.exit_code == _STOPPED or (self._is_stopping and ended.exit_code == -signal.SIGTERM):
                 raise SIGTERMException(_STOPPED) from None
             raise
+        except KeyboardInterrupt:
+            raise  # the workers have got it, too; Lightning gives them time
+        except BaseException:
+            self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may for each other
+            raise
 
     def _stop(self, signum: int, _: Any) -> None:
         """Asks the workers to stop, which save what they have before they end."""

@@ -1,12 +1,15 @@
 """The launchers of workers: the port that they meet at, and what is told of those that end."""
 
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -89,6 +92,32 @@ def test_a_port_that_is_named_is_taken(monkeypatch):
     engine("ddp_fork").fit(Regression(), rows())
     assert ports() == [named]
     assert os.environ["MASTER_PORT"] == str(named)
+
+
+class Stuck(Callback):
+    """Says which process a rank is, and gets no further."""
+
+    def on_train_start(self, trainer, pl_module):
+        Path(f"rank{trainer.global_rank}").write_text(str(os.getpid()))
+        time.sleep(60)
+
+
+def test_workers_do_not_outlive_a_launch_that_is_broken_off():
+    def break_off(*_):
+        raise TimeoutError("long enough")
+
+    flags = {**QUIET, "max_steps": 1, "callbacks": [Stuck()]}
+    before = signal.signal(signal.SIGALRM, break_off)  # pytest-timeout's, which is put back with what is left of it
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, 8)
+    try:
+        with pytest.raises(TimeoutError, match="long enough"):
+            Engine(strategy="ddp_fork", devices=2, **flags).fit(Regression(), rows())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
+    pids = [int(Path(f"rank{rank}").read_text()) for rank in range(2)]
+    workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert not psutil.wait_procs(workers, timeout=5)[1]
 
 
 def ends(rank: int, how: str) -> None:
