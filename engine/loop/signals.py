@@ -8,7 +8,8 @@ what they say to each other goes through the process group's key-value store:
    ``frozen`` is set, and goes on if it is not;
 3. rank 0, once all ranks have written, sets ``frozen``, *then* reads what they wrote, and sets ``stop_at`` to the
    largest number plus one;
-4. a rank that finds ``frozen`` waits for ``stop_at``, and stops at the first boundary that has reached it.
+4. a rank that finds ``frozen`` waits for ``stop_at``, and stops at the first boundary that has reached it;
+5. each rank that stops says so, and rank 0, with whose process the store may end, goes no further until all have.
 
 No rank can have passed ``stop_at``: what it wrote before it found no ``frozen`` was read in 3. Lightning broadcasts a
 tensor, and reads it back, on every step instead.
@@ -34,6 +35,8 @@ _END_OF_STEP = 2**32 - 1
 """After all batches of a validation."""
 _PERIOD_S = 1.0
 """How often a rank looks whether another one was asked to stop."""
+_FAREWELL_S = 30.0
+"""How long rank 0 waits for a rank that does not get to its stop: what clusters leave between SIGTERM and SIGKILL."""
 
 
 class Agreement:
@@ -72,6 +75,18 @@ class Agreement:
             self._negotiate(place)
         return self._stop_at is not None and place >= self._stop_at
 
+    def part(self) -> None:
+        """Called by each rank that has stopped, before its process may end."""
+        self._store.set(f"stopped/{self._rank}", "1")
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._rank == 0 and not self._store.check(self._present("stopped")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _present(self, word: str) -> list[str]:
+        """The keys of what the ranks say, without those that are lost."""
+        lost = self._lost()
+        return [f"{word}/{rank}" for rank in range(self._world_size) if rank not in lost]
+
     def _join(self, requested: bool) -> bool:
         now = time.monotonic()
         if requested:
@@ -86,8 +101,7 @@ class Agreement:
     def _negotiate(self, place: int) -> None:
         self._store.set(f"at/{self._rank}", str(place))
         if self._rank == 0:
-            lost = self._lost()
-            places = [f"at/{rank}" for rank in range(self._world_size) if rank not in lost]
+            places = self._present("at")
             if self._store.check(places):
                 self._store.set("frozen", "1")
                 self._stop_at = max(int(self._store.get(key)) for key in places) + 1
@@ -169,6 +183,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         place = (batches << 32) + evaluated
         if self._agreement is not None and not self._agreed and self._agreement.reached(place, self._requested):
             self._requested = self._agreed = True
+            self._agreement.part()
 
     # Lightning: _SignalConnector._slurm_sigusr_handler_fn saves from within the signal handler, in mid-step.
     def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -48,6 +49,24 @@ def test_a_lost_rank_is_not_asked():
     lost.add(2)
     stopped = {rank: next(step for step in range(4, 9) if ranks[rank].reached(step, requested=True)) for rank in (0, 1)}
     assert stopped == {0: 5, 1: 5}
+
+
+def test_rank_0_leaves_last_of_those_that_are_there():
+    store, lost = dist.HashStore(), {2}
+    ranks = [Agreement(store, rank, 3, lambda: lost) for rank in range(3)]
+    with ThreadPoolExecutor() as pool:
+        last = pool.submit(ranks[0].part)
+        with pytest.raises(TimeoutError):
+            last.result(timeout=0.2)
+        ranks[1].part()
+        last.result(timeout=10)
+
+
+def test_rank_0_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(signals, "_FAREWELL_S", 0.1)
+    store = dist.HashStore()
+    Agreement(store, 0, 2).part()
+    assert not store.check(["stopped/1"])
 
 
 def test_nobody_stops_unasked():
