@@ -10,6 +10,9 @@ from torch import Tensor
 
 __all__ = ["Bucket", "Member", "wide"]
 
+_SHORT = 2**16
+"""Vectors of more values are compressed as matrices are: they may be all that a model has."""
+
 
 class Member(NamedTuple):
     """A parameter, or this rank's shard of one."""
@@ -27,6 +30,11 @@ class Member(NamedTuple):
         """Rows and columns: the first dim, and all others together."""
         rows = self.shape[0] if self.shape else 1
         return rows, self.numel // max(rows, 1)
+
+    @property
+    def is_short_vector(self) -> bool:
+        """A bias, or the gains of a norm: few values, on each of which much depends."""
+        return len(self.shape) < 2 and self.numel <= _SHORT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ row, in one message; 3. the mean of all ranks' signs times scales (local). Bytes
 times n/8: half as much as a plain all-reduce of fp32 at W = 32.
 
 The paper has one scale a layer. Where rows differ, as those of an embedding do by how often a token occurs, most are
-then sent many times too large, and what has to be taken back piles up.
+then sent many times too large, and what has to be taken back piles up. For the same reason each value of a bias, or of
+a norm's gains, has a scale of its own: it is sent as it is, in bfloat16.
 """
 
 import functools
@@ -21,7 +22,7 @@ __all__ = ["Sign", "pack", "unpack"]
 
 _RUN = 2**20
 """Least number of values that are sent together."""
-_SHORT_ROW = 64
+_SHORT_ROW = 32
 """Shorter rows share one scale, which would otherwise be a good part of the bytes."""
 
 
@@ -78,6 +79,8 @@ def _average(parts: list[Tensor], run: Bucket, everyones: Tensor, wire: Wire) ->
 
 def _rows(member: Member) -> int:
     """Number of parts of a parameter that have a scale of their own."""
+    if member.is_short_vector:
+        return max(1, member.numel)
     rows, columns = member.matrix_shape
     return rows if len(member.shape) > 1 and columns >= _SHORT_ROW else 1
 

@@ -3,6 +3,9 @@
 Phases: 1. find the k = density x n values of greatest magnitude of each parameter (local); 2. all-gather of 8 bytes
 each, values and places in one message; 3. add up what came (local). Bytes grow with the number of ranks, W-1 times 8 k:
 beyond W = 1/density ranks a plain all-reduce sends less.
+
+Biases and gains of norms are sent whole, without places, in the same message: late ones cost a small GPT 8 % of its
+loss (benchmarks/convergence.py at density 0.01), and they are some thousandths of a model.
 """
 
 import itertools
@@ -12,12 +15,14 @@ import torch
 from torch import Tensor
 
 from ..flags import check_number
-from .bucket import Bucket
+from .bucket import Bucket, Member
 from .feedback import LossyHook
 from .wire import Wire, aligned
 
 __all__ = ["TopK", "largest"]
 
+_LEAST = 64
+"""Values that are sent of each parameter at least, if it has as many."""
 _SAMPLE = 2**14
 
 
@@ -41,27 +46,35 @@ class TopK(LossyHook):
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
         """See the phases above."""
         # Phase 1.
-        offsets = itertools.accumulate(bucket.numels, initial=0)
-        places = torch.cat(
-            [
-                largest(part, max(1, round(part.numel() * self.density))).add_(offset)
-                for part, offset in zip(total.split(bucket.numels), offsets, strict=False)
-                if part.numel()
-            ]
-        )
-        num_sent = places.numel()
+        whole, chosen = self._places(total, bucket)
+        places = torch.cat([whole, chosen])
         exact = total[places]
         values = exact.to(self.send_dtype or total.dtype)
         total[places] = exact - values.to(total.dtype)
         # Phase 2.
-        payload = torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
+        payload = torch.cat([chosen.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
         everyones = wire.all_gather(payload)
         # Phase 3. In the order of the ranks, so that all of them get the same bits.
-        all_places = aligned(everyones[:, : 4 * num_sent]).view(torch.int32)
-        all_values = aligned(everyones[:, 4 * num_sent :]).view(values.dtype).to(total.dtype)
+        end = 4 * chosen.numel()
+        all_chosen = aligned(everyones[:, :end]).view(torch.int32)
+        all_values = aligned(everyones[:, end:]).view(values.dtype).to(total.dtype)
         bucket.gradients.zero_()
-        for rank in range(wire.size):
-            bucket.gradients.index_add_(0, all_places[rank], all_values[rank], alpha=1 / wire.size)
+        for theirs, received in zip(all_chosen, all_values, strict=True):
+            bucket.gradients.index_add_(0, torch.cat([whole, theirs]), received, alpha=1 / wire.size)
+
+    def _places(self, total: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Of the values that all ranks send, and of those that this one has chosen."""
+        offsets = itertools.accumulate(bucket.numels, initial=0)
+        whole, chosen = ([torch.empty(0, dtype=torch.int64, device=total.device)] for _ in range(2))
+        for member, part, offset in zip(bucket.members, total.split(bucket.numels), offsets, strict=False):
+            if member.is_short_vector:
+                whole.append(torch.arange(offset, offset + member.numel, device=total.device))
+            else:
+                chosen.append(largest(part, self._num_sent(member)).add_(offset))
+        return torch.cat(whole), torch.cat(chosen)
+
+    def _num_sent(self, member: Member) -> int:
+        return min(member.numel, max(_LEAST, round(member.numel * self.density)))
 
 
 def largest(flat: Tensor, k: int) -> Tensor:
