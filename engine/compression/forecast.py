@@ -23,7 +23,8 @@ _SMALL_BYTES, _LARGEST_BYTES = 2**10, 2**26
 _LONG_ENOUGH_S = 0.2
 """A transfer of this length is ruled by the bandwidth, also where a shaped link lets short bursts pass."""
 
-
+_NUM_TOGETHER = 4
+"""Messages on their way at once while a bandwidth is measured."""
 _NUM_RUNS = 4
 """Of each method; the fastest counts."""
 
@@ -63,12 +64,18 @@ class Forecast(NamedTuple):
 
 def measure_links(wire: Wire, device: torch.device) -> dict[str, Link]:
     """Times each collective; all ranks call it together."""
+
+    def several(start: Callable[[Tensor], Callable[[], Tensor]], num_rows: int, num_bytes: int) -> None:
+        # As the methods send them: gloo sends one message in one direction after the other.
+        n = num_bytes // (_NUM_TOGETHER * num_rows)
+        parts = [torch.zeros(num_rows, n, dtype=torch.uint8, device=device) for _ in range(_NUM_TOGETHER)]
+        for receive in [start(part) for part in parts]:
+            receive()
+
     collectives: dict[str, Callable[[int], Tensor | None]] = {
         "all_reduce": lambda n: wire.all_reduce(torch.zeros(n // 4, device=device)),
-        "all_gather": lambda n: wire.all_gather(torch.zeros(n, dtype=torch.uint8, device=device)),
-        "all_to_all": lambda n: wire.all_to_all(
-            torch.zeros(wire.size, n // wire.size, dtype=torch.uint8, device=device)
-        ),
+        "all_gather": lambda n: several(lambda part: wire.start_all_gather(part.view(-1)), 1, n),
+        "all_to_all": lambda n: several(wire.start_all_to_all, wire.size, n),
     }
     links = {}
     for name, collective in collectives.items():

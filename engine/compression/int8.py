@@ -8,7 +8,8 @@ the rank that did so. Parameters are filled up to a multiple of W blocks.
 Stochastic rounding: Alistarh et al. 2017, arXiv:1610.02132.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,9 @@ from .wire import Wire, aligned
 
 __all__ = ["Int8", "dequantize", "quantize"]
 
-_RUN = 2**21
-"""Least number of values that are sent together."""
+_RUN = 2**20
+"""Least number of values that are sent together. Several messages fill a slow wire in both directions at once, as one
+does not under gloo; on a fast one each costs as much as it saves."""
 _SMALL = 2**14
 """Parameters with fewer values are worked on together."""
 _LARGEST = 127
@@ -38,10 +40,9 @@ class _Piece(NamedTuple):
     sizes: list[int]
     """Numbers that each rank averages, filled up to whole blocks."""
     num_ranks: int
-    is_small: bool
 
     def rows(self, flat: Tensor) -> Tensor:
-        """The numbers for each rank: [W, n]."""
+        """The numbers for each rank [W, n]: of one parameter without gaps a view, else a copy."""
         rows = []
         for place, size in zip(self.places, self.sizes, strict=True):
             missing = self.num_ranks * size - (place.stop - place.start)
@@ -49,16 +50,18 @@ class _Piece(NamedTuple):
             rows.append(part.view(self.num_ranks, size))
         return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
+    def put(self, rows: Tensor, flat: Tensor) -> None:
+        """Writes them back, where they are a copy."""
+        if rows.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
+            return
+        for place, part in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
+            flat[place] = part.reshape(-1)[: place.stop - place.start]
+
     def noise(self, blocks: Tensor) -> Tensor:
         """Of `blocks`, as many for each parameter as it has: the same whatever it is worked on together with."""
         if len(self.sizes) == 1:
             return blocks
         return torch.cat([blocks[: size // blocks.size(1)] for size in self.sizes])
-
-    def values(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The inverse: each parameter's place and numbers."""
-        for place, part in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
-            yield place, part.reshape(-1)[: place.stop - place.start]
 
 
 class Int8(LossyHook):
@@ -88,48 +91,63 @@ class Int8(LossyHook):
         num_blocks = total.numel() // self.block + 1  # of a parameter, at most
         noise, owners_noise = (self._noise(total.device, stream, num_blocks) for stream in (wire.rank, wire.size))
         # Phases 1 and 2, a run of parameters after the other, each of which travels while the next one is quantised.
-        payloads = [[quantize(piece.rows(mine), piece.noise(noise)) for piece in pieces] for mine, _, pieces in runs]
-        received = [wire.start_all_to_all(torch.cat(payload, dim=1)) for payload in payloads]
+        received = []
+        for mine, _, pieces in runs:
+            payload, parts = self._payload(wire.size, pieces, total.device)
+            for piece, packed in zip(pieces, parts, strict=True):
+                rows = piece.rows(mine)
+                quantize(rows, piece.noise(noise), packed)
+                piece.put(rows, mine)
+            received.append(wire.start_all_to_all(payload))
         # Phases 3 and 4.
-        averages, gathered = [], []
-        for (_, _, pieces), payload, receive in zip(runs, payloads, received, strict=True):
-            theirs = receive().split([packed.size(1) for packed in payload], dim=1)
-            averages.append([_mean(dequantize(packed, self.block, total.dtype)) for packed in theirs])
-            parts = zip(pieces, averages[-1], strict=True)
-            packed = torch.cat([quantize(mean[None], piece.noise(owners_noise)) for piece, mean in parts], dim=1)
-            gathered.append(wire.start_all_gather(packed.view(-1)))
+        gathered = []
+        for (mine, _, pieces), receive in zip(runs, received, strict=True):
+            payload, parts = self._payload(1, pieces, total.device)
+            theirs = receive().split([packed.size(1) for packed in parts], dim=1)
+            for piece, everyones, packed in zip(pieces, theirs, parts, strict=True):
+                average = _mean(everyones, self.block)
+                quantize(average, piece.noise(owners_noise), packed)
+                rows = piece.rows(mine)
+                rows[wire.rank].add_(average[0], alpha=wire.size)  # what is lost of the sum, this rank has not sent
+                piece.put(rows, mine)
+            gathered.append(wire.start_all_gather(payload.view(-1)))
         # Phase 5.
-        for (mine, run, pieces), payload, exact, gather in zip(runs, payloads, averages, gathered, strict=True):
-            everyones = gather().split([packed.size(1) for packed in payload], dim=1)
-            for piece, own, of_part, theirs in zip(pieces, payload, exact, everyones, strict=True):
-                means = dequantize(theirs, self.block, total.dtype)
-                sent = dequantize(own, self.block, total.dtype)
-                # What phase 3 has lost of the sum, this rank has not sent.
-                sent[wire.rank].sub_(of_part.sub_(means[wire.rank]), alpha=wire.size)
-                for place, values in piece.values(means):
-                    run.gradients[place].copy_(values)
-                for place, values in piece.values(sent):
-                    mine[place].sub_(values)
+        for (_, run, pieces), gather in zip(runs, gathered, strict=True):
+            everyones = gather()
+            for piece, packed in zip(pieces, everyones.split(self._num_bytes(pieces), dim=1), strict=True):
+                rows = piece.rows(run.gradients)
+                dequantize(packed, self.block, rows)
+                piece.put(rows, run.gradients)
 
-    def _pieces(self, run: Bucket, num_ranks: int) -> list["_Piece"]:
+    def _pieces(self, run: Bucket, num_ranks: int) -> list[_Piece]:
         """Parameters one by one, so that what is made of them stays in the cache, small ones together."""
-        pieces: list[_Piece] = []
-        start = 0
-        for numel in run.numels:
-            size = -(-numel // (num_ranks * self.block)) * self.block
-            if not pieces or numel >= _SMALL or not pieces[-1].is_small:
-                pieces.append(_Piece([], [], num_ranks, numel < _SMALL))
-            pieces[-1].places.append(slice(start, start + numel))
-            pieces[-1].sizes.append(size)
-            start += numel
+        pieces, small = [], _Piece([], [], num_ranks)
+        starts = itertools.accumulate(run.numels, initial=0)
+        for numel, start in zip(run.numels, starts, strict=False):
+            piece = small if numel < _SMALL else _Piece([], [], num_ranks)
+            piece.places.append(slice(start, start + numel))
+            piece.sizes.append(-(-numel // (num_ranks * self.block)) * self.block)
+            pieces += [piece] if len(piece.sizes) == 1 else []
         return pieces
+
+    def _num_bytes(self, pieces: list[_Piece]) -> list[int]:
+        """Of what each rank gets of each piece."""
+        return [sum(piece.sizes) // self.block * (self.block + 4) for piece in pieces]
+
+    def _payload(self, num_rows: int, pieces: list[_Piece], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        """Room for a message, and the parts of it."""
+        num_bytes = self._num_bytes(pieces)
+        payload = torch.empty(num_rows, sum(num_bytes), dtype=torch.uint8, device=device)
+        return payload, payload.split(num_bytes, dim=1)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor, wire: Wire) -> None:
         """Phases 1 and 2, and the average of 3."""
         n = shard.numel()
         padded = functional.pad(whole.view(wire.size, n), (0, -n % self.block))
-        payload = quantize(padded, self._noise(whole.device, wire.rank, padded.size(1) // self.block))
-        shard.copy_(_mean(dequantize(wire.all_to_all(payload), self.block, shard.dtype))[:n])
+        num_blocks = padded.size(1) // self.block
+        payload = padded.new_empty(wire.size, num_blocks * (self.block + 4), dtype=torch.uint8)
+        quantize(padded, self._noise(whole.device, wire.rank, num_blocks), payload)
+        shard.copy_(_mean(wire.all_to_all(payload), self.block)[0, :n])
 
     def _noise(self, device: torch.device, stream: int, num_blocks: int) -> Tensor:
         """What to add before rounding down so many blocks.
@@ -142,36 +160,40 @@ class Int8(LossyHook):
         return noise.unfold(0, self.block, 1)
 
 
-def _mean(rows: Tensor) -> Tensor:
-    """Over the ranks, in their order; several times faster on a CPU than `mean(0)`."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total.div_(rows.size(0))
-
-
-def quantize(values: Tensor, noise: Tensor) -> Tensor:
-    """Rows of numbers [rows, n] as rows of bytes [rows, n + 4 n / block]: the numbers, then a float32 scale a block.
+def quantize(values: Tensor, noise: Tensor, packed: Tensor) -> None:
+    """Writes rows of numbers [rows, n] as rows of bytes: a number in each, then a float32 scale for each block.
 
     Args:
-        values: n is a multiple of the block.
+        values: n is a multiple of the block; what the bytes don't say of them is left there.
         noise: [at least n / block, block], uniform in [0, 1).
+        packed: where to write, [rows, n + 4 n / block].
     """
     rows, n = values.shape
-    blocks = values.float().view(rows, -1, noise.size(1))
+    blocks = values.view(rows, -1, noise.size(1))
+    wide = blocks.float()
     # A little more than the greatest, so that no sum with the noise is rounded up to 128.
-    scales = blocks.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
+    scales = wide.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
     # Of a block of zeros, nothing is divided by zero.
     factors = scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_()
-    total = torch.addcmul(noise[: blocks.size(1)], blocks, factors, out=torch.empty_like(blocks))
-    numbers = total.floor_().to(torch.int8)
-    return torch.cat([numbers.view(rows, n).view(torch.uint8), scales.view(rows, -1).view(torch.uint8)], dim=1)
+    numbers = torch.addcmul(noise[: blocks.size(1)], wide, factors, out=torch.empty_like(wide)).floor_()
+    blocks.addcmul_(numbers, scales, value=-1)
+    packed[:, :n].view(torch.int8).copy_(numbers.view(rows, n))
+    packed[:, n:] = scales.view(rows, -1).view(torch.uint8)
 
 
-def dequantize(packed: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """The inverse, up to the rounding: [rows, n]."""
-    rows, num_bytes = packed.shape
-    num_blocks = num_bytes // (block + 4)
-    scales = aligned(packed[:, block * num_blocks :]).view(torch.float32)
-    numbers = packed[:, : block * num_blocks].view(torch.int8).float().view(rows, num_blocks, block)
-    return numbers.mul_(scales.unsqueeze(2)).view(rows, -1).to(dtype)
+def dequantize(packed: Tensor, block: int, values: Tensor) -> None:
+    """The inverse, up to the rounding, into `values` [rows, n]."""
+    rows, n = values.shape
+    values.copy_(packed[:, :n].view(torch.int8))
+    values.view(rows, -1, block).mul_(aligned(packed[:, n:]).view(torch.float32).unsqueeze(2))
+
+
+def _mean(packed: Tensor, block: int) -> Tensor:
+    """Of the rows of bytes, in their order, in float32: [1, n]."""
+    n = packed.size(1) // (block + 4) * block
+    scales = aligned(packed[:, n:]).view(torch.float32).div_(packed.size(0))
+    numbers = packed[:, :n].view(torch.int8)
+    mean = numbers[0].float().view(-1, block).mul_(scales[0].unsqueeze(1))
+    for row, of_row in zip(numbers[1:], scales[1:], strict=True):
+        mean.addcmul_(row.float().view(-1, block), of_row.unsqueeze(1))
+    return mean.view(1, n)

@@ -57,8 +57,11 @@ def _parts(flat: Tensor, run: Bucket) -> list[Tensor]:
 
 def _packed(parts: list[Tensor]) -> Tensor:
     """All scales, then all signs. Parameter by parameter, so that what is made in between stays in the cache."""
-    scales = torch.cat([part.abs().mean(1, dtype=wide(part.dtype)).bfloat16() for part in parts])
-    return torch.cat([scales.view(torch.uint8), *(pack(part >= 0) for part in parts)])
+    scales, signs = [], []
+    for part in parts:
+        scales.append(part.abs().mean(1, dtype=wide(part.dtype)).bfloat16())
+        signs.append(pack(part >= 0))
+    return torch.cat([torch.cat(scales).view(torch.uint8), *signs])
 
 
 def _average(parts: list[Tensor], run: Bucket, everyones: Tensor, wire: Wire) -> None:
@@ -68,13 +71,16 @@ def _average(parts: list[Tensor], run: Bucket, everyones: Tensor, wire: Wire) ->
     signs = everyones[:, 2 * sum(rows) :].split([-(-part.numel() // 8) for part in parts], dim=1)
     by_member = zip(parts, run.gradients.split(run.numels), scales.split(rows, dim=1), signs, strict=True)
     for part, average, of_rows, bits in by_member:
-        average = average.view_as(part).zero_()
+        average = average.view_as(part)
         for rank in range(wire.size):
             theirs = unpack(bits[rank], part.numel(), part.dtype).view_as(part)
             scale = of_rows[rank].unsqueeze(1)
-            average.addcmul_(theirs, scale, value=1 / wire.size)
             if rank == wire.rank:
                 part.addcmul_(theirs, scale, value=-1)
+            if rank == 0:
+                torch.mul(theirs, scale / wire.size, out=average)
+            else:
+                average.addcmul_(theirs, scale, value=1 / wire.size)
 
 
 def _rows(member: Member) -> int:

@@ -21,9 +21,11 @@ from .wire import Wire, aligned
 
 __all__ = ["TopK", "largest"]
 
+_RUN = 2**20
+"""Least number of values whose largest are sent together."""
 _LEAST = 64
 """Values that are sent of each parameter at least, if it has as many."""
-_SAMPLE = 2**14
+_SAMPLE = 2**13
 
 
 class TopK(LossyHook):
@@ -45,22 +47,25 @@ class TopK(LossyHook):
 
     def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
         """See the phases above."""
-        # Phase 1.
-        whole, chosen = self._places(total, bucket)
-        places = torch.cat([whole, chosen])
-        exact = total[places]
-        values = exact.to(self.send_dtype or total.dtype)
-        total[places] = exact - values.to(total.dtype)
-        # Phase 2.
-        payload = torch.cat([chosen.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
-        everyones = wire.all_gather(payload)
+        # Phases 1 and 2, a run of parameters after the other, each of which travels while the next one is searched.
+        pending = []
+        for place, run in bucket.cut(_RUN):
+            mine = total[place]
+            whole, chosen = self._places(mine, run)
+            places = torch.cat([whole, chosen])
+            exact = mine[places]
+            values = exact.to(self.send_dtype or total.dtype)
+            mine[places] = exact - values.to(total.dtype)
+            payload = torch.cat([chosen.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
+            pending.append((run.gradients, whole, 4 * chosen.numel(), wire.start_all_gather(payload)))
         # Phase 3. In the order of the ranks, so that all of them get the same bits.
-        end = 4 * chosen.numel()
-        all_chosen = aligned(everyones[:, :end]).view(torch.int32)
-        all_values = aligned(everyones[:, end:]).view(values.dtype).to(total.dtype)
-        bucket.gradients.zero_()
-        for theirs, received in zip(all_chosen, all_values, strict=True):
-            bucket.gradients.index_add_(0, torch.cat([whole, theirs]), received, alpha=1 / wire.size)
+        for average, whole, end, receive in pending:
+            everyones = receive()
+            all_chosen = aligned(everyones[:, :end]).view(torch.int32)
+            all_values = aligned(everyones[:, end:]).view(self.send_dtype or total.dtype).to(total.dtype)
+            average.zero_()
+            for chosen, values in zip(all_chosen, all_values, strict=True):
+                average.index_add_(0, torch.cat([whole, chosen]), values, alpha=1 / wire.size)
 
     def _places(self, total: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Of the values that all ranks send, and of those that this one has chosen."""
