@@ -185,13 +185,13 @@ def dequantize(packed: Tensor, block: int, values: Tensor) -> None:
     """The inverse, up to the rounding, into `values` [rows, n]."""
     rows, n = values.shape
     values.copy_(packed[:, :n].view(torch.int8))
-    values.view(rows, -1, block).mul_(aligned(packed[:, n:]).view(torch.float32).unsqueeze(2))
+    values.view(rows, -1, block).mul_(aligned(packed[:, n:], torch.float32).unsqueeze(2))
 
 
 def _mean(packed: Tensor, block: int) -> Tensor:
     """Of the rows of bytes, in their order, in float32: [1, n]."""
     n = packed.size(1) // (block + 4) * block
-    scales = aligned(packed[:, n:]).view(torch.float32).div_(packed.size(0))
+    scales = aligned(packed[:, n:], torch.float32).div_(packed.size(0))
     numbers = packed[:, :n].view(torch.int8)
     mean = numbers[0].float().view(-1, block).mul_(scales[0].unsqueeze(1))
     for row, of_row in zip(numbers[1:], scales[1:], strict=True):

@@ -67,7 +67,7 @@ def _packed(parts: list[Tensor]) -> Tensor:
 def _average(parts: list[Tensor], run: Bucket, everyones: Tensor, wire: Wire) -> None:
     """The mean of what all ranks have sent, into the run's gradients; takes what this rank has sent from `parts`."""
     rows = [part.size(0) for part in parts]
-    scales = aligned(everyones[:, : 2 * sum(rows)]).view(torch.bfloat16).to(run.gradients.dtype)
+    scales = aligned(everyones[:, : 2 * sum(rows)], torch.bfloat16).to(run.gradients.dtype)
     signs = everyones[:, 2 * sum(rows) :].split([-(-part.numel() // 8) for part in parts], dim=1)
     by_member = zip(parts, run.gradients.split(run.numels), scales.split(rows, dim=1), signs, strict=True)
     for part, average, of_rows, bits in by_member:

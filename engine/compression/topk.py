@@ -61,8 +61,8 @@ class TopK(LossyHook):
         # Phase 3. In the order of the ranks, so that all of them get the same bits.
         for average, whole, end, receive in pending:
             everyones = receive()
-            all_chosen = aligned(everyones[:, :end]).view(torch.int32)
-            all_values = aligned(everyones[:, end:]).view(self.send_dtype or total.dtype).to(total.dtype)
+            all_chosen = aligned(everyones[:, :end], torch.int32)
+            all_values = aligned(everyones[:, end:], self.send_dtype or total.dtype).to(total.dtype)
             average.zero_()
             for chosen, values in zip(all_chosen, all_values, strict=True):
                 average.index_add_(0, torch.cat([whole, chosen]), values, alpha=1 / wire.size)

@@ -187,9 +187,10 @@ def seconds_between(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def aligned(part: Tensor) -> Tensor:
-    """A copy of some columns of a message, whose bytes can be viewed as numbers of several bytes."""
-    return part.clone(memory_format=torch.contiguous_format)
+def aligned(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some columns of a message [rows, n] as numbers of several bytes: a copy, which begins where such numbers may."""
+    numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
+    return numbers.view(part.size(0), part.size(1) // dtype.itemsize)
 
 
 @dataclasses.dataclass
