@@ -1,7 +1,6 @@
 """The `polyphase` command: LightningCLI with the engine as its trainer, short flags, and a table of all flags."""
 
 import dataclasses
-import difflib
 import importlib
 import itertools
 import os
@@ -22,7 +21,7 @@ from .checkpoint import commands
 from .compression import COMM_HOOKS, make_comm_hook
 from .engine import Engine
 from .explain import explained
-from .flags import LAUNCHERS, check_count, choose
+from .flags import LAUNCHERS, check_count, choose, did_you_mean
 from .refusal import RefusedError, check_checkpoint
 from .strategies import PRECISIONS, STRATEGIES
 from .version import __version__
@@ -217,10 +216,9 @@ def check_names(words: Sequence[str], models: ModuleType) -> None:
         given = [after for word, after in itertools.pairwise(words) if word == flag]
         given += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
         for name in filter(str.isidentifier, set(given) - set(known)):
-            near = difflib.get_close_matches(name, known, n=1)
             raise ArgumentError(
                 None,
-                f"unknown {flag[2:]} class {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}"
+                f"unknown {flag[2:]} class {name!r}.{did_you_mean(name, known)}"
                 f" Allowed: {', '.join(known)}. A class of your own goes by its import path: {flag} package.Class.",
             )
 
@@ -262,10 +260,12 @@ def _text(default: Any) -> str:
 
 def _nearest_flag(message: str) -> str:
     found = re.search(r"unrecognized arguments: --(?:trainer\.)?(\w+)", message)
+    if found is None:
+        return ""
     names = LightningArgumentParser().add_lightning_class_args(Engine, "trainer", subclass_mode=False)
     flags = {name.removeprefix("trainer."): name for name in names}
-    near = difflib.get_close_matches(found[1], flags, n=1) if found else []
-    return f"\nDid you mean --{near[0] if near[0] in SHORT else flags[near[0]]}?" if near else ""
+    hint = did_you_mean(found[1], flags, lambda near: f"--{near if near in SHORT else flags[near]}")
+    return hint.replace(" ", "\n", 1)  # on a line of its own
 
 
 def _exit(message: str) -> NoReturn:

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_count",
     "check_number",
     "choose",
+    "did_you_mean",
     "parse_flag",
     "parse_options",
     "split_launcher",
@@ -118,9 +119,21 @@ def choose(kind: str, given: str, allowed: Collection[str], near: str | None = N
     if isinstance(given, str) and given in allowed:
         return given
     by_lower = {name.lower(): name for name in allowed}
-    close = [near] if near else difflib.get_close_matches(str(given).lower(), by_lower, n=1, cutoff=0.5)
-    hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+    hint = did_you_mean((near or str(given)).lower(), by_lower, lambda name: repr(by_lower[name]), cutoff=0.5)
     raise ValueError(f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(sorted(allowed)) or 'none'}.")
+
+
+def did_you_mean(given: str, allowed: Iterable[str], shown: Callable[[str], str] = repr, *, cutoff: float = 0.6) -> str:
+    """What to add to an error: a blank and a question for the closest of `allowed`, or nothing if none is close.
+
+    Args:
+        given: by the user.
+        allowed: names that would have been right.
+        shown: how the closest one is written.
+        cutoff: least similarity, of 1.
+    """
+    near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=cutoff)
+    return f" Did you mean {shown(near[0])}?" if near else ""
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: float = math.inf) -> int:

@@ -1,6 +1,5 @@
 """What is refused before any process starts: one kind of error, which the command shows as one line."""
 
-import difflib
 import os
 import traceback
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .checkpoint.store import LEFTOVERS
 from .environment import knows_where_nodes_meet
+from .flags import did_you_mean
 
 __all__ = ["MissingCheckpointError", "RefusedError", "check_checkpoint", "check_nodes", "refusing"]
 
@@ -74,7 +74,7 @@ def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
     there = os.listdir(folder) if os.path.isdir(folder) else []
     if any(entry.startswith(LEFTOVERS) for entry in there):
         return  # what a save that was killed has left may get this name, once the folder is repaired
-    near = difflib.get_close_matches(name, [*there, *_LOOKED_UP], n=1)
-    at = "" if near and near[0] in _LOOKED_UP else os.path.dirname(given)
-    hint = f" Did you mean {os.path.join(at, near[0])!r}?" if near else ""
+    beside = {entry: os.path.join(os.path.dirname(given), entry) for entry in there}
+    known = {**beside, **dict(zip(_LOOKED_UP, _LOOKED_UP, strict=True))}
+    hint = did_you_mean(name, known, lambda near: repr(known[near]))
     raise MissingCheckpointError(f"there is no checkpoint at {os.path.join(folder, name)}.{hint}")

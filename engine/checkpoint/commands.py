@@ -1,7 +1,6 @@
 """The `polyphase ckpt` command: what a user wants of checkpoints without a run."""
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ from fsspec.core import url_to_fs
 from rich.console import Console
 from rich.table import Table
 
-from ..flags import choose
+from ..flags import choose, did_you_mean
 from .export import SUFFIXES, export
 from .files import Files
 from .folder import prune, survey
@@ -238,8 +237,7 @@ def _check_exists(path: str) -> None:
         return
     folder, name = os.path.split(place)
     beside = [os.path.basename(each) for each in fs.ls(folder, detail=False)] if fs.isdir(folder) else []
-    near = difflib.get_close_matches(name, beside, n=1)
-    raise ValueError(f"There is nothing at {path}.{f' Did you mean {near[0]}?' if near else ''}")
+    raise ValueError(f"There is nothing at {path}.{did_you_mean(name, beside, str)}")
 
 
 def _complain(error: Exception, status: int) -> int:
@@ -251,8 +249,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """In place of a page of usage: what is wrong, and the flag that was probably meant."""
         found = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        near = difflib.get_close_matches(found[1], self._option_string_actions, n=1) if found else []
-        raise ValueError(f"{message}.{f' Did you mean {near[0]}?' if near else ''}\nAll options: {self.prog} --help")
+        hint = did_you_mean(found[1], self._option_string_actions, str) if found else ""
+        raise ValueError(f"{message}.{hint}\nAll options: {self.prog} --help")
 
 
 class _Command(NamedTuple):

@@ -10,7 +10,6 @@ and the manifest alone makes them a checkpoint. Paths are local ones or fsspec U
 """
 
 import dataclasses
-import difflib
 import fcntl
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from ..flags import did_you_mean
 from .files import Files, resolve, sync
 
 __all__ = [
@@ -310,6 +310,4 @@ def _nearest(path: str) -> str:
     beside = [os.path.basename(found) for found, _ in find(parent)]
     if not beside:
         return ""
-    near = difflib.get_close_matches(name, beside, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{hint} The newest one in {parent.removeprefix('file://')} is {beside[0]}."
+    return f"{did_you_mean(name, beside, str)} The newest one in {parent.removeprefix('file://')} is {beside[0]}."

@@ -9,7 +9,6 @@ No process group is needed for any of this.
 """
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from ...flags import did_you_mean
 from .styles import FusedColwise, Region, Rows, Vocabulary
 
 __all__ = ["Entry", "Plan", "make_plan"]
@@ -324,8 +324,7 @@ def _given(module: nn.Module, plan: Any) -> Iterator[Entry]:
     for pattern, style in plan.items():
         found = [name for name in names if _matches(name, pattern)]
         if not found:
-            near = difflib.get_close_matches(pattern, names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(pattern, names)
             raise ValueError(f"{method} names {pattern!r}, but the module has no such part.{hint}")
         for name in found:
             yield Entry(name, _described(style), {name: style})
