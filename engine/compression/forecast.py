@@ -67,7 +67,7 @@ def measure_links(wire: Wire, device: torch.device) -> dict[str, Link]:
 
     def several(start: Callable[[Tensor], Callable[[], Tensor]], num_rows: int, num_bytes: int) -> None:
         # As the methods send them: gloo sends one message in one direction after the other.
-        n = num_bytes // (_NUM_TOGETHER * num_rows)
+        n = max(1, num_bytes // (_NUM_TOGETHER * num_rows))
         parts = [torch.zeros(num_rows, n, dtype=torch.uint8, device=device) for _ in range(_NUM_TOGETHER)]
         for receive in [start(part) for part in parts]:
             receive()
