@@ -29,6 +29,7 @@ _RUN = 2**20
 does not under gloo; on a fast one each costs as much as it saves."""
 _SMALL = 2**14
 """Parameters with fewer values are worked on together."""
+_NUM_ROWS = 2**14
 _LARGEST = 127
 
 
@@ -57,11 +58,19 @@ class _Piece(NamedTuple):
         for place, part in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
             flat[place] = part.reshape(-1)[: place.stop - place.start]
 
-    def noise(self, blocks: Tensor) -> Tensor:
-        """Of `blocks`, as many for each parameter as it has: the same whatever it is worked on together with."""
-        if len(self.sizes) == 1:
-            return blocks
-        return torch.cat([blocks[: size // blocks.size(1)] for size in self.sizes])
+    def noise(self, noise: "_Noise") -> Tensor:
+        """A row for each block, of each parameter the first ones: the same whatever it is worked on together with."""
+        starts = [noise.starts[: size // noise.rows.size(1)] for size in self.sizes]
+        return noise.rows[torch.cat(starts) if len(starts) > 1 else starts[0]]
+
+
+class _Noise(NamedTuple):
+    """What to add before rounding down."""
+
+    rows: Tensor
+    """Uniform in [0, 1), each row the one before it but for one number: [_NUM_ROWS, block]."""
+    starts: Tensor
+    """Which of them each block takes."""
 
 
 class Int8(LossyHook):
@@ -146,18 +155,21 @@ class Int8(LossyHook):
         padded = functional.pad(whole.view(wire.size, n), (0, -n % self.block))
         num_blocks = padded.size(1) // self.block
         payload = padded.new_empty(wire.size, num_blocks * (self.block + 4), dtype=torch.uint8)
-        quantize(padded, self._noise(whole.device, wire.rank, num_blocks), payload)
+        noise = self._noise(whole.device, wire.rank, num_blocks)
+        quantize(padded, noise.rows[noise.starts], payload)
         shard.copy_(_mean(wire.all_to_all(payload), self.block)[0, :n])
 
-    def _noise(self, device: torch.device, stream: int, num_blocks: int) -> Tensor:
-        """What to add before rounding down so many blocks.
+    def _noise(self, device: torch.device, stream: int, num_blocks: int) -> _Noise:
+        """For so many blocks of a parameter, at most.
 
         It depends on the step and the rank alone, so a resumed run draws the same. Drawing one for each number would
-        take longer than all else here: a block takes its own from where the block before it does, but for one.
+        take longer than all else here, so blocks take parts of one long row, from random places: where they followed
+        each other, the errors of neighbours were so alike that training of a small GPT on 4 ranks had spikes.
         """
         generator = torch.Generator(device).manual_seed(mixed(self.step, stream))
-        noise = torch.rand(self.block + num_blocks, device=device, generator=generator)
-        return noise.unfold(0, self.block, 1)
+        noise = torch.rand(_NUM_ROWS + self.block - 1, device=device, generator=generator)
+        starts = torch.randint(_NUM_ROWS, (num_blocks,), device=device, generator=generator)
+        return _Noise(noise.unfold(0, self.block, 1), starts)
 
 
 def quantize(values: Tensor, noise: Tensor, packed: Tensor) -> None:
@@ -165,7 +177,7 @@ def quantize(values: Tensor, noise: Tensor, packed: Tensor) -> None:
 
     Args:
         values: n is a multiple of the block; what the bytes don't say of them is left there.
-        noise: [at least n / block, block], uniform in [0, 1).
+        noise: [n / block, block], uniform in [0, 1).
         packed: where to write, [rows, n + 4 n / block].
     """
     rows, n = values.shape
@@ -175,7 +187,7 @@ def quantize(values: Tensor, noise: Tensor, packed: Tensor) -> None:
     scales = wide.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
     # Of a block of zeros, nothing is divided by zero.
     factors = scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_()
-    numbers = torch.addcmul(noise[: blocks.size(1)], wide, factors, out=torch.empty_like(wide)).floor_()
+    numbers = torch.addcmul(noise, wide, factors, out=torch.empty_like(wide)).floor_()
     blocks.addcmul_(numbers, scales, value=-1)
     packed[:, :n].view(torch.int8).copy_(numbers.view(rows, n))
     packed[:, n:] = scales.view(rows, -1).view(torch.uint8)
