@@ -65,17 +65,18 @@ class Forecast(NamedTuple):
 def measure_links(wire: Wire, device: torch.device) -> dict[str, Link]:
     """Times each collective; all ranks call it together."""
 
-    def several(start: Callable[[Tensor], Callable[[], Tensor]], num_rows: int, num_bytes: int) -> None:
-        # As the methods send them: gloo sends one message in one direction after the other.
-        n = max(1, num_bytes // (_NUM_TOGETHER * num_rows))
-        parts = [torch.zeros(num_rows, n, dtype=torch.uint8, device=device) for _ in range(_NUM_TOGETHER)]
+    def send(start: Callable[[Tensor], Callable[[], Tensor]], num_rows: int, num_bytes: int) -> None:
+        # Many bytes as the methods send them, in several messages: gloo sends one in one direction after the other.
+        num_messages = 1 if num_bytes == _SMALL_BYTES else _NUM_TOGETHER
+        n = max(1, num_bytes // (num_messages * num_rows))
+        parts = [torch.zeros(num_rows, n, dtype=torch.uint8, device=device) for _ in range(num_messages)]
         for receive in [start(part) for part in parts]:
             receive()
 
     collectives: dict[str, Callable[[int], Tensor | None]] = {
         "all_reduce": lambda n: wire.all_reduce(torch.zeros(n // 4, device=device)),
-        "all_gather": lambda n: several(lambda part: wire.start_all_gather(part.view(-1)), 1, n),
-        "all_to_all": lambda n: several(wire.start_all_to_all, wire.size, n),
+        "all_gather": lambda n: send(lambda part: wire.start_all_gather(part.view(-1)), 1, n),
+        "all_to_all": lambda n: send(wire.start_all_to_all, wire.size, n),
     }
     links = {}
     for name, collective in collectives.items():

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ..flags import check_count
 from ..seeds import mixed
-from .bucket import Bucket
+from .bucket import Bucket, wide
 from .feedback import LossyHook
 from .wire import Wire, aligned
 
@@ -114,7 +114,7 @@ class Int8(LossyHook):
             payload, parts = self._payload(1, pieces, total.device)
             theirs = receive().split([packed.size(1) for packed in parts], dim=1)
             for piece, everyones, packed in zip(pieces, theirs, parts, strict=True):
-                average = _mean(everyones, self.block)
+                average = _mean(everyones, self.block, wide(total.dtype))
                 quantize(average, piece.noise(owners_noise), packed)
                 rows = piece.rows(mine)
                 rows[wire.rank].add_(average[0], alpha=wire.size)  # what is lost of the sum, this rank has not sent
@@ -157,7 +157,7 @@ class Int8(LossyHook):
         payload = padded.new_empty(wire.size, num_blocks * (self.block + 4), dtype=torch.uint8)
         noise = self._noise(whole.device, wire.rank, num_blocks)
         quantize(padded, noise.rows[noise.starts], payload)
-        shard.copy_(_mean(wire.all_to_all(payload), self.block)[0, :n])
+        shard.copy_(_mean(wire.all_to_all(payload), self.block, wide(shard.dtype))[0, :n])
 
     def _noise(self, device: torch.device, stream: int, num_blocks: int) -> _Noise:
         """For so many blocks of a parameter, at most.
@@ -182,12 +182,12 @@ def quantize(values: Tensor, noise: Tensor, packed: Tensor) -> None:
     """
     rows, n = values.shape
     blocks = values.view(rows, -1, noise.size(1))
-    wide = blocks.float()
+    singles = blocks.float()
     # A little more than the greatest, so that no sum with the noise is rounded up to 128.
-    scales = wide.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
+    scales = singles.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
     # Of a block of zeros, nothing is divided by zero.
     factors = scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_()
-    numbers = torch.addcmul(noise, wide, factors, out=torch.empty_like(wide)).floor_()
+    numbers = torch.addcmul(noise, singles, factors, out=torch.empty_like(singles)).floor_()
     blocks.addcmul_(numbers, scales, value=-1)
     packed[:, :n].view(torch.int8).copy_(numbers.view(rows, n))
     packed[:, n:] = scales.view(rows, -1).view(torch.uint8)
@@ -200,12 +200,12 @@ def dequantize(packed: Tensor, block: int, values: Tensor) -> None:
     values.view(rows, -1, block).mul_(aligned(packed[:, n:], torch.float32).unsqueeze(2))
 
 
-def _mean(packed: Tensor, block: int) -> Tensor:
-    """Of the rows of bytes, in their order, in float32: [1, n]."""
+def _mean(packed: Tensor, block: int, dtype: torch.dtype) -> Tensor:
+    """Of the rows of bytes, in their order: [1, n]."""
     n = packed.size(1) // (block + 4) * block
-    scales = aligned(packed[:, n:], torch.float32).div_(packed.size(0))
+    scales = aligned(packed[:, n:], torch.float32).to(dtype).div_(packed.size(0))
     numbers = packed[:, :n].view(torch.int8)
-    mean = numbers[0].float().view(-1, block).mul_(scales[0].unsqueeze(1))
+    mean = numbers[0].to(dtype).view(-1, block).mul_(scales[0].unsqueeze(1))
     for row, of_row in zip(numbers[1:], scales[1:], strict=True):
-        mean.addcmul_(row.float().view(-1, block), of_row.unsqueeze(1))
+        mean.addcmul_(row.to(dtype).view(-1, block), of_row.unsqueeze(1))
     return mean.view(1, n)

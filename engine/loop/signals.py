@@ -36,7 +36,7 @@ _END_OF_STEP = 2**32 - 1
 _PERIOD_S = 1.0
 """How often a rank looks whether another one was asked to stop."""
 _FAREWELL_S = 30.0
-"""How long rank 0 waits for a rank that does not get to its stop: what clusters leave between SIGTERM and SIGKILL."""
+"""How long rank 0 waits for a rank that does not get to its stop; a snapshot would wait for it as well."""
 
 
 class Agreement:

@@ -21,6 +21,7 @@ Stack = list[tuple[FrameType, int]]
 
 _SAVER = "polyphase.engine.checkpoint.saver."
 _RPC = "polyphase.engine.strategies.ps.rpc."
+_SIGNALS = "polyphase.engine.loop.signals."
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
@@ -118,6 +119,8 @@ def _pending(stack: Stack) -> str | None:
             return "a call to another rank"
         if (module, name) == (_RPC, "_await"):
             return "the end of the parameter server"
+        if (module, name) == (_SIGNALS, "part"):
+            return "the stop of all"
         # The collectives of DDP's backward are torch's C++ alone.
         if number == 0 and (module, name) == ("torch.autograd.graph.", "_engine_run_backward"):
             return "backward"

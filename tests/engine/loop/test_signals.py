@@ -3,6 +3,10 @@
 import os
 import random
 import signal
+import sys
+import threading
+import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine.loop import signals
 from polyphase.engine.loop.signals import Agreement
+from polyphase.engine.strategies.heartbeat import _pending
 
 from ..tiny import Positions, Seen, engine
 
@@ -60,6 +65,18 @@ def test_rank_0_leaves_last_of_those_that_are_there():
             last.result(timeout=0.2)
         ranks[1].part()
         last.result(timeout=10)
+
+
+def test_rank_0_is_seen_to_wait_for_the_others():
+    ranks = [Agreement(store, rank, 2) for store in [dist.HashStore()] for rank in range(2)]
+    waits = threading.Thread(target=ranks[0].part)
+    waits.start()
+    deadline, pending = time.monotonic() + 10, None
+    while pending is None and time.monotonic() < deadline:
+        pending = _pending(list(traceback.walk_stack(sys._current_frames()[waits.ident])))
+    ranks[1].part()
+    waits.join()
+    assert pending == "the stop of all"
 
 
 def test_rank_0_does_not_wait_for_ever(monkeypatch):
