@@ -75,6 +75,6 @@ def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
     if any(entry.startswith(LEFTOVERS) for entry in there):
         return  # what a save that was killed has left may get this name, once the folder is repaired
     beside = {entry: os.path.join(os.path.dirname(given), entry) for entry in there}
-    known = {**beside, **dict(zip(_LOOKED_UP, _LOOKED_UP, strict=True))}
+    known = beside | {name: name for name in _LOOKED_UP}
     hint = did_you_mean(name, known, lambda near: repr(known[near]))
     raise MissingCheckpointError(f"there is no checkpoint at {os.path.join(folder, name)}.{hint}")

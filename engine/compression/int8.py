@@ -136,7 +136,8 @@ class Int8(LossyHook):
             piece = small if numel < _SMALL else _Piece([], [], num_ranks)
             piece.places.append(slice(start, start + numel))
             piece.sizes.append(-(-numel // (num_ranks * self.block)) * self.block)
-            pieces += [piece] if len(piece.sizes) == 1 else []
+            if len(piece.sizes) == 1:
+                pieces.append(piece)
         return pieces
 
     def _num_bytes(self, pieces: list[_Piece]) -> list[int]:
@@ -163,8 +164,8 @@ class Int8(LossyHook):
         """For so many blocks of a parameter, at most.
 
         It depends on the step and the rank alone, so a resumed run draws the same. Drawing one for each number would
-        take longer than all else here, so blocks take parts of one long row, from random places: where they followed
-        each other, the errors of neighbours were so alike that training of a small GPT on 4 ranks had spikes.
+        take longer than all else here, so blocks take parts of one long row. From random places: where each began one
+        number behind the one before it, the errors of neighbours were alike.
         """
         generator = torch.Generator(device).manual_seed(mixed(self.step, stream))
         noise = torch.rand(_NUM_ROWS + self.block - 1, device=device, generator=generator)

@@ -68,7 +68,8 @@ def test_rank_0_leaves_last_of_those_that_are_there():
 
 
 def test_rank_0_is_seen_to_wait_for_the_others():
-    ranks = [Agreement(store, rank, 2) for store in [dist.HashStore()] for rank in range(2)]
+    store = dist.HashStore()
+    ranks = [Agreement(store, rank, 2) for rank in range(2)]
     waits = threading.Thread(target=ranks[0].part)
     waits.start()
     deadline, pending = time.monotonic() + 10, None
