@@ -4,26 +4,35 @@ No collective, no lock and no call on the hot path: the loops assign `phase`, an
 thread, from the counters that the loops keep anyway and from the stack of their thread.
 """
 
+import gc
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
-__all__ = ["Heartbeat", "Stack", "describe"]
-
-Stack = list[tuple[FrameType, int]]
-"""Frames and the line each is at, the innermost first."""
+__all__ = ["Call", "Heartbeat", "describe", "stack_of"]
 
 _SAVER = "polyphase.engine.checkpoint.saver."
 _RPC = "polyphase.engine.strategies.ps.rpc."
 _SIGNALS = "polyphase.engine.loop.signals."
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
+
+
+class Call(NamedTuple):
+    """One of the calls that a thread is in."""
+
+    module: str
+    """Its name, and a dot."""
+    name: str
+    file: str
+    line: int
+    is_traced: bool
 
 
 class Heartbeat:
@@ -81,7 +90,10 @@ class Heartbeat:
 
     def report(self, *, with_stack: bool = False, exception: BaseException | None = None) -> dict[str, Any]:
         """All that others may want to know; of the place where `exception` was raised, if there is one."""
-        stack = self._stack() if exception is None else list(traceback.walk_tb(exception.__traceback__))[::-1]
+        if exception is None:
+            stack = stack_of(self._thread)
+        else:
+            stack = _calls(traceback.walk_tb(exception.__traceback__))[::-1]
         report = {
             **self.place(),
             "pending": _pending(stack),
@@ -90,12 +102,39 @@ class Heartbeat:
             "resume_from": self.resume_from,
         }
         if with_stack:
-            report["stack"] = "".join(traceback.StackSummary.extract(reversed(stack)).format())
+            lines = [(call.file, call.line, call.name, None) for call in reversed(stack)]
+            report["stack"] = "".join(traceback.StackSummary.from_list(lines).format())
         return report
 
-    def _stack(self) -> Stack:
-        frame = sys._current_frames().get(self._thread)
-        return [] if frame is None else list(traceback.walk_stack(frame))
+
+def stack_of(thread: int) -> list[Call]:
+    """The calls that a thread of this process is in, the innermost first; none of one that has ended."""
+    # CPython 3.11 may collect garbage while it makes the object of a frame. What that runs can let the other thread run
+    # on and leave the call; to follow `f_back` from there is a segmentation fault.
+    pauses = sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        frame = sys._current_frames().get(thread)
+        calls = [] if frame is None else _calls(traceback.walk_stack(frame))
+        del frame
+        return calls
+    finally:
+        if pauses:
+            gc.enable()
+
+
+def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[Call]:
+    return [
+        Call(
+            f"{frame.f_globals.get('__name__', '')}.",
+            frame.f_code.co_name,
+            frame.f_code.co_filename,
+            line,
+            frame.f_trace is not None,
+        )
+        for frame, line in frames
+    ]
 
 
 def describe(report: dict[str, Any] | None) -> str:
@@ -109,10 +148,10 @@ def describe(report: dict[str, Any] | None) -> str:
     return f"is in phase {report['phase']!r} of step {report['step']}, batch {report['batch']}: {doing}{line}"
 
 
-def _pending(stack: Stack) -> str | None:
+def _pending(stack: list[Call]) -> str | None:
     """Where the thread with this stack waits for other ranks: mostly a function of `torch.distributed`; or None."""
-    for number, (frame, _) in enumerate(stack):
-        module, name = _module(frame), frame.f_code.co_name
+    for number, call in enumerate(stack):
+        module, name = call.module, call.name
         if (module, name) == (_SAVER, "finish"):
             return "the save in flight"
         if (module, name) == (_RPC, "wait"):
@@ -131,20 +170,16 @@ def _pending(stack: Stack) -> str | None:
     return None
 
 
-def _line(stack: Stack) -> str | None:
+def _line(stack: list[Call]) -> str | None:
     """The innermost line that is neither torch's nor Lightning's nor ours: that of the user's own code."""
-    for frame, number in stack:
-        if frame.f_code.co_name != "<module>" and not _module(frame).startswith(_FOREIGN):
-            return f"{frame.f_code.co_filename}:{number} in {frame.f_code.co_name}"
+    for call in stack:
+        if call.name != "<module>" and not call.module.startswith(_FOREIGN):
+            return f"{call.file}:{call.line} in {call.name}"
     return None
 
 
-def _module(frame: FrameType) -> str:
-    return f"{frame.f_globals.get('__name__', '')}."
-
-
-def _is_debugged(stack: Stack) -> bool:
+def _is_debugged(stack: list[Call]) -> bool:
     monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on, debuggers need not trace
-    return any(frame.f_trace is not None for frame, _ in stack) or (
+    return any(call.is_traced for call in stack) or (
         monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
     )

@@ -3,10 +3,8 @@
 import os
 import random
 import signal
-import sys
 import threading
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine.loop import signals
 from polyphase.engine.loop.signals import Agreement
-from polyphase.engine.strategies.heartbeat import _pending
+from polyphase.engine.strategies.heartbeat import _pending, stack_of
 
 from ..tiny import Positions, Seen, engine
 
@@ -74,7 +72,7 @@ def test_rank_0_is_seen_to_wait_for_the_others():
     waits.start()
     deadline, pending = time.monotonic() + 10, None
     while pending is None and time.monotonic() < deadline:
-        pending = _pending(list(traceback.walk_stack(sys._current_frames()[waits.ident])))
+        pending = _pending(stack_of(waits.ident))
     ranks[1].part()
     waits.join()
     assert pending == "the stop of all"

@@ -1,7 +1,9 @@
 """What a process says of where it is, and whom the watchdog makes out as the culprit."""
 
+import gc
 import sys
 import threading
+import traceback
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
-from polyphase.engine.strategies.heartbeat import describe
+from polyphase.engine.strategies.heartbeat import describe, stack_of
 from polyphase.engine.strategies.peers import LEFT, Peers
 from polyphase.engine.strategies.watchdog import _behind
 from tests.distributed import run_ranks
@@ -153,6 +155,30 @@ def test_a_debugger_is_noticed_and_the_users_line_named():
         assert not traced.before["is_debugged"]
     assert "test_watchdog.py" in traced.before["line"]
     assert "in on_train_start" in traced.before["line"]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_amid_a_look_at_a_stack(is_enabled):
+    """In CPython 3.11 that ended processes in SIGSEGV; later ones collect none while they make a frame's object."""
+    amid: list[str] = []
+
+    def note(phase, info) -> None:
+        amid.extend(frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._getframe()))
+
+    was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.callbacks.append(note)
+    try:
+        gc.set_threshold(1)
+        (gc.enable if is_enabled else gc.disable)()
+        stack = stack_of(threading.get_ident())
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert "test_no_garbage_is_collected_amid_a_look_at_a_stack" in [call.name for call in stack]
+    if sys.version_info < (3, 12):
+        assert "stack_of" not in amid
 
 
 @pytest.mark.parametrize("value", [0, -1, "soon", float("nan")])
