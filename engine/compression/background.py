@@ -1,5 +1,6 @@
 """Runs functions beside backward, one after the other in the order in which they came."""
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ..exiting import exit_at_once
+
 __all__ = ["Background"]
+
+_PATIENCE_S = 2.0
+"""How long a process that exits waits for its thread."""
 
 
 class Background:
@@ -21,11 +27,13 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Tensor], Future[Any]]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Tensor], Future[Any]] | None] = queue.SimpleQueue()
         self._device = device
         if self._stream is None:
             # A daemon, since it may be in a collective that other ranks never join when this process wants to exit.
-            threading.Thread(target=self._work, name="polyphase-compression", daemon=True).start()
+            self._thread = threading.Thread(target=self._work, name="polyphase-compression", daemon=True)
+            self._thread.start()
+            atexit.register(self._end)
 
     def submit(self, function: Callable[[], Tensor]) -> Future[Tensor]:
         """The future of what `function` returns; an error of its is raised where the future is waited for."""
@@ -41,15 +49,25 @@ class Background:
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)
-        while True:
-            function, done = self._tasks.get()
+        while (task := self._tasks.get()) is not None:
+            function, done = task
             outcome: Any
             try:
                 outcome = function()
             except BaseException as error:
                 outcome = error
             done.set_result(outcome)
-            del function, done, outcome  # not kept until the next task
+            del task, function, done, outcome  # not kept until the next task
+
+    def _end(self) -> None:
+        """Ends the thread as the process exits, or else, where it waits for ranks that have failed, the process.
+
+        Torch would end the process by SIGABRT when a collective ends while the interpreter is being taken down.
+        """
+        self._tasks.put(None)
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            exit_at_once()
 
 
 def _result(done: Future[Any]) -> Tensor:

@@ -14,6 +14,7 @@ waits in a collective) is ended by its watchdog, or by the launcher, as each doe
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -79,7 +80,7 @@ def announce(
     if leaves and not is_alone:
         say(rank, f"failed, and leaves the other ranks to go on:\n{_traceback(exception)}")
         finish()
-        dist.destroy_process_group()  # its watchdog goes on until the process ends, and so does not say that it is done
+        _end_group()  # its watchdog goes on until the process ends, and so does not say that it is done
         return
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
     if watchdog is not None:
@@ -96,6 +97,17 @@ def announce(
         time.sleep(_GRACE_S)
     elif print_traceback:
         say(rank, f"failed and ends the run:\n{_traceback(exception)}")
+    _end_group()
+
+
+def _end_group() -> None:
+    """Ends this process's groups; what they hold stays until the process ends.
+
+    torch: who lets go last of a gloo group destroys it, and waits for the group's thread. DDP's Reducer holds Python's
+    lock meanwhile, for which that thread waits in turn if it has just ended a collective of a backward that failed.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):  # torch: all groups that this process is in
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     with contextlib.suppress(RuntimeError):  # a group whose connections are gone already may refuse to shut down
         dist.destroy_process_group()
 

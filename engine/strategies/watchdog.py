@@ -17,13 +17,12 @@ import itertools
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from ..environment import started_by
+from ..exiting import exit_at_once
 from .failure import DIED, FIRST_FAILURE, record_failure, say, write_report
 from .heartbeat import Heartbeat, describe
 from .peers import LEFT, Peers, this_process
@@ -175,7 +175,7 @@ class Watchdog:
             self._tell_where()
             self._conclude("hang", self.heartbeat.rank, f"{message}, {describe(known[self.heartbeat.rank])}", known)
             if started_by() is not None:
-                _exit()
+                exit_at_once()
 
     def _without_store(self, report: dict[str, Any]) -> None:
         """Its host is gone: the process of rank 0, or torchrun's agent."""
@@ -186,7 +186,7 @@ class Watchdog:
         self._tell_where()
         message = DIED if gone else "the host of the job's key-value store is gone"
         self._conclude("death", gone[0] if gone else 0, message, self.known())
-        _exit()
+        exit_at_once()
 
     def _follow(self, peers: Peers) -> None:
         """A failure is on record, of another rank's."""
@@ -199,10 +199,10 @@ class Watchdog:
         if verdict is not None:
             say(self.heartbeat.rank, verdict["text"])
             peers.publish("heard", {})
-            _exit()
+            exit_at_once()
         if self._clock - self._failed_at >= _VERDICT_S:  # an exception of our own would have come by now
             say(self.heartbeat.rank, f"stops because rank {first['rank']} failed first: {first['message']}")
-            _exit()
+            exit_at_once()
 
     def _answer(self, peers: Peers) -> None:
         peers.publish("answer", self.heartbeat.report(with_stack=True))
@@ -230,7 +230,7 @@ class Watchdog:
                 os.kill(peers.processes[rank]["pid"], signal.SIGKILL)
         with suppress(RuntimeError):  # the store was in one that has heard and ended; or it is in this process
             _gathered(peers, "heard", [rank for rank in answers if rank != peers.rank])
-        _exit()
+        exit_at_once()
 
     def _conclude(self, kind: str, culprit: int, message: str, known: dict[int, dict[str, Any]]) -> str:
         """Writes the report, and says so."""
@@ -280,10 +280,3 @@ def _delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
 def _late(kill: Callable[[], None]) -> None:
     time.sleep(_LAST_WORDS_S)
     kill()
-
-
-def _exit() -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(1)  # the trainer's thread may be in a call that never returns
