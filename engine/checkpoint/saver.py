@@ -224,18 +224,17 @@ class Saver:
 
     def gather(self, mine: Any) -> list[Any]:
         """What all ranks have, in their order, on each of them."""
-        self.finish()  # whose thread talks to the other ranks over the same connections
         return self._ranks().gathered(mine)
 
     def agree(self, function: Callable[[], Any]) -> Any:
         """What `function` returns on rank 0, on each of them; what it raises there, all raise."""
-        self.finish()
         return _on_rank_0(self._ranks(), function)
 
     def _ranks(self) -> HostGroup:
         """`ranks`, or the savers' own group, so that they never meet a collective of training."""
         if num_ranks() == 1:
             return ALONE
+        self.finish()  # the save in flight has its ranks meet over the same connections
         if self.ranks is not None:
             return self.ranks
         if self._group_of is not dist.group.WORLD:

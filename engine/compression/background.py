@@ -33,7 +33,7 @@ class Background:
             # A daemon, since it may be in a collective that other ranks never join when this process wants to exit.
             self._thread = threading.Thread(target=self._work, name="polyphase-compression", daemon=True)
             self._thread.start()
-            atexit.register(self._end)
+            _with_thread.append(self)
 
     def submit(self, function: Callable[[], Tensor]) -> Future[Tensor]:
         """The future of what `function` returns; an error of its is raised where the future is waited for."""
@@ -59,15 +59,22 @@ class Background:
             done.set_result(outcome)
             del task, function, done, outcome  # not kept until the next task
 
-    def _end(self) -> None:
-        """Ends the thread as the process exits, or else, where it waits for ranks that have failed, the process.
-
-        Torch would end the process by SIGABRT when a collective ends while the interpreter is being taken down.
-        """
+    def end(self) -> None:
+        """Ends the thread; or the process at once, if the thread waits for ranks that have failed."""
         self._tasks.put(None)
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
             exit_at_once()
+
+
+_with_thread: list[Background] = []
+
+
+@atexit.register
+def _end_threads() -> None:
+    # Torch ends a process by SIGABRT if a collective ends while the interpreter is being taken down.
+    for background in _with_thread:
+        background.end()
 
 
 def _result(done: Future[Any]) -> Tensor:

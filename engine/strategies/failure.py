@@ -35,6 +35,7 @@ from fsspec.core import url_to_fs
 
 # Lightning: by which its tuner ends a run that went well.
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from torch.autograd.graph import _engine_run_backward  # torch: what each backward goes through
 
 from ..version import __version__
 
@@ -80,7 +81,7 @@ def announce(
     if leaves and not is_alone:
         say(rank, f"failed, and leaves the other ranks to go on:\n{_traceback(exception)}")
         finish()
-        _end_group()  # its watchdog goes on until the process ends, and so does not say that it is done
+        _end_group(exception)  # its watchdog goes on until the process ends, and so does not say that it is done
         return
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
     if watchdog is not None:
@@ -97,17 +98,18 @@ def announce(
         time.sleep(_GRACE_S)
     elif print_traceback:
         say(rank, f"failed and ends the run:\n{_traceback(exception)}")
-    _end_group()
+    _end_group(exception)
 
 
-def _end_group() -> None:
-    """Ends this process's groups; what they hold stays until the process ends.
+def _end_group(exception: BaseException) -> None:
+    """Ends this process's groups; after a backward that failed, their connections stay until the process ends.
 
     torch: who lets go last of a gloo group destroys it, and waits for the group's thread. DDP's Reducer holds Python's
-    lock meanwhile, for which that thread waits in turn if it has just ended a collective of a backward that failed.
+    lock meanwhile, for which that thread waits in turn if a collective ends that backward had begun.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):  # torch: all groups that this process is in
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if any(frame.f_code is _engine_run_backward.__code__ for frame, _ in traceback.walk_tb(exception.__traceback__)):
+        for group in list(dist.distributed_c10d._world.pg_map):  # torch: all groups that this process is in
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     with contextlib.suppress(RuntimeError):  # a group whose connections are gone already may refuse to shut down
         dist.destroy_process_group()
 

@@ -23,6 +23,9 @@ _SIGNALS = "polyphase.engine.loop.signals."
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
+_looks = threading.Lock()
+"""Held while a stack is read: engines within engines each have a watchdog."""
+
 
 class Call(NamedTuple):
     """One of the calls that a thread is in."""
@@ -111,17 +114,18 @@ def stack_of(thread: int) -> list[Call]:
     """The calls that a thread of this process is in, the innermost first; none of one that has ended."""
     # CPython 3.11 may collect garbage while it makes the object of a frame. What that runs can let the other thread run
     # on and leave the call; to follow `f_back` from there is a segmentation fault.
-    pauses = sys.version_info < (3, 12) and gc.isenabled()
-    if pauses:
-        gc.disable()
-    try:
-        frame = sys._current_frames().get(thread)
-        calls = [] if frame is None else _calls(traceback.walk_stack(frame))
-        del frame
-        return calls
-    finally:
+    with _looks:
+        pauses = sys.version_info < (3, 12) and gc.isenabled()
         if pauses:
-            gc.enable()
+            gc.disable()
+        try:
+            frame = sys._current_frames().get(thread)
+            calls = [] if frame is None else _calls(traceback.walk_stack(frame))
+            del frame
+            return calls
+        finally:
+            if pauses:
+                gc.enable()
 
 
 def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[Call]:

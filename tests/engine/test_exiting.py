@@ -18,9 +18,9 @@ exit_at_once()
 
 def test_what_was_printed_is_written():
     script = "from polyphase.engine.exiting import exit_at_once; print('said', end=''); exit_at_once()"
-    finished = run_command([sys.executable, "-c", f"import sys; sys.stdout = open(1, 'w'); {script}"], timeout_s=30)
+    finished = run_command([sys.executable, "-c", f"import sys; sys.stdout = open(1, 'w'); {script}"], timeout_s=60)
     assert finished == (1, "said")
 
 
 def test_a_full_pipe_keeps_no_process():
-    assert run_command([sys.executable, "-c", BLOCKED], timeout_s=30).returncode == 1
+    assert run_command([sys.executable, "-c", BLOCKED], timeout_s=60).returncode == 1

@@ -203,16 +203,6 @@ def test_it_waits_for_what_is_on_its_way(tmp_path):
     assert saver.load(str(tmp_path / "1"))["global_step"] == 1
 
 
-@pytest.mark.parametrize("meet", [lambda saver: saver.gather(1), lambda saver: saver.agree(lambda: 1)])
-def test_ranks_meet_when_the_save_in_flight_is_done(meet, tmp_path):
-    """As it has them meet too, over the same connections."""
-    saver = Saver()
-    start(saver, tmp_path / "1", state_dict={"large": torch.zeros(16_000_000)})
-    assert saving()
-    meet(saver)
-    assert not saving()
-
-
 def test_alone_all_agree(tmp_path):
     saver = Saver()
     assert saver.gather("mine") == ["mine"]

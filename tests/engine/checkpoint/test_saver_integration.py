@@ -2,6 +2,7 @@
 
 import os
 import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,20 @@ def test_what_is_damaged_is_refused_by_all_with_the_same_words(tmp_path):
     (path / "rest.pt").unlink()
     os.truncate(path / "__0_0.distcp", 100)
     run_ranks(refuse_damage, 2, tmp_path)
+
+
+def meet_amid_a_save(rank: int, folder: Path) -> None:
+    saver = Saver()
+    for name, meet in (("x", lambda: saver.gather(rank)), ("y", lambda: saver.agree(lambda: [0, 1]))):
+        large = {"state_dict": {"large": torch.zeros(16_000_000)}}
+        saver.save(large, str(folder / name), about=about(1, 2), of_rank={})
+        assert meet() == [0, 1]
+        assert "polyphase-save" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_ranks_meet_when_the_save_in_flight_is_done(tmp_path):
+    """As its threads meet too, over the same connections."""
+    run_ranks(meet_amid_a_save, 2, tmp_path)
 
 
 def save_among_collectives(rank: int, folder: Path) -> None:

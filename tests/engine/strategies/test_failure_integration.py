@@ -35,7 +35,7 @@ class Fails(LightningModule):
         x = self.first(batch[0])
         if batch_idx == 3:
             if self.global_rank != int(sys.argv[2]):
-                time.sleep(0.5)
+                time.sleep(float(sys.argv[6]) if "backward" in sys.argv else 0.0)
             elif "backward" in sys.argv:
                 x = FailsInBackward.apply(x)
             else:
@@ -90,10 +90,11 @@ for rank in $ranks; do wait $rank; echo "ended with $?"; done
 """
 
 
+@pytest.mark.parametrize("late_s", [0.5, 10.0])
 @pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_a_rank_that_fails_amid_backward_ends(compression, script, tmp_path):
+def test_a_rank_that_fails_amid_backward_ends(compression, late_s, script, tmp_path):
     """With gradients on their way, that wait for the other rank."""
-    script = [sys.executable, script, "ddp:bucket_cap_mb=0.01", "1", tmp_path, "backward", compression]
+    script = [sys.executable, script, "ddp:bucket_cap_mb=0.01", "1", tmp_path, "backward", compression, str(late_s)]
     finished = run_command(["sh", "-c", BOTH_RANKS, "sh", str(free_port()), *script], timeout_s=60)
     assert finished.output.count("ended with 1\n") == 2, finished.output
     assert "ValueError: this rank has had enough" in finished.output
