@@ -231,10 +231,13 @@ class Saver:
         return _on_rank_0(self._ranks(), function)
 
     def _ranks(self) -> HostGroup:
-        """`ranks`, or the savers' own group, so that they never meet a collective of training."""
+        """`ranks`, or the savers' own group, so that they never meet a collective of training.
+
+        Waits for the save in flight, whose ranks meet over the same connections.
+        """
         if num_ranks() == 1:
             return ALONE
-        self.finish()  # the save in flight has its ranks meet over the same connections
+        self.finish()
         if self.ranks is not None:
             return self.ranks
         if self._group_of is not dist.group.WORLD:

@@ -6,7 +6,8 @@ rank that raises
 
 1. writes its rank and error into the job's key-value store (out of band, no collective), where the first one wins;
 2. prints its traceback and writes the failure report, if it is that first one; and
-3. ends its process group, which makes the peers' pending collectives raise and turns later barriers into no-ops.
+3. ends its process group, which makes the peers' pending collectives raise (where backward failed, when its process
+   ends) and turns later barriers into no-ops.
 
 A rank that finds another's name in the store says so and waits for its launcher to end it, so that the job's exit is
 the culprit's. One whose connection broke finds out who is gone, and reports that. A peer that doesn't notice (a GPU
