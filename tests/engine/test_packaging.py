@@ -1,8 +1,9 @@
 """What is installed is what is on disk, and imports go one way."""
 
 import ast
+import importlib
 import importlib.metadata
-import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,11 +48,11 @@ def names(path: Path) -> set[str]:
 def test_packages_are_the_folders_on_disk():
     on_disk = {".".join(("polyphase", *path.parent.relative_to(ROOT).parts)) for path in SOURCES}
     assert all((ROOT / p.removeprefix("polyphase.").replace(".", "/") / "__init__.py").exists() for p in on_disk)
-    assert PROJECT["tool"]["setuptools"]["packages"] == sorted(on_disk)
+    assert PROJECT["tool"]["setuptools"]["packages"] == sorted({"polyphase", *on_disk})
 
 
 def test_each_package_has_its_folder_and_its_types_marker():
-    expected = {f"polyphase.{folder}": folder for folder in FOLDERS}
+    expected = {"polyphase": "src/polyphase"} | {f"polyphase.{folder}": folder for folder in FOLDERS}
     assert PROJECT["tool"]["setuptools"]["package-dir"] == expected
     for package, folder in expected.items():
         assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"][package]
@@ -69,11 +70,18 @@ def test_the_versions_file_is_read_without_importing_anything():
     assert not names(ROOT / "engine" / "version.py")
 
 
-def test_polyphase_is_a_namespace_that_anyone_can_add_to():
-    assert not (ROOT / "__init__.py").exists()
-    spec = importlib.util.find_spec("polyphase")
-    assert spec is not None
-    assert spec.origin is None
+@pytest.mark.parametrize("name", ["polyphase", "polyphase.engine"])
+def test_a_package_imports_torch_only_when_the_engine_is_asked_for(name):
+    code = f"import sys, {name} as package; assert 'torch' not in sys.modules; print(package.__version__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == polyphase.__version__
+    assert {"Engine", "fit"} <= set(dir(importlib.import_module(name)))
+
+
+def test_the_root_package_has_the_engines_public_face():
+    assert polyphase.Engine is polyphase.engine.Engine
+    assert polyphase.fit is polyphase.engine.fit
+    with pytest.raises(AttributeError, match="'polyphase' has no attribute 'Trainer'"):
+        polyphase.Trainer  # noqa: B018 - asked for by its name
 
 
 def test_the_engine_imports_neither_models_nor_callbacks_but_for_one_function():
