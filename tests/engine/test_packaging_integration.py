@@ -15,6 +15,7 @@ import pytest
 import polyphase
 
 from ..distributed import ROOT, run_command
+from ..editor.test_calls import check, reported
 
 LEFT_OUT = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "failures", "*logs")
 
@@ -100,6 +101,10 @@ def test_the_wheel_has_all_modules_and_each_package_is_typed(wheel):
         modules = {f"{target}/{path.relative_to(ROOT / source).as_posix()}" for path in (ROOT / source).rglob("*.py")}
         assert modules | {f"{target}/py.typed"} <= names
     assert not [name for name in names if not name.startswith(("polyphase/", "polyphase-"))]
+
+
+def test_an_editor_finds_the_types_in_what_is_installed(installed, tmp_path):
+    check(reported(tmp_path, installed))
 
 
 def test_what_an_index_shows(wheel):
