@@ -1,27 +1,44 @@
 """The engine: a Lightning `Trainer` whose flags choose among Polyphase's parts. No training logic lives here."""
 
 import copy
-import math
+import inspect
 import signal
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
+from typing_extensions import Unpack
 
 from . import verify as verification
+from .argument_checks import checks_arguments
+from .arguments import Arguments, Duration, Plugin, with_arguments_of
+from .choices import (
+    AcceleratorName,
+    ClipAlgorithm,
+    CompileMode,
+    CompressionName,
+    NonFinitePolicy,
+    PrecisionName,
+    ProfilerName,
+    StrategyName,
+    UnevenPolicy,
+)
 from .compression import COMM_HOOKS, make_comm_hook
-from .data import UNEVEN, check_batch_sizes, check_loader
+from .data import check_batch_sizes, check_loader
 from .environment import resolve_sizes
-from .flags import Layout, check_count, check_number, choose
+from .flags import Layout, check_count
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
 from .refusal import RefusedError, check_checkpoint, check_nodes, refusing
@@ -40,99 +57,148 @@ _A_FEW_STEPS = {
 }
 """Flags of a run that is to measure or compare something and leaves nothing behind."""
 
-_SPREADING = {
-    "async_checkpoints",
-    "callbacks",
-    "compile",
-    "compression",
-    "devices",
-    "global_batch_size",
-    "hang_timeout_s",
-    "micro_batch_size",
-    "nonfinite",
-    "num_nodes",
-    "plugins",
-    "precision",
-    "resume",
-    "strategy",
-    "sync_batchnorm",
-    "uneven",
-}
+_OURS = frozenset(Arguments.__annotations__) - frozenset(inspect.signature(Trainer).parameters)
+"""Arguments that `Trainer` does not have."""
+
+_SPREADING = _OURS | {"callbacks", "devices", "num_nodes", "plugins", "precision", "strategy", "sync_batchnorm"}
 """Flags that `Engine.verify` compares against their absence."""
 
 
 class Engine(LoopTrainer):
     """A `lightning.pytorch.Trainer` that runs any module under any strategy, with the same result.
 
-    Every argument of `Trainer` keeps its name, default and meaning; those below are new or can do more.
+    Every argument of `Trainer` keeps its name, default and meaning.
 
     Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``, ``"tpu"``, or an object.
         strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, ``"hsdp:replicate=2,shard=4"``, ...: see `polyphase strategies`.
             A suffix ``_spawn``, ``_fork`` or ``_notebook`` chooses how processes start. Lightning's own names and
             strategy objects are taken as well. ``"auto"``: ``single`` on one device, else ``ddp``.
+        devices: of each node: how many, -1 or ``"auto"`` for all, or a list of the indices of accelerators.
+        num_nodes: how many nodes (machines).
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
             on every device and under every strategy, but for ``"16-mixed"`` under ``ps`` and those with ``pp``.
         compression: how gradients are sent: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``, ``"topk:0.01"``,
             ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: what is fastest here, found
             in the first steps.
-        global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
-            accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
-        micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
-            ``"auto"``: its whole share; where a rank runs out of memory, the step is done again with half as many.
-        uneven: what happens where ranks have different numbers of training batches of their own (streams): an epoch
-            ends with the last rank (``"pad"``, ``"join"``: those that are through count for nothing), or with the first
-            (``"drop"``).
+        compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes.
         async_checkpoints: save while training goes on; a step waits until its state is copied.
-        compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
         hang_timeout_s: how long a rank may stay at one batch and phase; then the run ends, with the culprit and all
             stacks named. Three times as long before the second batch. None: for ever.
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
             ``"ignore"``.
-        **trainer_flags: all other arguments of `Trainer`.
+        uneven: what happens where ranks have different numbers of training batches of their own (streams): an epoch
+            ends with the last rank (``"pad"``, ``"join"``: those that are through count for nothing), or with the first
+            (``"drop"``).
+        global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
+            accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
+        micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
+            ``"auto"``: its whole share; where a rank runs out of memory, the step is done again with half as many.
+        logger: one or several; True or None: TensorBoard's; False: none.
+        callbacks: one or several.
+        fast_dev_run: run this many batches of each stage, without logs and checkpoints; True: 1.
+        max_epochs: end after so many epochs; -1: never. None: 1000, unless `max_steps` or `max_time` ends training.
+        min_epochs: train for at least so many epochs, whatever callbacks say.
+        max_steps: end after so many optimizer steps; -1: never.
+        min_steps: train for at least so many optimizer steps, whatever callbacks say.
+        max_time: end after so long: ``"DD:HH:MM:SS"``, a `timedelta`, or a dictionary of its arguments.
+        limit_train_batches: use so many batches of an epoch on each rank (int), or that fraction of them (float).
+        limit_val_batches: the same in validation.
+        limit_test_batches: the same in `test`.
+        limit_predict_batches: the same in `predict`.
+        overfit_batches: train and validate on so many batches (int), or that fraction of them (float), over and over.
+        val_check_interval: validate after so many training batches (int), that fraction of an epoch (float), or so
+            much time (as in `max_time`).
+        check_val_every_n_epoch: validate in every n-th epoch; None: by `val_check_interval` alone, across epochs.
+        num_sanity_val_steps: validation batches to run before training; -1: all. None: 2.
+        log_every_n_steps: log in every n-th optimizer step. None: 50.
+        enable_checkpointing: add a `ModelCheckpoint` if there is none. None: True.
+        enable_progress_bar: add a progress bar if there is none. None: True.
+        enable_model_summary: print a table of the module's layers. None: True.
+        accumulate_grad_batches: micro-batches of each optimizer step.
+        gradient_clip_val: largest norm of all gradients together, or largest value; None: no clipping.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``. None: ``"norm"``.
+        deterministic: use deterministic algorithms only; ``"warn"``: where there are some.
+        benchmark: sets `torch.backends.cudnn.benchmark`.
+        inference_mode: evaluate under `torch.inference_mode`; False: under `torch.no_grad`.
+        use_distributed_sampler: deal samples to the ranks; False: your sampler does.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, ``"xla"``, or an object.
+        detect_anomaly: find the operation whose backward made a NaN; slow.
+        barebones: leave out all that costs time, to measure what the rest costs.
+        plugins: one or several of Lightning's: precision, cluster environment, checkpoint IO, layer sync.
+        sync_batchnorm: compute BatchNorm's statistics over all ranks.
+        reload_dataloaders_every_n_epochs: ask for new DataLoaders in every n-th epoch; 0: never.
+        default_root_dir: folder or URL of logs and checkpoints. None: the working directory.
+        enable_autolog_hparams: log the module's hyperparameters at the start.
+        model_registry: name of the model in Lightning's registry.
 
     Raises:
-        ValueError: a flag that is unknown or can't be honoured, before any process starts.
+        ArgumentError: an argument that there is not, or of the wrong type or range. A `TypeError`, and as all of these
+            a `ValueError` and a `MisconfigurationException`.
+        RefusedError: flags that can't be honoured, before any process starts.
     """
 
     @defaults_from_environment
+    @checks_arguments
     def __init__(
         self,
         *,
-        accelerator: str | Any = "auto",
-        strategy: str | Strategy = "auto",
+        accelerator: AcceleratorName | str | Accelerator = "auto",
+        strategy: StrategyName | str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
-        precision: str | int | None = None,
-        compression: str = "none",
-        compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False,
+        precision: PrecisionName | None = None,
+        compression: CompressionName | str = "none",
+        compile: bool | CompileMode | None = False,
         resume: str | Path | None = None,
         async_checkpoints: bool = True,
         hang_timeout_s: float | None = 600.0,
-        nonfinite: Literal["warn", "error", "ignore"] = "warn",
-        callbacks: list[Callback] | Callback | None = None,
-        enable_progress_bar: bool | None = None,
-        accumulate_grad_batches: int = 1,
+        nonfinite: NonFinitePolicy = "warn",
+        uneven: UnevenPolicy = "pad",
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
-        uneven: Literal["pad", "join", "drop"] = "pad",
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: Duration | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | Duration | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
         gradient_clip_val: int | float | None = None,
-        plugins: Any | list[Any] | None = None,
-        sync_batchnorm: bool = False,
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Profiler | ProfilerName | None = None,
+        detect_anomaly: bool = False,
         barebones: bool = False,
-        **trainer_flags: Any,
+        plugins: Plugin | Sequence[Plugin] | None = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | Path | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
     ) -> None:
-        named = {name: value for name, value in locals().items() if name not in ("self", "trainer_flags", "__class__")}
-        self._flags = {**named, **trainer_flags}
-        check_count("accumulate_grad_batches", accumulate_grad_batches)
-        if isinstance(gradient_clip_val, (int, float)):  # of anything else Lightning says that it should be one
-            check_number("gradient_clip_val", gradient_clip_val, most=math.inf)
-        if hang_timeout_s is not None:
-            check_number("hang_timeout_s", hang_timeout_s, above=0)
+        self._flags = {name: value for name, value in locals().items() if name in Arguments.__annotations__}
         devices, num_nodes = resolve_sizes(devices, num_nodes)
-        choose("value of uneven", uneven, UNEVEN)
         watch = NonFiniteWatch(nonfinite)
         mode = compile_mode(compile)
         parts = select(
@@ -154,21 +220,16 @@ class Engine(LoopTrainer):
         if mode is not None:
             given.insert(0, CompileSteps(mode))
         self._parts = parts
-        super().__init__(
-            accelerator=accelerator,
-            strategy=parts.strategy,
-            devices=parts.devices,
-            num_nodes=num_nodes,
-            precision=parts.precision,
-            callbacks=given,
-            enable_progress_bar=enable_progress_bar,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            plugins=parts.plugins,
-            sync_batchnorm=sync_batchnorm,
-            barebones=barebones,
-            **trainer_flags,
-        )
+        decided = {
+            "strategy": parts.strategy,
+            "devices": parts.devices,
+            "num_nodes": num_nodes,
+            "precision": parts.precision,
+            "callbacks": given,
+            "plugins": parts.plugins,
+        }
+        trainers = {name: value for name, value in self._flags.items() if name not in _OURS}
+        super().__init__(**{**trainers, **decided})
         self._resume = resume
         attach(
             self,
@@ -337,7 +398,8 @@ class Engine(LoopTrainer):
         return self.report
 
 
-def fit(module: LightningModule, data: LightningDataModule | DataLoader, **flags: Any) -> Engine:
+@with_arguments_of(Engine)
+def fit(module: LightningModule, data: LightningDataModule | DataLoader[Any], **flags: Unpack[Arguments]) -> Engine:
     """Builds an `Engine` from `flags`, trains `module` on `data`, and returns the engine.
 
     Args:

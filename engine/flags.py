@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
+from .choices import Axis
+
 __all__ = [
     "LAUNCHERS",
     "Flag",
@@ -69,7 +71,7 @@ class Layout:
         return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "one device"
 
     @classmethod
-    def derive(cls, world_size: int, *, rest: str, **sizes: int | None) -> "Layout":
+    def derive(cls, world_size: int, *, rest: Axis, **sizes: int | None) -> "Layout":
         """The layout of `world_size` processes with the given axis sizes; axis `rest` takes what is left over.
 
         Raises:

@@ -7,7 +7,7 @@ import argparse
 
 from lightning.pytorch import seed_everything
 
-from polyphase.engine import Engine, fit
+from polyphase import Engine, fit
 from polyphase.models import Digits, DigitsClassifier
 
 

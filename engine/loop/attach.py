@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -31,13 +31,15 @@ from .training import TrainingEpochLoop
 
 __all__ = ["LoopTrainer", "attach", "defaults_from_environment"]
 
+_P = ParamSpec("_P")
 
-def defaults_from_environment(init: Callable[..., None]) -> Callable[..., None]:
+
+def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates an ``__init__`` so that PL_TRAINER_* variables stand for the arguments that are not given."""
 
     @functools.wraps(init)
-    def with_defaults(self: Trainer, **flags: Any) -> None:
-        init(self, **{**vars(_parse_env_variables(Trainer)), **flags})
+    def with_defaults(*args: _P.args, **flags: _P.kwargs) -> None:
+        init(*args, **{**vars(_parse_env_variables(Trainer)), **flags})
 
     return with_defaults
 

@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import numbers
+import os
 import re
 from typing import Any
+
+import torch
 
 # Lightning: what accelerator="auto" and "gpu" mean there.
 from lightning.fabric.utilities.device_parser import _select_auto_accelerator
@@ -16,7 +20,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import rank_zero_info
 
 from ..compression import CommHook, make_comm_hook
-from ..flags import LAUNCHERS, Flag, choose, parse_flag, parse_options, split_launcher
+from ..flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
 from .precision import canonical_precision, make_precision
 from .registry import STRATEGIES
 from .sync_batchnorm import CPUSyncBatchNorm
@@ -24,8 +28,8 @@ from .sync_batchnorm import CPUSyncBatchNorm
 __all__ = ["Parts", "select"]
 
 
-class InvalidDevicesError(ValueError, MisconfigurationException):
-    """No number of devices; both ours and Lightning's kind of error."""
+class InvalidFlagError(ValueError, MisconfigurationException):
+    """What Lightning refuses by its own kind of error; both that and ours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ def select(
     comm_hook = make_comm_hook(compression)
     if isinstance(strategy, Strategy):
         return _lightnings_own(strategy, devices, precision, comm_hook, plugins)
+    if isinstance(devices, numbers.Integral):
+        devices = int(devices)  # numpy's
     if accelerator == "cpu" and devices in (-1, "-1"):
         devices = "auto"  # Lightning knows "all of them" for accelerators only
     device_type, num_devices = _devices(accelerator, devices)
@@ -80,6 +86,8 @@ def select(
         )
     if row.note:
         _say_once(row.note)
+    if row.make is not None:
+        _check_interactive(name, launcher)
     made: Strategy | str = "auto"  # Lightning's, which is its SingleDeviceStrategy where there is one device
     if row.make is not None:
         made = row.make(options, launcher, comm_hook)
@@ -145,26 +153,38 @@ def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
 def _known(flag: Flag) -> str:
     """The name if Lightning's registry has it."""
     if flag.name not in StrategyRegistry.available_strategies():
-        ours = [
-            name + (suffix and f"_{suffix}") for name, row in STRATEGIES.items() if row.make for suffix in LAUNCHERS
-        ]
-        alone = [name for name, row in STRATEGIES.items() if not row.make]
-        name, _ = split_launcher(flag.name)
-        choose("strategy", flag.name, ["auto", *alone, *ours], near=name if name in STRATEGIES else None)
+        raise ValueError(_unknown_strategy(flag.name))
     if flag.value or flag.options:
         raise ValueError(f"strategy {flag.name!r} is Lightning's own and takes no options by flag: pass its object.")
     return flag.name
 
 
+def _unknown_strategy(given: str) -> str:
+    suffixes = [f"_{suffix}" for suffix in LAUNCHERS if suffix]
+    alone = ["auto", *(name for name, row in STRATEGIES.items() if not row.make)]
+    with_launcher = [name for name, row in STRATEGIES.items() if row.make]
+    every = [*alone, *with_launcher, *(name + suffix for name in with_launcher for suffix in suffixes)]
+    name, _ = split_launcher(given.lower())
+    near = did_you_mean(name if name in alone else given.lower(), every, cutoff=0.5)
+    return (
+        f"unknown strategy {given!r}.{near} Allowed: {', '.join(sorted([*alone, *with_launcher]))}; all but"
+        f" {', '.join(sorted(alone))} also with {', '.join(suffixes[:-1])} or {suffixes[-1]}, as in ddp_spawn."
+    )
+
+
 def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
     """The type of the devices, ``"cpu"``, ``"cuda"``, ..., and how many of them `devices` asks for on this node."""
     if isinstance(accelerator, str):
+        known = AcceleratorRegistry.available_accelerators()
+        if accelerator not in ("auto", "gpu", *known):  # begins as Lightning's does
+            names = sorted(["auto", "gpu", *known])
+            raise InvalidFlagError(
+                f"You selected an invalid accelerator name: `accelerator={accelerator!r}`."
+                f"{did_you_mean(accelerator.lower(), names, cutoff=0.5)} Allowed: {', '.join(names)}."
+            )
         name = _select_auto_accelerator() if accelerator in ("auto", "gpu") else accelerator
-        try:
-            choose("accelerator", name, AcceleratorRegistry.available_accelerators())
-        except ValueError as unknown:  # begins as Lightning's does
-            prefix = f"You selected an invalid accelerator name: `accelerator={name!r}`"
-            raise ValueError(f"{prefix}. {unknown}") from None
+        if accelerator in ("gpu", "cuda", "mps"):
+            _check_gpu(accelerator, name)
         kind: Any = AcceleratorRegistry[name]["accelerator"]
     else:
         kind, name = type(accelerator), "cpu" if isinstance(accelerator, CPUAccelerator) else accelerator.name()
@@ -173,12 +193,43 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
         # Lightning: _set_devices_flag_if_auto_passed takes one GPU only in an interactive session.
         return name, min(1, num_devices) if name == "cuda" and accelerator_connector._IS_INTERACTIVE else num_devices
     if devices in (0, "0", []) or (isinstance(devices, int) and devices < -1):
-        raise InvalidDevicesError(
-            f"`Trainer(devices={devices!r})` value is not a valid input using {name} accelerator: devices must be a"
-            f" whole number of at least 1, -1 for all, a list or 'auto', but got {devices!r}."
+        raise InvalidFlagError(
+            f"`Engine(devices={devices!r})` value is not a valid input using {name} accelerator: a number of at least"
+            " 1, -1 or 'auto' for all, or a list of indices."
         )
+    if name == "cpu" and (not isinstance(devices, (int, str)) or "," in str(devices)):
+        raise InvalidFlagError(f"devices={devices!r}: the CPU has no indices; a number of processes, or 'auto'.")
     parsed = kind.parse_devices(devices)
     return name, len(parsed) if isinstance(parsed, (list, tuple)) else int(parsed)
+
+
+def _check_gpu(accelerator: str, name: str) -> None:
+    """Checks that there is a GPU where one is asked for by name; `name` is what Lightning makes of that."""
+    if name in ("cuda", "mps") and AcceleratorRegistry[name]["accelerator"].is_available():
+        return
+    version = torch.version.cuda or torch.version.hip
+    built_for = f"{'CUDA' if torch.version.cuda else 'ROCm'} {version}" if version else "the CPU only"
+    if torch.backends.mps.is_built():
+        built_for = "MPS"
+    has_driver = not version and os.path.exists("/dev/nvidiactl")
+    driver = " An NVIDIA driver is here: install torch for CUDA." if has_driver else ""
+    kinds = [kind for kind in AcceleratorRegistry if AcceleratorRegistry[kind]["accelerator"].is_available()]
+    raise InvalidFlagError(
+        f"accelerator={accelerator!r}: No supported gpu backend found! torch {torch.__version__} is built for"
+        f" {built_for} and sees {torch.cuda.device_count()} GPUs.{driver} Available here: {', '.join(kinds)}. Without a"
+        ' GPU: Engine(accelerator="cpu").'
+    )
+
+
+def _check_interactive(name: str, launcher: str) -> None:
+    """Checks that processes can be started from here: an interactive session has no script to start again."""
+    # Lightning: what its own check of the launcher asks for, once the strategy is set up.
+    if accelerator_connector._IS_INTERACTIVE and LAUNCHERS[launcher] != "fork":
+        flag = f"{name}_{launcher}" if launcher else name
+        raise InvalidFlagError(
+            f"strategy {flag!r} is not compatible with an interactive environment (a notebook or prompt), which has no"
+            f' script to start again: Engine(strategy="{name}_notebook"), or run a script.'
+        )
 
 
 def _one_device(devices: Any, num_devices: int, num_nodes: int) -> Any:

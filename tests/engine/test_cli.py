@@ -109,7 +109,7 @@ def test_expanding_twice_changes_nothing():
         (["fit", *GPT, "--strategy", "fdsp"], "unknown strategy 'fdsp'. Did you mean 'fsdp'?"),
         (["fit", *GPT, "--strategy", "fsdp", "--compression", "powersgd"], "'fsdp' can't do compression 'powersgd'"),
         (["fit", *GPT, "--strategy", "hsdp:replicate=3", "--devices", "4"], "replicate=3 = 3 does not fit 4"),
-        (["fit", *GPT, "--devices", "some"], "`devices`"),
+        (["fit", *GPT, "--devices", "some"], "devices='some': a number, 'auto' or a list of indices"),
         (["verify", *GPT, "--steps", "0"], "steps must be a whole number of at least 1"),
         (["verify", "--model", "ByteGPT", "--accelerator", "cpu"], "verify needs data"),
         (["wire", "--devices", "1", "--accelerator", "cpu"], "wire measures what is between ranks: set --devices 2"),

@@ -19,19 +19,6 @@ from polyphase.engine.verify import is_to_equal
 
 from .tiny import QUIET, Positions, Regression, Seen, engine, rows
 
-OURS = {
-    "async_checkpoints",
-    "compile",
-    "compression",
-    "global_batch_size",
-    "hang_timeout_s",
-    "micro_batch_size",
-    "nonfinite",
-    "resume",
-    "uneven",
-}
-"""Arguments that Trainer does not have."""
-
 EPOCH = [[0, 1], [2, 3], [4]]
 
 
@@ -57,26 +44,10 @@ def parameters(cls):
     return {name: p for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
 
 
-def test_every_argument_of_trainer_is_one_of_the_engine():
-    ours = parameters(Engine)
-    assert set(ours) - set(parameters(Trainer)) == {*OURS, "trainer_flags"}
-    assert ours["trainer_flags"].kind is inspect.Parameter.VAR_KEYWORD
-
-
-@pytest.mark.parametrize("name", sorted(set(parameters(Engine)) - OURS - {"trainer_flags"}))
-def test_what_the_engine_names_itself_has_trainers_default(name):
-    assert parameters(Engine)[name].default == parameters(Trainer)[name].default
-
-
 def test_trainers_defaults_written_out_are_accepted():
     defaults = {name: p.default for name, p in parameters(Trainer).items()}
     run = Engine(**{**defaults, **QUIET, "devices": 1})
     assert run.max_epochs == Trainer(**QUIET, devices=1).max_epochs
-
-
-def test_an_argument_that_nobody_has_is_refused_by_name():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'max_epoch'"):
-        engine(max_epoch=3)
 
 
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])

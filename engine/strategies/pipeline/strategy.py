@@ -15,7 +15,7 @@ Once for each new shape of a batch: a trial forward pass, to tell all stages wha
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -27,6 +27,7 @@ from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from ...checkpoint.rng import get_random_state, set_random_state
+from ...choices import Axis
 from ...compression import CommHook, Plain, Wire
 from ...flags import Layout
 from ...host_group import HostGroup
@@ -83,7 +84,7 @@ class Pipeline(MeshStrategy):
     # --- the ranks
 
     @property
-    def _second_axis(self) -> str | None:
+    def _second_axis(self) -> Literal["replicate", "shard"] | None:
         if isinstance(self.options, PPDDPOptions):
             return "replicate"
         return "shard" if isinstance(self.options, PPFSDPOptions) else None
@@ -96,7 +97,7 @@ class Pipeline(MeshStrategy):
         else:
             size = getattr(options, axis)
             stages = min(2, world_size) if size is None and options.stages is None else options.stages
-            rest = "pp" if stages is None else axis
+            rest: Axis = "pp" if stages is None else axis
             layout = Layout.derive(world_size, rest=rest, **{"pp": stages, axis: size})
         microbatches = options.microbatches
         if options.schedule == "1f1b" and microbatches is not None and microbatches < layout.pp:

@@ -34,6 +34,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from ...checkpoint import get_random_state, set_random_state
+from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
 from ..fsdp import FSDP, FSDPOptions, HSDPOptions, UnitOptions
@@ -112,7 +113,7 @@ class TensorParallel(FSDP):
         if not isinstance(options, HSDPTPOptions):
             return Layout.derive(world_size, rest="shard", tp=tp)
         replicate = self.num_nodes if options.replicate is None and options.shard is None else options.replicate
-        rest = "replicate" if replicate is None else "shard"
+        rest: Axis = "replicate" if replicate is None else "shard"
         return Layout.derive(world_size, rest=rest, replicate=replicate, shard=options.shard, tp=tp)
 
     def check_module(self, module: nn.Module) -> None:

@@ -162,7 +162,10 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"strategy": "fdsp"}, r"unknown strategy 'fdsp'\. Did you mean 'fsdp'\? Allowed: auto, ddp, ddp_fork"),
+        (
+            {"strategy": "fdsp"},
+            r"unknown strategy 'fdsp'\. Did you mean 'fsdp'\? Allowed: auto, ddp, diloco, dp",
+        ),
         ({"strategy": "ddp_spwan"}, r"Did you mean 'ddp_spawn'\?"),
         ({"strategy": "single_spawn"}, r"unknown strategy 'single_spawn'\. Did you mean 'single'\?"),
         ({"strategy": "ddp_foo_find_unused_parameters_true"}, "unknown strategy 'ddp_foo'"),
@@ -195,14 +198,20 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
         ),
         ({"compression": "fp16", "strategy": "single"}, r"'single' can't do compression 'fp16': one process sends no"),
         ({"compression": "fp16", "strategy": "auto"}, "'single' can't do compression 'fp16'"),
-        ({"precision": "8-true"}, "unknown precision '8-true'"),
+        ({"precision": "8-true"}, r"^Precision '8-true' is invalid\. Did you mean '\d+-true'\? Allowed: 16-mixed"),
         ({"precision": "bf16-mixe"}, r"Did you mean 'bf16-mixed'\?"),
         ({"precision": 16, "plugins": DoublePrecision()}, "Received both `precision=16-mixed` and `plugins="),
-        ({"accelerator": "cpuu"}, r"unknown accelerator 'cpuu'\. Did you mean 'cpu'\?"),
-        ({"devices": 0}, "devices must be a whole number of at least 1, -1 for all, a list or 'auto', but got 0"),
-        ({"devices": "0"}, "devices must be a whole number of at least 1.*but got '0'"),
-        ({"devices": []}, r"devices must be a whole number of at least 1.*but got \[\]"),
-        ({"devices": -2}, "devices must be a whole number of at least 1.*but got -2"),
+        (
+            {"accelerator": "cpuu"},
+            r"`accelerator='cpuu'`\. Did you mean 'cpu'\? Allowed: auto, cpu",
+        ),
+        (
+            {"devices": 0},
+            r"devices=0\)` .*: a number of at least 1, -1 or 'auto' for all, or a list",
+        ),
+        ({"devices": "0"}, r"devices='0'\)` .*: a number of at least 1"),
+        ({"devices": []}, r"devices=\[\]\)` .*: a number of at least 1"),
+        ({"devices": -2}, r"devices=-2\)` .*: a number of at least 1"),
         ({"num_nodes": 0}, "num_nodes must be a whole number of at least 1, but got 0"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be a whole number of at least 1, but got 0"),
         ({"accumulate_grad_batches": 1.5}, r"accumulate_grad_batches must be a whole number .*, but got 1\.5"),

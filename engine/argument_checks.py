@@ -1,0 +1,277 @@
+"""Checks the arguments of `Engine` before anything is built: their names, types, closed sets and ranges.
+
+Types and closed sets are read off `Arguments`. What those can't say is in the tables here: the
+ranges of counts, the words for arguments with a grammar of their own. Whatever Lightning accepts is accepted.
+"""
+
+import functools
+import inspect
+import math
+import numbers
+import os
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, ParamSpec
+
+from .arguments import Arguments
+from .choices import AcceleratorName
+from .flags import check_count, check_number, choose, did_you_mean
+from .refusal import RefusedError, refusing
+from .strategies.precision import canonical_precision
+
+__all__ = ["ArgumentError", "check_arguments", "checks_arguments"]
+
+_P = ParamSpec("_P")
+
+EXAMPLE = 'Engine(strategy="ddp", devices=2)'
+
+_HINTS = typing.get_type_hints(Arguments)
+
+_LEAST = {
+    "num_nodes": 1,
+    "global_batch_size": 1,
+    "micro_batch_size": 1,
+    "fast_dev_run": 0,
+    "max_epochs": -1,
+    "min_epochs": 0,
+    "max_steps": -1,
+    "min_steps": 0,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 0,
+    "accumulate_grad_batches": 1,
+    "reload_dataloaders_every_n_epochs": 0,
+}
+"""The least value of each count; -1 stands for no limit."""
+
+_DURATION = "a time as 'DD:HH:MM:SS', a timedelta or a dictionary of its arguments"
+_BATCHES = "a fraction from 0.0 to 1.0, a whole number of batches"
+_WORDS = {
+    "strategy": "a name such as 'ddp' or 'hsdp:shard=4', or a Strategy",
+    "compression": "a name such as 'bf16' or 'powersgd:4'",
+    "accelerator": "a name such as 'cpu' or 'gpu', or an Accelerator",
+    "devices": "a number, 'auto' or a list of indices",
+    "resume": "a path, 'auto' or None",
+    "default_root_dir": "a path or None",
+    "max_time": f"{_DURATION}, or None",
+    "val_check_interval": f"{_BATCHES}, {_DURATION}, or None",
+    **{f"limit_{stage}_batches": f"{_BATCHES}, or None" for stage in ("train", "val", "test", "predict")},
+    "overfit_batches": f"{_BATCHES}",
+}
+"""What an argument can be, where its annotation says too little."""
+
+_ANY_CASE = ("gradient_clip_algorithm", "profiler")
+"""Closed sets that Lightning takes in capitals too."""
+
+_INDICES = re.compile(r"\s*(auto|-1|\d+|\d+(\s*,\s*\d+)*\s*,?)\s*")
+_TIME = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*")
+_TWO_DIGITS = re.compile(r"\s*\d+:\d\d:\d\d:\d\d\s*")
+
+_TOO_MANY_DEVICES = 100_000
+"""On one node; Lightning makes a list of them."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlevel = 2
+
+
+class ArgumentError(RefusedError, TypeError):
+    """An argument that does not exist or can't have its value; Python's, Lightning's and our kind of error."""
+
+
+def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorates an ``__init__``: refuses wrong arguments, and has what it raises itself be a `RefusedError`."""
+    names = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **flags: _P.kwargs) -> None:
+        cls = type(args[0]).__name__
+        if len(args) > 1:
+            shown = ", ".join(_shorten(value) for value in args[1:])
+            raise ArgumentError(f"{cls} takes its arguments by name, but got {shown} without one: write {EXAMPLE}.")
+        unknown = [f"{cls} has no argument {name!r}.{did_you_mean(name, names)}" for name in flags if name not in names]
+        if unknown:
+            raise ArgumentError("\n".join(unknown[:3]))
+        check_arguments(flags)
+        with refusing():
+            init(*args, **flags)
+
+    return checked
+
+
+def check_arguments(flags: Mapping[str, Any]) -> None:
+    """Checks the values of arguments of `Engine`, by name, each for itself.
+
+    Raises:
+        ArgumentError: one line with the argument's name, the value, what it can be, and the closest of a closed set.
+    """
+    for name, value in flags.items():
+        hint = _HINTS[name]
+        try:
+            is_right = _is_right(name, value, hint, flags)
+        except ValueError as error:
+            raise ArgumentError(str(error)) from None
+        if not is_right:
+            near = did_you_mean(value.lower(), _texts(hint)) if isinstance(value, str) else ""
+            raise ArgumentError(f"{name}={_shorten(value)}: {_WORDS.get(name) or _described(name, hint)}.{near}")
+
+
+def _is_right(name: str, value: Any, hint: Any, flags: Mapping[str, Any]) -> bool:
+    """Whether an argument can have a value; raises ValueError where there is more to say."""
+    if value is None and _fits(None, hint):
+        return True
+    if name in _LEAST and isinstance(value, numbers.Number):
+        check_count(name, _as_count(name, value), least=_LEAST[name])
+        return True
+    if name in _OWN_CHECKS:
+        return _OWN_CHECKS[name](value, flags)
+    if name == "precision" and not _fits(value, hint):
+        canonical_precision(value)
+    elif isinstance(value, str) and _texts(hint) and _is_closed(hint):
+        choose(f"value of {name}", value.lower() if name in _ANY_CASE else value, _texts(hint))
+        return True
+    return _fits(value, hint)
+
+
+def _shorten(value: Any) -> str:
+    """`value` as it would be written, on one line and cut where it is long."""
+    return " ".join(_REPR.repr(value).split())
+
+
+def _as_count(name: str, value: Any) -> Any:
+    """The whole number that Lightning takes `value` for, if any: ``True`` is 1, and steps may be ``1e6``."""
+    if isinstance(value, numbers.Integral):
+        return value if isinstance(value, bool) and name not in _SWITCHED else int(value)
+    if isinstance(value, float) and value.is_integer() and name in ("max_steps", "min_steps"):
+        return int(value)
+    return value
+
+
+_SWITCHED = ("fast_dev_run", "log_every_n_steps", "num_sanity_val_steps", "reload_dataloaders_every_n_epochs")
+"""Counts that scripts turn off by False."""
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is what an annotation says; what is given as an iterator is not looked into."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in inner)
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+            return False
+        try:
+            return isinstance(value, Iterator) or all(_fits(item, inner[0]) for item in value)
+        except TypeError:  # a tensor without dimensions
+            return False
+    if hint is bool:
+        return isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
+    if hint in (int, float):
+        return isinstance(value, numbers.Integral if hint is int else numbers.Real)
+    if hint is Path:
+        return isinstance(value, os.PathLike)
+    if hint in (str, type(None)):
+        return isinstance(value, hint)
+    # The package `pytorch_lightning` has the same classes once more, and Lightning takes those too.
+    return any(base.__name__ == hint.__name__ for base in type(value).__mro__)
+
+
+def _is_closed(hint: Any) -> bool:
+    """Whether an annotation allows texts of a closed set, and else None or objects at most."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return not {str, bool, int, float}.intersection(options)
+
+
+def _texts(hint: Any) -> list[str]:
+    """All texts that an annotation names."""
+    if typing.get_origin(hint) is Literal:
+        return [text for text in typing.get_args(hint) if isinstance(text, str)]
+    return [text for option in typing.get_args(hint) for text in _texts(option)]
+
+
+def _described(name: str, hint: Any) -> str:
+    """What an annotation allows, in words: ``True, False or None``."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    words = dict.fromkeys(word for option in options for word in _words(name, option))
+    *others, last = [word for word in words if not (word == "a whole number" and "a number" in words)]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _words(name: str, hint: Any) -> list[str]:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return [repr(value) for value in inner]
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        return ["a list of them"]
+    if hint is bool:
+        return ["True", "False"]
+    if hint is int:
+        return [f"a whole number of at least {_LEAST[name]}" if name in _LEAST else "a whole number"]
+    plain = {float: "a number", str: "a name", Path: "a path", type(None): "None"}
+    return [plain[hint]] if hint in plain else [f"{'an' if hint.__name__[0] in 'AEIOU' else 'a'} {hint.__name__}"]
+
+
+def _is_devices(value: Any, flags: Mapping[str, Any]) -> bool:
+    accelerator = flags.get("accelerator", "auto")
+    if not isinstance(accelerator, str) or accelerator not in typing.get_args(AcceleratorName):
+        return True  # an accelerator of the user's own reads them
+    if isinstance(value, str):
+        return _INDICES.fullmatch(value) is not None and all(len(digits) < 6 for digits in re.findall(r"\d+", value))
+    values = value if isinstance(value, Sequence) and not isinstance(value, bytes) else [value]
+    is_whole = all(isinstance(index, numbers.Integral) and not isinstance(index, bool) for index in values)
+    return is_whole and all(abs(index) < _TOO_MANY_DEVICES for index in values)
+
+
+def _is_number_of_batches(value: Any, _flags: Mapping[str, Any]) -> bool:
+    if not isinstance(value, numbers.Real):
+        return False
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number, though not one of batches
+        return False
+    return 0 <= number <= 1 or (number > 1 and number % 1 == 0)
+
+
+def _is_positive(value: Any, _flags: Mapping[str, Any]) -> bool:
+    return isinstance(value, numbers.Real) and bool(check_number("hang_timeout_s", value, above=0))
+
+
+def _is_clip_val(value: Any, _flags: Mapping[str, Any]) -> bool:
+    return isinstance(value, numbers.Real) and check_number("gradient_clip_val", value, most=math.inf) >= 0
+
+
+def _is_max_time(value: Any, _flags: Mapping[str, Any]) -> bool:
+    return _is_duration(value) and (not isinstance(value, str) or _TWO_DIGITS.fullmatch(value) is not None)
+
+
+def _is_check_interval(value: Any, flags: Mapping[str, Any]) -> bool:
+    return _is_number_of_batches(value, flags) or _is_duration(value)
+
+
+def _is_duration(value: Any) -> bool:
+    if isinstance(value, str) and (match := _TIME.fullmatch(value)):
+        value = dict(zip(("days", "hours", "minutes", "seconds"), map(int, match.groups()), strict=True))
+    if isinstance(value, Mapping):
+        try:
+            value = timedelta(**value)
+        except (TypeError, ValueError, OverflowError):
+            return False
+    return isinstance(value, timedelta)
+
+
+_OWN_CHECKS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "devices": _is_devices,
+    "hang_timeout_s": _is_positive,
+    "gradient_clip_val": _is_clip_val,
+    "max_time": _is_max_time,
+    "val_check_interval": _is_check_interval,
+    **{f"limit_{stage}_batches": _is_number_of_batches for stage in ("train", "val", "test", "predict")},
+    "overfit_batches": _is_number_of_batches,
+}
+"""Checks of arguments whose annotation says too little, given all flags."""

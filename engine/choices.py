@@ -1,0 +1,83 @@
+"""The closed sets of the engine's flags as types: what an editor completes, and what the flags are checked against.
+
+Where a flag goes on after its name (``"hsdp:shard=4"``, ``"powersgd:4"``), or others can be registered, the engine's
+argument is annotated as one of these ``| str``.
+"""
+
+from typing import Literal
+
+__all__ = [
+    "AcceleratorName",
+    "Axis",
+    "ClipAlgorithm",
+    "CompileMode",
+    "CompressionName",
+    "NonFinitePolicy",
+    "PrecisionName",
+    "ProfilerName",
+    "StrategyName",
+    "UnevenPolicy",
+]
+
+Axis = Literal["pp", "replicate", "shard", "tp"]
+"""Axes of the device mesh, outermost first."""
+
+StrategyName = Literal[
+    "auto",
+    "single",
+    "dp",
+    "ddp",
+    "zero1",
+    "fsdp",
+    "hsdp",
+    "tp",
+    "fsdp+tp",
+    "hsdp+tp",
+    "pp",
+    "pp+ddp",
+    "pp+fsdp",
+    "local_sgd",
+    "diloco",
+    "ps",
+]
+"""Strategies without the suffix of a launcher and without options."""
+
+AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
+"""Lightning's own accelerators; others can be registered there."""
+
+PrecisionName = Literal[
+    "32-true",
+    "bf16-mixed",
+    "16-mixed",
+    "bf16-true",
+    "16-true",
+    "64-true",
+    "transformer-engine",
+    "transformer-engine-float16",
+    "16",
+    "bf16",
+    "32",
+    "64",
+    16,
+    32,
+    64,
+]
+"""As Lightning takes them; `transformer-engine` with its own strategies only."""
+
+CompressionName = Literal["none", "auto", "bf16", "fp16", "int8", "powersgd", "sign", "topk"]
+"""Compressions without options."""
+
+CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+"""Modes of `torch.compile`."""
+
+NonFinitePolicy = Literal["warn", "error", "ignore"]
+"""What to do about a loss or gradient norm that is infinite or NaN."""
+
+UnevenPolicy = Literal["pad", "join", "drop"]
+"""When an epoch ends where ranks have different numbers of batches."""
+
+ClipAlgorithm = Literal["norm", "value"]
+"""How gradients are clipped."""
+
+ProfilerName = Literal["simple", "advanced", "pytorch", "xla"]
+"""Lightning's profilers by name."""
