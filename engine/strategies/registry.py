@@ -4,14 +4,15 @@ It is read without torch: a row refers to its class by name, and the class is im
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..compression.registry import ROWS as HOOKS
 from ..compression.registry import HookRow
-from ..flags import choose
+from ..flags import LAUNCHERS, choose, did_you_mean, parse_flag, parse_options, split_launcher
 from ..lazy import Reference
-from ..plugins import STRATEGY_GROUP, load_plugin
+from ..plugins import STRATEGY_GROUP, load_plugin, plugin_names
 from ..registration import check_new_name
 from .options import (
     DDPOptions,
@@ -33,7 +34,7 @@ from .precision_names import PRECISIONS
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
-__all__ = ["LIGHTNINGS_OWN", "STRATEGIES", "Row", "find_strategy", "import_all", "register_strategy"]
+__all__ = ["LIGHTNINGS_OWN", "STRATEGIES", "Row", "check_strategy", "find_strategy", "import_all", "register_strategy"]
 
 
 def _none(name: str, hook: HookRow) -> bool:
@@ -273,6 +274,31 @@ def find_strategy(name: str) -> Row | None:
     if name not in STRATEGIES:
         load_plugin(STRATEGY_GROUP, name)
     return STRATEGIES.get(name)
+
+
+def check_strategy(text: str) -> None:
+    """Checks a flag such as ``"hsdp_spawn:replicate=2"``: its name and its options, without importing the strategy.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that is out of range.
+    """
+    flag = parse_flag(text, "strategy")
+    name, launcher = split_launcher(flag.name.lower())
+    long_name = re.fullmatch(r"ddp(?:_[a-z]+)?_find_unused_parameters_(true|false)", flag.name.lower())
+    if flag.name in ("auto", *LIGHTNINGS_OWN) or long_name:
+        return
+    row = find_strategy(name)
+    if row is None or (row.make is None and launcher):
+        names = sorted({"auto", *STRATEGIES, *plugin_names(STRATEGY_GROUP)})
+        launched = [f"{n}_{s}" for n, r in STRATEGIES.items() if r.make is not None for s in LAUNCHERS if s]
+        hint = did_you_mean(name if row is not None else flag.name.lower(), [*names, *launched], cutoff=0.5)
+        suffixes = ", ".join(f"_{suffix}" for suffix in LAUNCHERS if suffix)
+        raise ValueError(
+            f"unknown strategy {flag.name!r}.{hint} Allowed: {', '.join(names)}; a suffix {suffixes} starts workers."
+        )
+    if flag.value is not None:
+        raise ValueError(f"strategy {text!r}: write {name}:key=value; {flag.value!r} has no key.")
+    parse_options(f"strategy {name!r}", row.options, flag.options)
 
 
 def import_all() -> None:
