@@ -216,7 +216,7 @@ def _class(kind: str) -> Callable[[FlagRow, str], None]:
     return check_class
 
 
-KINDS: dict[str, Callable[[FlagRow, str], None]] = {
+KINDS: dict[str, Callable[[FlagRow, str], object]] = {
     "any": lambda row, value: None,
     "bare": lambda row, value: None,
     "config": lambda row, value: None,

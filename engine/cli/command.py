@@ -64,7 +64,7 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
   polyphase fit --help            the flags; also of the others; --help-all: those of Lightning too
   polyphase fit ... --print_config > run.yaml
 
-Completion of words by the shell, for bash (or zsh, tcsh), with the package shtab:
+Completion of words by the shell, for bash (or zsh), with the package shtab:
   polyphase --print_shtab bash > ~/.local/share/bash-completion/completions/polyphase
 """
 

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ..compression.registry import ROWS as HOOKS
 from ..flags import choose
@@ -15,7 +16,7 @@ from .flag_table import COMMANDS, FlagRow, flags_of
 
 __all__ = ["parser", "print_completion"]
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh")  # of tcsh's, shtab leaves out the flags of commands
 _CKPT = ("list", "inspect", "verify", "export", "prune")
 
 
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _values(row: FlagRow) -> dict[str, object]:
+def _values(row: FlagRow) -> dict[str, Any]:
     known = {
         "model": classes.models_of("model"),
         "data": classes.models_of("data"),

@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
 
 def _overview() -> Iterator[str]:
     for group, names in ((STRATEGY_GROUP, STRATEGIES), (COMM_HOOK_GROUP, HOOKS)):
-        for name in set(plugin_names(group)) - set(names):  # type: ignore[call-overload]
+        for name in set(plugin_names(group)) - set(names):
             load_plugin(group, name)
     yield "--strategy NAME[:option=value,...]"
     yield from _table({name: row.description for name, row in STRATEGIES.items()})
