@@ -1,22 +1,30 @@
-"""How a module is run: one engine, every strategy by flag."""
+"""How a module is run: one engine, every strategy by flag.
 
-from typing import TYPE_CHECKING, Any
+Each name is imported when it is first asked for: torch and Lightning come with `Engine`, and the command often needs
+neither.
+"""
 
+from typing import TYPE_CHECKING
+
+from .lazy import import_on_access
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .compression import register_comm_hook
     from .engine import Engine, fit
+    from .strategies import register_strategy
 
-__all__ = ["Engine", "__version__", "fit"]
+__all__ = ["Engine", "__version__", "fit", "register_comm_hook", "register_strategy"]
 
-
-def __getattr__(name: str) -> Any:
-    """Imports torch and Lightning when `Engine` or `fit` is first asked for: the command often needs neither."""
-    if name in ("Engine", "fit"):
-        from . import engine
-
-        return getattr(engine, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_access(
+    __name__,
+    {
+        "Engine": "engine",
+        "fit": "engine",
+        "register_comm_hook": "compression",
+        "register_strategy": "strategies",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -42,7 +42,8 @@ from .flags import Layout, check_count
 from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
 from .preflight import check_module
 from .refusal import RefusedError, check_checkpoint, check_nodes, refusing
-from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat, select
+from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat
+from .strategies.select import select
 from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]

@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from torch.distributed.run import determine_local_world_size
-
-from .environment import make_room_for_nodes, share_threads
 from .flags import check_count, choose
 
 __all__ = ["main", "torchrun_arguments"]
@@ -51,6 +48,8 @@ def main(words: Sequence[str]) -> int:
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
+    from .environment import make_room_for_nodes, share_threads  # with torch, which a wrong command need not wait for
+
     share_threads(num_processes)
     if "--nnodes=1" not in arguments:
         make_room_for_nodes()
@@ -86,6 +85,8 @@ def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
     if options.nnodes == "1" and not meets_elsewhere:
         arguments.append("--standalone")
     arguments[0] = f"--nproc-per-node={options.nproc}"
+    from torch.distributed.run import determine_local_world_size
+
     return [*arguments, *theirs, *command], determine_local_world_size(options.nproc)
 
 

@@ -1,9 +1,17 @@
-"""Checkpoints: directories that are whole or not there, and open under every strategy."""
+"""Checkpoints: directories that are whole or not there, and open under every strategy.
 
-from .rng import draw_alone, get_random_state, set_random_state
-from .saver import Saver, load_checkpoint
-from .store import CheckpointError, Manifest, find, is_checkpoint, lock, read_manifest, repair
-from .tree import NAMES, by_name, by_number, numbered
+Each name is imported when it is first asked for: what reads manifests alone needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..lazy import import_on_access
+
+if TYPE_CHECKING:
+    from .rng import draw_alone, get_random_state, set_random_state
+    from .saver import Saver, load_checkpoint
+    from .store import CheckpointError, Manifest, find, is_checkpoint, lock, read_manifest, repair
+    from .tree import NAMES, by_name, by_number, numbered
 
 __all__ = [
     "NAMES",
@@ -23,3 +31,25 @@ __all__ = [
     "repair",
     "set_random_state",
 ]
+
+__getattr__ = import_on_access(
+    __name__,
+    {
+        "NAMES": "tree",
+        "CheckpointError": "store",
+        "Manifest": "store",
+        "Saver": "saver",
+        "by_name": "tree",
+        "by_number": "tree",
+        "draw_alone": "rng",
+        "find": "store",
+        "get_random_state": "rng",
+        "is_checkpoint": "store",
+        "load_checkpoint": "saver",
+        "lock": "store",
+        "numbered": "tree",
+        "read_manifest": "store",
+        "repair": "store",
+        "set_random_state": "rng",
+    },
+)

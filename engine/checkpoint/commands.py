@@ -1,4 +1,7 @@
-"""The `polyphase ckpt` command: what a user wants of checkpoints without a run."""
+"""The `polyphase ckpt` command: what a user wants of checkpoints without a run.
+
+What opens tensors is imported where it is needed: `list`, `verify` and `prune` need no torch.
+"""
 
 import argparse
 import os
@@ -13,11 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..flags import choose, did_you_mean
-from .export import SUFFIXES, export
+from .endings import SUFFIXES
 from .files import Files
 from .folder import prune, survey
-from .saver import RANKS, REST, load_file
-from .shards import tensors_in
 from .store import CheckpointError, Manifest, check_files, is_checkpoint, read_manifest
 
 __all__ = ["main"]
@@ -77,6 +78,9 @@ def _list(folder: str) -> int:
 
 
 def _inspect(path: str, tensors: bool) -> int:
+    from .saver import RANKS, REST
+    from .shards import tensors_in
+
     _check_exists(path)
     manifest, files = read_manifest(path), Files(path)
     small = [name for name in (".metadata", REST, RANKS) if name in manifest.files]
@@ -118,6 +122,8 @@ def _verify(paths: list[str]) -> int:
 
 
 def _export(path: str, to: str, overwrite: bool, trust: bool) -> int:
+    from .export import export
+
     _check_exists(path)
     left_out = export(path, to, overwrite=overwrite, weights_only=not trust)
     if left_out:
@@ -170,6 +176,8 @@ def _about(path: str, manifest: Manifest, num_tensors: int) -> dict[str, str]:
 
 def _progress(files: Files) -> dict[str, str]:
     """What Lightning's part says."""
+    from .saver import REST, load_file
+
     try:
         rest, trained_on = load_file(files, REST, True), _trained_on(files)
     except CheckpointError as refused:
@@ -187,6 +195,8 @@ def _progress(files: Files) -> dict[str, str]:
 
 def _trained_on(files: Files) -> dict[str, str]:
     """Of each training loader, which part of the epoch's order was trained on, by how many ranks."""
+    from .saver import RANKS, load_file
+
     said = {}
     ranks = load_file(files, RANKS, True)
     for number, loader in enumerate(ranks[0].get("data", {}).get("loaders", [])):

@@ -17,17 +17,14 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from ..flags import choose
+from .endings import SUFFIXES
 from .files import Files, sync
 from .saver import Saver
 from .store import CheckpointError
 from .tree import NAMES, numbered
 
-__all__ = ["SUFFIXES", "export"]
+__all__ = ["export"]
 
-SUFFIXES = {
-    ".ckpt": "a file of Lightning's, for ckpt_path= and load_from_checkpoint",
-    ".safetensors": "the weights alone",
-}
 _NOT_WEIGHTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 
 

@@ -20,34 +20,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import CommHook, Plain
-from ..flags import Layout, check_number
+from ..flags import Layout
 from .compressing import CompressingStrategy
 from .launch import end_group_at_exit
 from .layout import LayoutStrategy
+from .options import DDPOptions
 
-__all__ = ["DDP", "DDPOptions"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DDPOptions:
-    """What follows the colon of the `ddp` flag."""
-
-    find_unused_parameters: bool = False
-    """Search the graph at each step for parameters without a gradient; needed if some are unused, slower if not."""
-    static_graph: bool = False
-    """The same parameters are used at every step; allows some reuse, such as re-entrant checkpointing."""
-    bucket_cap_mb: float = 25.0
-    """Size of the gradient buckets, in MiB."""
-    gradient_as_bucket_view: bool = True
-    """Gradients are views into the buckets: saves a copy of all gradients in memory and in time."""
-    broadcast_buffers: bool = True
-    """Send rank 0's buffers (BatchNorm's statistics) to all ranks before each forward."""
-    timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_number("ddp:bucket_cap_mb", self.bucket_cap_mb, above=0)
-        check_number("ddp:timeout_s", self.timeout_s, above=0)
+__all__ = ["DDP"]
 
 
 class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
@@ -179,7 +158,8 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
 
 def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:
     """The arguments of `DistributedDataParallel`."""
-    arguments = dataclasses.asdict(options)
+    # A subclass of the options, of a strategy from outside, may have more of them.
+    arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(DDPOptions)}
     del arguments["timeout_s"]
     broadcast = arguments.pop("broadcast_buffers")
     if not broadcast:

@@ -10,7 +10,6 @@ Communication per micro-batch and unit, S shards of P parameters: 1. forward: al
 all-reduce of the 4 P/S bytes of a shard. Phase 3 happens once per accumulation window.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -33,54 +32,16 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
-from ..flags import Layout, check_number
+from ..flags import Layout
 from .materialize import materialize
 from .mesh import MeshStrategy
+from .options import FSDPOptions, HSDPOptions
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .units import shard_units
 
-__all__ = ["FSDP", "FSDPOptions", "HSDPOptions", "UnitOptions"]
+__all__ = ["FSDP"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnitOptions:
-    """What strategies have in common that take a module unit by unit."""
-
-    activation_checkpointing: bool = False
-    """Keep only each unit's input for backward and compute its forward again."""
-    meta_init: bool = False
-    """Run `configure_model()` without allocating, and create each unit's weights when it is sharded or split."""
-    timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_number("timeout_s", self.timeout_s, above=0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FSDPOptions(UnitOptions):
-    """What follows the colon of the `fsdp` flag."""
-
-    reshard_after_forward: bool = True
-    """Free each unit's whole parameters after its forward and gather them again for backward: least memory. False
-    keeps them: one all-gather less per micro-batch."""
-    no_sync: bool = True
-    """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
-    micro-batch to shards at once: less memory, more bytes."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HSDPOptions(FSDPOptions):
-    """What follows the colon of the `hsdp` flag: the sizes of the mesh, and all of `fsdp`'s options."""
-
-    replicate: int | None = None
-    """Number of replica groups; left out, what `shard` leaves over, or the number of nodes."""
-    shard: int | None = None
-    """Number of shards in each group; left out, what `replicate` leaves over."""
 
 
 class FSDP(MeshStrategy):

@@ -16,7 +16,6 @@ which takes an all-reduce; then each rank goes on with its own. A checkpoint has
 states: the same layout goes on bit for bit, another one from the mean, with rank 0's optimizer state.
 """
 
-import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -28,64 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..compression import CommHook, Plain, Wire
-from ..flags import check_count, check_number
 from .anchor import Anchor
 from .buckets import copy, in_buckets, joined, parted
 from .compressing import CompressingStrategy
-from .ddp import DDP, DDPOptions
+from .ddp import DDP
+from .options import DDPOptions, DiLoCoOptions, LocalSGDOptions
 
-__all__ = ["DiLoCoOptions", "LocalSGD", "LocalSGDOptions"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalSGDOptions:
-    """What follows the colon of the `local_sgd` flag."""
-
-    every: int = 16
-    """H: optimizer steps from one exchange to the next."""
-    warmup: int = 0
-    """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
-    find_unused_parameters: bool = False
-    """In the warm-up: see ddp. Later on a parameter may be unused."""
-    bucket_cap_mb: float = 25.0
-    """Size of what is exchanged at once, in MiB."""
-    timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_count("every", self.every)
-        check_count("warmup", self.warmup, least=0)
-        check_number("bucket_cap_mb", self.bucket_cap_mb, above=0)
-        check_number("timeout_s", self.timeout_s, above=0)
-
-    @property
-    def outer(self) -> dict[str, Any]:
-        """Arguments of the outer `torch.optim.SGD`."""
-        return {"lr": 1.0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DiLoCoOptions(LocalSGDOptions):
-    """What follows the colon of the `diloco` flag."""
-
-    outer_lr: float = 0.7
-    """Learning rate of the outer SGD."""
-    outer_momentum: float = 0.9
-    """Its momentum."""
-    nesterov: bool = True
-    """Whether that is Nesterov's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("outer_lr", self.outer_lr, above=0)
-        check_number("outer_momentum", self.outer_momentum, most=1)
-        if self.nesterov and self.outer_momentum == 0:
-            raise ValueError("nesterov=true needs an outer_momentum greater than 0: set it, or nesterov=false.")
-
-    @property
-    def outer(self) -> dict[str, Any]:
-        """See `LocalSGDOptions`."""
-        return {"lr": self.outer_lr, "momentum": self.outer_momentum, "nesterov": self.nesterov}
+__all__ = ["LocalSGD"]
 
 
 class LocalSGD(DDP):

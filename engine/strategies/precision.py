@@ -19,22 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..flags import did_you_mean
 from .clipping import clip_by_norm, clip_by_value, norm_of
 
-__all__ = ["PRECISIONS", "canonical_precision", "make_precision"]
-
-_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-
-PRECISIONS = {
-    "32-true": "float32 throughout",
-    "bf16-mixed": "matrix products in bfloat16, weights in float32",
-    "16-mixed": "matrix products in float16 with a loss scale, weights in float32",
-    "bf16-true": "weights and arithmetic in bfloat16",
-    "16-true": "weights and arithmetic in float16",
-    "64-true": "float64 throughout",
-}
-"""Precisions by the name of their flag, and what each means."""
+__all__ = ["make_precision"]
 
 
 class _Clipping(Precision):
@@ -138,21 +125,6 @@ class _Half(_Clipping, HalfPrecision, _Hooked): ...
 
 
 class _Double(_Clipping, DoublePrecision, _Hooked): ...
-
-
-def canonical_precision(flag: Any) -> str:
-    """The full name of a precision flag: 16 -> ``"16-mixed"``, None -> ``"32-true"``.
-
-    Raises:
-        ValueError: no such precision.
-    """
-    text = "32-true" if flag is None else str(flag)
-    name = _ALIASES.get(text, text)
-    if name in PRECISIONS:
-        return name
-    # Begins as Lightning's does.
-    near = did_you_mean(name.lower(), PRECISIONS, cutoff=0.5)
-    raise ValueError(f"Precision {flag!r} is invalid.{near} Allowed: {', '.join(sorted(PRECISIONS))}.")
 
 
 def make_precision(name: str, device_type: str) -> Precision:

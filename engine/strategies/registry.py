@@ -1,28 +1,56 @@
-"""The table of strategies: one row each. `polyphase strategies` prints it, the flags are checked against it."""
+"""The table of strategies: one row each. `polyphase strategies` prints it, the flags are checked against it.
+
+It is read without torch: a row refers to its class by name, and the class is imported when a strategy is made.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.strategies import Strategy
+from ..compression.registry import ROWS as HOOKS
+from ..compression.registry import HookRow
+from ..flags import LAUNCHERS, choose, did_you_mean, parse_flag, parse_options, split_launcher
+from ..lazy import Reference
+from ..plugins import STRATEGY_GROUP, load_plugin, plugin_names
+from ..registration import check_new_name
+from .options import (
+    DDPOptions,
+    DiLoCoOptions,
+    FSDPOptions,
+    FSDPTPOptions,
+    HSDPOptions,
+    HSDPTPOptions,
+    LocalSGDOptions,
+    NoOptions,
+    PPDDPOptions,
+    PPFSDPOptions,
+    PPOptions,
+    PSOptions,
+    TPOptions,
+)
+from .precision_names import PRECISIONS
 
-from ..compression import COMM_HOOKS, CommHook
-from .ddp import DDP, DDPOptions
-from .dp import make_dp
-from .fsdp import FSDP, FSDPOptions, HSDPOptions
-from .local_sgd import DiLoCoOptions, LocalSGD, LocalSGDOptions
-from .pipeline import Pipeline, PPDDPOptions, PPFSDPOptions, PPOptions
-from .precision import PRECISIONS
-from .ps import PS, PSOptions
-from .tensor import FSDPTPOptions, HSDPTPOptions, TensorParallel, TPOptions
-from .zero1 import Zero1
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
 
-__all__ = ["STRATEGIES", "NoOptions", "Row"]
+__all__ = ["LIGHTNINGS_OWN", "STRATEGIES", "Row", "check_strategy", "find_strategy", "import_all", "register_strategy"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """For a strategy that has none."""
+def _none(name: str, hook: HookRow) -> bool:
+    return False
+
+
+def _every(name: str, hook: HookRow) -> bool:
+    return True
+
+
+def _those_for_shards(name: str, hook: HookRow) -> bool:
+    return hook.reduces_shards
+
+
+def _all_but_auto(name: str, hook: HookRow) -> bool:
+    return name != "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,25 +58,37 @@ class Row:
     """One way of running, and what it can do."""
 
     description: str
+    """In a few words, for one line of the terminal."""
     traffic: str
     """The collectives of a step: these and no more, see `tests/engine/loop/test_costs_integration.py`."""
+    choose_when: str = ""
+    """For whom it is."""
     options: type
     """Frozen dataclass of what may follow the colon."""
-    make: Callable[[Any, str, CommHook | None], Strategy] | None
+    make: "Callable[..., Strategy] | None"
     """From the options, the launcher's suffix and the comm hook; None for one process on one device, where Lightning's
     own strategy serves."""
-    make_for_several: Callable[..., Strategy] | None = None
+    make_for_several: "Callable[..., Strategy] | None" = None
     """For one process on several devices: from their type, their number, that of nodes, and `sync_batchnorm`."""
     note: str = ""
     """Said once, when it is chosen."""
-    compressions: tuple[str, ...] = ()
-    """Names of the compressions it can do, `none` aside."""
+    takes_compression: Callable[[str, HookRow], bool] = _none
+    """Whether it can do the compression of that name and row."""
     why_not: str = ""
     """Why it can't do the others."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     """Names of the precisions it can do."""
     why_not_precision: str = ""
     """Why it can't do the others."""
+
+    @property
+    def compressions(self) -> tuple[str, ...]:
+        """Names of the compressions it can do, `none` aside."""
+        return tuple(name for name, hook in HOOKS.items() if self.takes_compression(name, hook))
+
+
+def _from(path: str) -> Reference:
+    return Reference(path, __package__ or "")
 
 
 _GATHERS = (
@@ -74,16 +114,18 @@ STRATEGIES: dict[str, Row] = {
     "single": Row(
         description="one process, one device",
         traffic="none",
+        choose_when="to debug, and for what one device does fast enough",
         options=NoOptions,
         make=None,
         why_not="one process sends no gradients",
     ),
     "dp": Row(
-        description="one process that gives each GPU a part of every batch, for old scripts; on one device as single",
+        description="one process that splits each batch over its GPUs, for old scripts",
         traffic="per micro-batch, between the GPUs: all parameters from the first one, all gradients to it",
+        choose_when="a script for torch.nn.DataParallel is to run unchanged; for all else ddp is faster",
         options=NoOptions,
         make=None,
-        make_for_several=make_dp,
+        make_for_several=_from(".dp:make_dp"),
         note=(
             "strategy 'dp' copies all parameters to every GPU in each micro-batch, and runs them by threads of one"
             " process. 'ddp' is faster: Engine(strategy='ddp', devices=N), with the loader's batch_size divided by N."
@@ -93,38 +135,43 @@ STRATEGIES: dict[str, Row] = {
     "ddp": Row(
         description="a full copy of the module per device, gradients averaged",
         traffic="per optimizer step: an all-reduce of each bucket of gradients",
+        choose_when="the model, its gradients and its optimizer's state fit on one device: the first choice",
         options=DDPOptions,
-        make=DDP,
-        compressions=tuple(COMM_HOOKS),
+        make=_from(".ddp:DDP"),
+        takes_compression=_every,
     ),
     "zero1": Row(
         description="as ddp, with each optimizer's state dealt to the devices (ZeRO, stage 1)",
         traffic="per optimizer step: as ddp, then a broadcast of each bucket of updated parameters by their owner",
+        choose_when="as ddp, where the optimizer's state is what does not fit",
         options=DDPOptions,
-        make=Zero1,
-        compressions=tuple(COMM_HOOKS),
+        make=_from(".zero1:Zero1"),
+        takes_compression=_every,
     ),
     "fsdp": Row(
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
         traffic=_GATHERS,
+        choose_when="the model does not fit on one device as it is trained, and the devices are connected fast",
         options=FSDPOptions,
-        make=FSDP,
-        compressions=tuple(name for name, hook in COMM_HOOKS.items() if hook.reduces_shards),
+        make=_from(".fsdp:FSDP"),
+        takes_compression=_those_for_shards,
         why_not=_SHARDED,
     ),
     "hsdp": Row(
         description="shards within groups of devices, gradients averaged over the groups (2-D mesh)",
         traffic=f"{_GATHERS}, then an all-reduce of its shards",
+        choose_when="as fsdp on several nodes: shards within a node, averages between them",
         options=HSDPOptions,
-        make=FSDP,
-        compressions=tuple(COMM_HOOKS),
+        make=_from(".fsdp:FSDP"),
+        takes_compression=_every,
     ),
     "pp": Row(
         description="blocks in stages, micro-batches in all of them at once (pipeline)",
         traffic="per batch: activations to the next stage and their gradients back, in micro-batches, and a broadcast"
         " of what was logged; per optimizer step: an all-reduce of what is tied between stages",
+        choose_when="the model does not fit on one device, and the connection is slow",
         options=PPOptions,
-        make=Pipeline,
+        make=_from(".pipeline:Pipeline"),
         why_not="stages hand over activations, and each has its own gradients",
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
@@ -132,8 +179,9 @@ STRATEGIES: dict[str, Row] = {
     "pp+ddp": Row(
         description="several pipelines, gradients averaged over them (2-D mesh)",
         traffic="as pp; per optimizer step: an all-reduce of each bucket of a stage's gradients",
+        choose_when="as pp, with devices left over for more samples at once",
         options=PPDDPOptions,
-        make=Pipeline,
+        make=_from(".pipeline:Pipeline"),
         why_not="what a hook has not sent yet would be kept by stage, which no other strategy could take over",
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
@@ -141,8 +189,9 @@ STRATEGIES: dict[str, Row] = {
     "pp+fsdp": Row(
         description="a pipeline of stages in shards (FSDP2, 2-D mesh)",
         traffic="as pp; per batch: an all-gather of each unit of a stage and a reduce-scatter",
+        choose_when="as pp, where a stage does not fit on one device",
         options=PPFSDPOptions,
-        make=Pipeline,
+        make=_from(".pipeline:Pipeline"),
         why_not=_SHARDED,
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
@@ -150,48 +199,199 @@ STRATEGIES: dict[str, Row] = {
     "local_sgd": Row(
         description="a full copy of the module per device, trained alone for H steps, then averaged",
         traffic=_EVERY_H,
+        choose_when="the connection is too slow for ddp with compression; the result is another than ddp's",
         options=LocalSGDOptions,
-        make=LocalSGD,
-        compressions=tuple(name for name in COMM_HOOKS if name != "auto"),
+        make=_from(".local_sgd:LocalSGD"),
+        takes_compression=_all_but_auto,
         why_not=_UNEVEN,
     ),
     "diloco": Row(
         description="as local_sgd, with an outer SGD with Nesterov momentum on the average change",
         traffic=_EVERY_H,
+        choose_when="as local_sgd, with hundreds of steps between exchanges, between data centres",
         options=DiLoCoOptions,
-        make=LocalSGD,
-        compressions=tuple(name for name in COMM_HOOKS if name != "auto"),
+        make=_from(".local_sgd:LocalSGD"),
+        takes_compression=_all_but_auto,
         why_not=_UNEVEN,
     ),
     "tp": Row(
         description="each layer split over devices that have the same samples, by a plan (DTensor)",
         traffic=_SPLIT,
+        choose_when="single layers are too large or too slow for one device, and the devices are connected very fast",
         options=TPOptions,
-        make=TensorParallel,
+        make=_from(".tensor:TensorParallel"),
         why_not=_NOT_SPLIT,
     ),
     "fsdp+tp": Row(
         description="layers split within groups of devices, the parts in shards over the groups (2-D mesh)",
         traffic=f"as tp within a group, as fsdp between the groups: {_GATHERS}",
+        choose_when="as tp within a node, with a model that does not fit on one node",
         options=FSDPTPOptions,
-        make=TensorParallel,
+        make=_from(".tensor:TensorParallel"),
         why_not=_NOT_SPLIT,
     ),
     "hsdp+tp": Row(
         description="as fsdp+tp, with gradients averaged over several of them (3-D mesh)",
         traffic="as fsdp+tp, then an all-reduce of the shards of each unit",
+        choose_when="as fsdp+tp, on so many nodes that sharding over all of them is slow",
         options=HSDPTPOptions,
-        make=TensorParallel,
+        make=_from(".tensor:TensorParallel"),
         why_not=_NOT_SPLIT,
     ),
     "ps": Row(
         description="asynchronous parameter server: ranks push gradients, and don't wait for each other",
         traffic="per optimizer step: gradients to the servers of other ranks, and their parameters back",
+        choose_when="devices or connections differ much in speed; with staleness the result is another than ddp's",
         options=PSOptions,
-        make=PS,
+        make=_from(".ps:PS"),
         why_not="its servers take gradients as they are",
-        precisions=tuple(name for name in PRECISIONS if name != "16-mixed"),
+        precisions=_UNSCALED,
         why_not_precision="one worker's overflow would have to undo what others have pushed",
     ),
 }
 """Strategies by the name of their flag."""
+
+LIGHTNINGS_OWN = (
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3_offload",
+    "deepspeed_stage_3_offload_nvme",
+    "fsdp_cpu_offload",
+    "single_device",
+    "single_tpu",
+    "single_xla",
+    "xla",
+    "xla_debug",
+)
+"""Names of Lightning's own registry that the flag takes as well; a test compares them with it."""
+
+
+def find_strategy(name: str) -> Row | None:
+    """The row of a flag's name, which an installed package may bring; None if there is none."""
+    if name not in STRATEGIES:
+        load_plugin(STRATEGY_GROUP, name)
+    return STRATEGIES.get(name)
+
+
+def check_strategy(text: str) -> None:
+    """Checks a flag such as ``"hsdp_spawn:replicate=2"``: its name and its options, without importing the strategy.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that is out of range.
+    """
+    flag = parse_flag(text, "strategy")
+    name, launcher = split_launcher(flag.name.lower())
+    long_name = re.fullmatch(r"ddp(?:_[a-z]+)?_find_unused_parameters_(true|false)", flag.name.lower())
+    if flag.name in ("auto", *LIGHTNINGS_OWN) or long_name:
+        return
+    row = find_strategy(name)
+    if row is None or (row.make is None and launcher):
+        names = sorted({"auto", *STRATEGIES, *plugin_names(STRATEGY_GROUP)})
+        launched = [f"{n}_{s}" for n, r in STRATEGIES.items() if r.make is not None for s in LAUNCHERS if s]
+        hint = did_you_mean(name if row is not None else flag.name.lower(), [*names, *launched], cutoff=0.5)
+        suffixes = ", ".join(f"_{suffix}" for suffix in LAUNCHERS if suffix)
+        raise ValueError(
+            f"unknown strategy {flag.name!r}.{hint} Allowed: {', '.join(names)}; a suffix {suffixes} starts workers."
+        )
+    if flag.value is not None:
+        raise ValueError(f"strategy {text!r}: write {name}:key=value; {flag.value!r} has no key.")
+    parse_options(f"strategy {name!r}", row.options, flag.options)
+
+
+def import_all() -> None:
+    """Imports the classes of all rows.
+
+    What torch.distributed.fsdp imports binds the default process group into defaults of functions, if there is one by
+    then, and such runs end in an abort. So all of it is imported before there is one.
+    """
+    for row in list(STRATEGIES.values()):
+        for make in (row.make, row.make_for_several):
+            if isinstance(make, Reference):
+                make.load()
+
+
+def register_strategy(
+    name: str,
+    make: "Callable[[Any, str, Any], Strategy]",
+    *,
+    description: str,
+    options: type = NoOptions,
+    compressions: Collection[str] | Literal["all"] = (),
+    precisions: Collection[str] = tuple(PRECISIONS),
+    traffic: str = "not stated",
+    choose_when: str = "",
+) -> None:
+    """Makes a strategy of your own a value of the flag `strategy`, with options: ``Engine(strategy="mine:key=1")``.
+
+    `make` is called with the options, the launcher's suffix (``""``, ``"spawn"``, ``"fork"`` or ``"notebook"``) and the
+    comm hook (None without compression), and returns a Lightning `Strategy`. A class whose constructor takes these
+    three is such a function. Subclasses of `polyphase.engine.strategies.ddp.DDP` keep the promises of the engine by
+    themselves; any other strategy of Lightning's runs as well, without what the engine adds to its own.
+
+    Call it in the script or in the module of the model, where every process comes by; an installed package names that
+    module as an entry point, see `polyphase.engine.plugins`.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class MineOptions(DDPOptions):
+        ...     key: int = 1
+        ...
+        >>> class Mine(DDP):
+        ...     def __init__(self, options, launcher="", comm_hook=None):
+        ...         super().__init__(options, launcher, comm_hook)
+        ...
+        >>> register_strategy("mine", Mine, options=MineOptions, description="ddp, my way", compressions="all")
+        >>> Engine(strategy="mine:key=2,bucket_cap_mb=10", devices=2)
+
+    Args:
+        name: of the flag: small letters, digits and ``_``; ``+`` between parts.
+        make: see above.
+        description: a few words for the line of `polyphase strategies`.
+        options: a dataclass, each field with a default and of type ``int``, ``float``, ``bool`` or ``str``, one of them
+            or None, or a ``Literal`` of texts; what a user writes behind the colon is checked against it.
+        compressions: names of those it can do, of all that there will be: ``"all"``. `make` gets the hook and must
+            use it.
+        precisions: names of those it can do.
+        traffic: what it sends in a step, for `polyphase strategies NAME`.
+        choose_when: for whom it is, for the same.
+
+    Raises:
+        TypeError: `make` can't be called, or `options` is no dataclass with defaults.
+        ValueError: the name is taken, or is none for a flag; an unknown compression or precision.
+    """
+    if not callable(make):
+        raise TypeError(f"register_strategy needs a class or function that makes the strategy, but got {make!r}.")
+    if not isinstance(description, str) or not description:
+        raise TypeError(f"register_strategy needs a description, a few words, but got {description!r}.")
+    _check_options(name, options)
+    taken = {key: row.make or row.make_for_several for key, row in STRATEGIES.items()}
+    check_new_name("strategy", name, make, taken, reserved=("auto", "single", *LIGHTNINGS_OWN))
+    for kind, given, allowed in (
+        ("compression", () if compressions == "all" else compressions, HOOKS),
+        ("precision", precisions, PRECISIONS),
+    ):
+        for word in [given] if isinstance(given, str) else given:
+            choose(kind, word, allowed)
+    named = tuple(compressions)
+    STRATEGIES[name] = Row(
+        description=description,
+        traffic=traffic,
+        choose_when=choose_when,
+        options=options,
+        make=make,
+        takes_compression=_every if compressions == "all" else lambda hook_name, _: hook_name in named,
+        why_not=f"{name} was registered without it",
+        precisions=tuple(precisions),
+        why_not_precision=f"{name} was registered without it",
+    )
+
+
+def _check_options(name: str, options: Any) -> None:
+    if not (isinstance(options, type) and dataclasses.is_dataclass(options)):
+        raise TypeError(f"the options of strategy {name!r} must be a dataclass, but got {options!r}.")
+    for field in dataclasses.fields(options):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise TypeError(f"the option {field.name!r} of strategy {name!r} needs a default.")

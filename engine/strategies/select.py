@@ -21,11 +21,14 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from ..compression import CommHook, make_comm_hook
 from ..flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
-from .precision import canonical_precision, make_precision
-from .registry import STRATEGIES
+from .precision import make_precision
+from .precision_names import canonical_precision
+from .registry import STRATEGIES, find_strategy, import_all
 from .sync_batchnorm import CPUSyncBatchNorm
 
 __all__ = ["Parts", "select"]
+
+import_all()
 
 
 class InvalidFlagError(ValueError, MisconfigurationException):
@@ -69,7 +72,7 @@ def select(
     device_type, num_devices = _devices(accelerator, devices)
     flag = _strategy_flag(strategy, device_type, num_devices * num_nodes)
     name, launcher = split_launcher(flag.name if flag.name in StrategyRegistry else flag.name.lower())
-    if name not in STRATEGIES or (STRATEGIES[name].make is None and launcher):
+    if find_strategy(name) is None or (STRATEGIES[name].make is None and launcher):
         return _lightnings_own(_known(flag), devices, precision, comm_hook, plugins)
     row = STRATEGIES[name]
     if flag.value is not None:

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..compression import CommHook, Wire
 from .buckets import copy, in_buckets, joined, parted
-from .ddp import DDP, DDPOptions
+from .ddp import DDP
+from .options import DDPOptions
 
 __all__ = ["Owners", "Zero1"]
 

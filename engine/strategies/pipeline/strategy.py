@@ -33,10 +33,10 @@ from ...flags import Layout
 from ...host_group import HostGroup
 from ..materialize import materialize
 from ..mesh import MeshStrategy
+from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units
 from ..units import shard_units
 from .gradients import SpreadGradients
-from .options import PPDDPOptions, PPFSDPOptions, PPOptions
 from .part import Cut, Part
 from .plan import Plan, leave_out, plan_stages
 from .state import buffer_stages, on_first_stage

@@ -1,5 +1,5 @@
 """An asynchronous parameter server: `ps`."""
 
-from .strategy import PS, PSOptions
+from .strategy import PS
 
-__all__ = ["PS", "PSOptions"]
+__all__ = ["PS"]

@@ -11,7 +11,6 @@ bytes in fp32. Metrics and other plain values go over meetings (`meeting.py`), w
 keep waiting. The end of a rank that serves nothing does not end the run.
 """
 
-import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,40 +29,17 @@ from torchmetrics import Metric
 
 from ...compression import CommHook
 from ...environment import listening_on
-from ...flags import Layout, check_count, check_number
+from ...flags import Layout
 from ..failure import say
 from ..launch import end_group_at_exit
 from ..layout import LayoutStrategy
+from ..options import PSOptions
 from .meeting import LivingRanks, Meetings, hold_meetings
 from .rpc import Connection, interface_of
 from .server import Server, install
 from .worker import Clipping, Worker
 
-__all__ = ["PS", "PSOptions"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PSOptions:
-    """What follows the colon of the `ps` flag."""
-
-    staleness: int = 0
-    """By how many steps a rank may be ahead of the slowest; 0 for synchronous training."""
-    patience: float = 0.5
-    """With staleness > 0: how long a rank waits for the step that its own gradient is in before it goes on with older
-    parameters, as a share of the time that its forward and backward take."""
-    servers: int | None = None
-    """Number of ranks, the first ones, that serve a share of the parameters each; left out, all. They train as well."""
-    address: str | None = None
-    """Where the ranks listen: an IP address, a network or an interface; left out, this machine alone (loopback)."""
-    timeout_s: float = 1800.0
-    """How long a rank may wait for the others, in seconds."""
-
-    def __post_init__(self) -> None:
-        check_count("ps:staleness", self.staleness, least=0)
-        if self.servers is not None:
-            check_count("ps:servers", self.servers)
-        check_number("ps:patience", self.patience)
-        check_number("ps:timeout_s", self.timeout_s, above=0)
+__all__ = ["PS"]
 
 
 class PS(LayoutStrategy, DDPStrategy):

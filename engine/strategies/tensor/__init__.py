@@ -1,6 +1,6 @@
 """Layers split over ranks: `tp`, `fsdp+tp` and `hsdp+tp`."""
 
 from .plan import make_plan
-from .strategy import FSDPTPOptions, HSDPTPOptions, TensorParallel, TPOptions
+from .strategy import TensorParallel
 
-__all__ = ["FSDPTPOptions", "HSDPTPOptions", "TPOptions", "TensorParallel", "make_plan"]
+__all__ = ["TensorParallel", "make_plan"]

@@ -15,7 +15,6 @@ the bytes.
 """
 
 import contextlib
-import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Generator
@@ -37,41 +36,15 @@ from ...checkpoint import get_random_state, set_random_state
 from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
-from ..fsdp import FSDP, FSDPOptions, HSDPOptions, UnitOptions
+from ..fsdp import FSDP
+from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
 from .plan import Plan, make_plan
 from .styles import replicate, to_plain
 
 # torch: it finds two all-gathers in a row worth a warning, where whole weights are asked for at the end of a run.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-__all__ = ["FSDPTPOptions", "HSDPTPOptions", "TPOptions", "TensorParallel"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _SplitOptions:
-    """What the three flags have in common."""
-
-    tp: int | None = None
-    """Number of ranks that share each layer; left out, all under `tp`, else those of a node, or 2 on one node."""
-    loss_parallel: bool = False
-    """In training steps, leave the logits cut by the vocabulary: `cross_entropy` of them needs no gathering."""
-    sequence_parallel: bool = False
-    """Between the blocks, cut activations by the sequence: norms, dropout, residuals. Less memory."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TPOptions(_SplitOptions, UnitOptions):
-    """What follows the colon of the `tp` flag."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FSDPTPOptions(_SplitOptions, FSDPOptions):
-    """What follows the colon of the `fsdp+tp` flag."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HSDPTPOptions(_SplitOptions, HSDPOptions):
-    """What follows the colon of the `hsdp+tp` flag."""
+__all__ = ["TensorParallel"]
 
 
 class TensorParallel(FSDP):

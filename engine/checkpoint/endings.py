@@ -1,0 +1,9 @@
+"""What a checkpoint can be exported as; torch is not needed to say it."""
+
+__all__ = ["SUFFIXES"]
+
+SUFFIXES = {
+    ".ckpt": "a file of Lightning's, for ckpt_path= and load_from_checkpoint",
+    ".safetensors": "the weights alone",
+}
+"""Formats by the ending of the file's name."""

@@ -1,0 +1,253 @@
+"""What can be said of a command line without torch: names of flags and classes, and values that are texts or numbers.
+
+It refuses only what would be refused later anyway; what it can't judge it lets pass. So a mistake is told at once, in
+a line, and a run pays some milliseconds for it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..compression.registry import parse_compression
+from ..flags import choose, did_you_mean
+from ..strategies.precision_names import ALIASES, PRECISIONS
+from ..strategies.registry import check_strategy
+from . import classes
+from .class_names import check_argument, check_class_name
+from .flag_table import ENGINE_FLAGS, FlagRow, flags_of
+
+__all__ = ["KINDS", "UsageError", "Word", "check", "check_value", "split"]
+
+_NOTHING = {"null", "none", "~", ""}
+_SWITCHES = {"true", "false", "yes", "no", "on", "off", "y", "n"}
+_OPEN = ("model", "data", "trainer", "optimizer", "lr_scheduler")
+"""Flags that have others behind a dot, which only their class knows."""
+
+_CLASS = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+_REGISTERS = re.compile(r"register_strategy|register_comm_hook|StrategyRegistry")
+
+
+class UsageError(ValueError):
+    """A command line that can't be run; the message is at most three lines, and names the flag."""
+
+
+class Word(NamedTuple):
+    """A flag with its value."""
+
+    name: str
+    """Without ``--`` and without ``trainer.``."""
+    value: str | None
+    written: str
+    """The flag as it was written, with its dashes."""
+
+
+def check(command: str, words: Sequence[str]) -> None:
+    """Checks the flags of ``polyphase COMMAND words...``.
+
+    Raises:
+        UsageError: a flag or value that can't be right.
+    """
+    from .config import check_config  # which checks values as this does
+
+    flags = {flag.name: flag for flag in flags_of(command)}
+    given = list(split(command, words))
+    has_config = any(word.name == "config" for word in given)
+    has_model = False
+    chosen: dict[str, str] = {}
+    for word in given:
+        row = flags.get(word.name)
+        if row is not None and row.kind == "config":
+            has_model |= check_config(command, word.value or "")
+        elif row is None:
+            if word.name.startswith("data.") and not (has_config or "data" in chosen or word.name == "data.help"):
+                raise UsageError(f"{word.written} needs --data CLASS in front of it.")
+            _check_argument(word, chosen)
+        else:
+            if row.kind in ("model", "data"):
+                chosen[row.name] = word.value or ""
+            has_model |= row.name == "model"
+            if row.kind != "bare":
+                check_value(row, _needed(row, word), word.written)
+    if not (has_model or has_config or command == "wire"):
+        raise UsageError(f"{command} needs a model: {_models_there()}")
+
+
+def split(command: str, words: Sequence[str]) -> Iterator[Word]:
+    """Takes a command line apart.
+
+    Raises:
+        UsageError: a flag that the command does not have, or a word that belongs to none.
+    """
+    flags = {flag.name: flag for flag in flags_of(command)}
+    rest = [*reversed(words)]
+    while rest:
+        word = rest.pop()
+        if not word.startswith("--") and word not in ("-c", "-h"):
+            raise UsageError(
+                f"{command}: {word!r} belongs to no flag. A value stands behind its flag, and in quotation marks if it"
+                f" has blanks.\nAll flags: polyphase {command} --help"
+            )
+        written, equals, value = word.partition("=")
+        name = {"-c": "config", "-h": "help"}.get(written, written.removeprefix("--").removesuffix("+"))
+        name = name.removeprefix("trainer.")
+        _check_name(command, name, written, flags)
+        is_alone = name in ("print_config", "help") or name.endswith(".help")
+        if not equals and rest and not _is_flag(rest[-1]) and name not in ("print_config", "help"):
+            value, equals = rest.pop(), "="
+        if not equals and not is_alone:
+            row = flags.get(name)
+            example = row.example if row is not None else ""
+            raise UsageError(f"{written} needs a value{f', such as {written} {example}' if example else ''}.")
+        yield Word(name, value if equals else None, written)
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") or word in ("-c", "-h")
+
+
+def _check_name(command: str, name: str, written: str, flags: dict[str, FlagRow]) -> None:
+    head, dot, _ = name.partition(".")
+    if head in flags or head in ("help", "help-all") or (head in _OPEN and (dot or head == "trainer")):
+        return
+    shown = {flag: f"--{flag}" for flag in [*flags, "help"] if "." not in flag}
+    shown |= {f"trainer.{row.name}": f"--trainer.{row.name}" for row in ENGINE_FLAGS} if "trainer." in written else {}
+    spelled = written.removeprefix("--").removesuffix("+")
+    first, _, behind = spelled.partition(".")
+    hint = did_you_mean(first, _OPEN, lambda near: f"--{near}.{behind}") if dot else ""  # --modle.lr
+    hint = hint or did_you_mean(spelled, shown, shown.__getitem__)
+    raise UsageError(f"{command} has no flag {written}.{hint}\nAll flags: polyphase {command} --help-all")
+
+
+def _check_argument(word: Word, chosen: dict[str, str]) -> None:
+    """``--model.lr 0.1``, where the class of ``--model`` is known by now."""
+    head, _, key = word.name.partition(".")
+    if re.fullmatch(_CLASS, chosen.get(head, "")):
+        try:
+            check_argument(chosen[head], key, word.value)
+        except ValueError as error:
+            raise UsageError(f"{word.written}: {error}") from None
+
+
+def _needed(row: FlagRow, word: Word) -> str:
+    assert word.value is not None or row.kind == "bare", word
+    return word.value or ""
+
+
+def _models_there() -> str:
+    own = [*classes.own_classes("model")]
+    known = [*own[:4], *classes.models_of("model")]
+    return f"--model NAME or --model package.Class. There are {', '.join(known)}."
+
+
+# --- values
+
+
+def check_value(row: FlagRow, value: str, written: str) -> None:
+    """Checks the text of one value.
+
+    Args:
+        row: of its flag.
+        value: as it was written.
+        written: how the message calls the flag, such as ``--max_epochs`` or ``run.yaml: trainer.max_epochs``.
+
+    Raises:
+        UsageError: it can't be right.
+    """
+    try:
+        KINDS[row.kind](row, value)
+    except UsageError as error:
+        raise UsageError(f"{written}: {error}") from None
+    except ValueError as error:
+        if row.kind in ("strategy", "compression") and _registers_there():
+            return  # the name may be one that the user's own code registers
+        raise UsageError(f"{written}: {error}") from None
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _whole(row: FlagRow, value: str, *, also: Iterable[str] = (), instead: str = "") -> None:
+    if value.lower() in {*_NOTHING, *also} or (_is_number(value) and float(value) % 1 == 0):
+        return
+    if re.fullmatch(r"0[xob]\w+|[+-]?[\d_]+", value):
+        return
+    hint = did_you_mean(value.lower(), also)
+    raise UsageError(f"{value!r} is not a whole number{instead}, such as {row.example}.{hint}")
+
+
+def _number(row: FlagRow, value: str) -> None:
+    if value.lower() not in _NOTHING and not _is_number(value) and not re.fullmatch(r"[+-]?\.(inf|nan)", value.lower()):
+        raise UsageError(f"{value!r} is not a number, such as {row.example}.")
+
+
+def _switch(row: FlagRow, value: str, *, also: Iterable[str] = ()) -> None:
+    if value.lower() not in {*_NOTHING, *_SWITCHES, *also, "0", "1"}:
+        raise UsageError(f"{value!r} is neither true nor false.{did_you_mean(value.lower(), ['true', 'false', *also])}")
+
+
+def _choice(row: FlagRow, value: str) -> None:
+    if value.lower() not in _NOTHING:
+        choose(f"value of {row.name}", value, row.choices)
+
+
+def _devices(row: FlagRow, value: str) -> None:
+    if value != "auto" and not re.fullmatch(r"\[?[\s\d,+-]*\]?|null", value):
+        hint = did_you_mean(value, ["auto"])
+        raise UsageError(f"{value!r} is neither a number, 'auto' nor a list of indices such as 0,1.{hint}")
+
+
+def _precision(row: FlagRow, value: str) -> None:
+    lightnings = ("transformer-engine", "transformer-engine-float16")  # which the engine itself refuses by name
+    if value.lower() not in _NOTHING and value not in lightnings:
+        choose("precision", value, [*PRECISIONS, *ALIASES])
+
+
+def _class(kind: str) -> Callable[[FlagRow, str], None]:
+    def check_class(row: FlagRow, value: str) -> None:
+        if re.fullmatch(_CLASS, value) and not Path(value).exists():
+            check_class_name(kind, value)
+
+    return check_class
+
+
+KINDS: dict[str, Callable[[FlagRow, str], object]] = {
+    "any": lambda row, value: None,
+    "bare": lambda row, value: None,
+    "config": lambda row, value: None,
+    "model": _class("model"),
+    "data": _class("data"),
+    "seed": lambda row, value: _whole(row, value, also=("true", "false")),
+    "int": _whole,
+    "int_or_auto": lambda row, value: _whole(row, value, also=("auto",), instead=" or 'auto'"),
+    "int_or_bool": lambda row, value: _whole(row, value, also=_SWITCHES, instead=", true or false"),
+    "number": _number,
+    "bool": _switch,
+    "bool_or_warn": lambda row, value: _switch(row, value, also=("warn",)),
+    "choice": _choice,
+    "choice_or_bool": lambda row, value: (
+        None if value.lower() in {*_SWITCHES, *_NOTHING} else choose(f"value of {row.name}", value, row.choices)
+    ),
+    "accelerator": lambda row, value: choose("accelerator", value, row.choices),
+    "strategy": lambda row, value: check_strategy(value),
+    "precision": _precision,
+    "compression": lambda row, value: parse_compression(value),
+    "devices": _devices,
+}
+"""How each kind of value is checked."""
+
+
+def _registers_there() -> bool:
+    """Whether a file in the working directory registers strategies or comm hooks."""
+    for path in [*Path().glob("*.py"), *Path().glob("*/*.py")][:200]:
+        try:
+            if _REGISTERS.search(path.read_text(encoding="utf-8", errors="ignore")):
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,0 +1,108 @@
+"""The classes named by ``--model`` and ``--data``: found in source files, before any of them is imported."""
+
+import os
+import re
+from collections.abc import Sequence
+
+from ..flags import did_you_mean
+from . import classes
+
+__all__ = ["check_argument", "check_class_name", "missing_module", "no_argument"]
+
+
+def check_class_name(kind: str, name: str) -> None:
+    """Checks a short name, or an import path as far as its files tell.
+
+    Args:
+        kind: ``"model"`` or ``"data"``.
+        name: as it stands behind the flag.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    module, _, class_name = name.rpartition(".")
+    if not module:
+        _check_short_name(kind, name)
+        return
+    path = classes.find_module(module)
+    if path is None:
+        raise ValueError(missing_module(module, class_name))
+    source = classes.read(path) if path else None
+    if source is None or source.is_open or class_name in source.names:
+        return
+    package = os.path.dirname(path) if path.endswith("__init__.py") else None
+    if package and os.path.exists(os.path.join(package, f"{class_name}.py")):
+        raise ValueError(f"{name} is a module; name a class in it, as in --{kind} {name}.MyClass.")
+    likely = [each for each in source.classes if classes.kind_of(each, source) == kind]
+    hint = did_you_mean(class_name, [*likely, *source.imported], str) or did_you_mean(class_name, source.classes, str)
+    there = f" It has {', '.join(sorted(likely))}." if likely and not hint else ""
+    raise ValueError(f"module {module} has no {class_name}.{hint}{there}")
+
+
+def _check_short_name(kind: str, name: str) -> None:
+    known = classes.models_of(kind)
+    if name in known:
+        return
+    own = classes.own_classes(kind)
+    here = [path for path, short in own.items() if short == name]
+    if here:
+        hint = f" Did you mean --{kind} {here[0]}?"
+    else:
+        shown = {name: name for name in known} | {short: path for path, short in own.items()}
+        hint = did_you_mean(name, shown, lambda near: repr(shown[near]))
+    raise ValueError(
+        f"unknown {kind} class {name!r}.{hint} Allowed: {', '.join([*known, *own][:12])}."
+        f" A class of your own goes by its import path: --{kind} package.Class."
+    )
+
+
+def missing_module(module: str, class_name: str) -> str:
+    """What to say of a module that is not there: where it was searched, and what it may have been meant to be."""
+    first = module.partition(".")[0]
+    if first != module and classes.find_module(first) is not None:
+        return f"No module named {module!r}: there is {first!r}, but it has no such part."
+    here = [
+        path for kind in ("model", "data") for path, name in classes.own_classes(kind).items() if name == class_name
+    ]
+    near = [file.removesuffix(".py") for file in os.listdir() if file.endswith(".py") or os.path.isdir(file)]
+    hint = f" Did you mean {here[0]}?" if here else did_you_mean(first, near, lambda n: f"{n}.{class_name or 'Class'}")
+    return f"No module named {module!r} in {os.getcwd()} or among what is installed.{hint}"
+
+
+# --- arguments of their constructors
+
+
+def no_argument(class_name: str, name: str, names: Sequence[str]) -> str:
+    """What to say of an argument that a class does not have."""
+    hint = did_you_mean(name, names)
+    there = "" if hint else f" It has {', '.join(names[:12])}." if names else " It has no arguments."
+    return f"{class_name} has no {name!r}.{hint}{there}"
+
+
+def check_argument(class_path: str, key: str, value: str | None) -> None:
+    """Checks an argument of a class, as far as its source tells: ``--model.lr 0.1``.
+
+    Args:
+        class_path: as it stands behind ``--model`` or ``--data``.
+        key: what stands behind the dot of ``--model.KEY``.
+        value: as it was written.
+
+    Raises:
+        ValueError: the class has no such argument, or it is a number and the value is none.
+    """
+    module, _, class_name = class_path.rpartition(".")
+    path = classes.find_module(module) if module else classes.models_file()
+    source = classes.read(path) if path else None
+    arguments = classes.class_arguments(class_name, source) if source else None
+    name = key.removeprefix("init_args.")
+    if arguments is None or not name.isidentifier() or name in ("help", "class_path", "init_args", "dict_kwargs"):
+        return
+    if name not in arguments:
+        raise ValueError(no_argument(class_name, name, list(arguments)))
+    kind = re.sub(r"\s*\|\s*None|^Optional\[|\]$", "", re.split(" = | \\(required", arguments[name])[0])
+    if value is not None and value.lower() not in ("null", "none", "~", "") and kind in ("int", "float"):
+        try:
+            float(value.replace("_", ""))
+        except ValueError:
+            words = {"int": "a whole number", "float": "a number"}[kind]
+            raise ValueError(f"{value!r} is not {words}.") from None

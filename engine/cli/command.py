@@ -1,0 +1,117 @@
+"""Which command it is, and what it needs: what can be answered without torch is answered at once."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from ..flags import choose
+from ..version import __version__
+from .console import exit_with
+from .flag_table import COMMANDS as RUNS
+
+__all__ = ["COMMANDS", "main"]
+
+
+def _command(path: str) -> Callable[[Sequence[str]], int]:
+    """A function of the engine, ``"package.module:name"``, that is imported when it is called."""
+
+    def run(words: Sequence[str]) -> int:
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(module, __package__), name)(words)
+
+    return run
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "strategies": _command(".strategies:main"),
+    "init": _command(".init:main"),
+    "launch": _command("..launch:main"),
+    "ckpt": _command("..checkpoint.commands:main"),
+}
+"""Commands that run no model: each takes the words behind it and returns the exit code."""
+
+HELP = """\
+usage: polyphase {fit,validate,test,predict,verify,wire} [flags]
+       polyphase strategies [NAME] [--explain MODEL]
+       polyphase init DIR
+       polyphase launch [--nproc N] [--max-restarts K] -- script.py
+       polyphase ckpt {list,inspect,verify,export,prune}
+
+Train a LightningModule on any number of devices: one flag per strategy, the same result under each
+(but for local_sgd, diloco and ps with staleness, which are made to compute something else).
+
+  polyphase fit --model DigitsClassifier --data Digits --strategy ddp --devices 2 \\
+      --accelerator cpu --max_epochs 5
+  polyphase fit --model ByteGPT --model.size 10M --data PythonSource --strategy fsdp \\
+      --precision bf16-mixed
+  polyphase fit --model my_package.MyModule --data my_package.MyData --config run.yaml
+  polyphase verify --model ByteGPT --data PythonSource --strategy fsdp --devices 2 --steps 5
+                   shows that the flags compute what one process does, or names the first tensor
+                   that differs
+  polyphase wire --strategy ddp --devices 2 [--model ByteGPT --data PythonSource]
+                   measures the wire between the ranks, forecasts a step under each --compression,
+                   recommends one
+
+  polyphase init DIR              a small project to start from: module, data, config, test
+  polyphase strategies            strategies, precisions and compressions, a line each
+  polyphase strategies fsdp       everything about one of them
+  polyphase strategies --explain ByteGPT
+                   what of a model is sharded as one, and what tensor parallelism splits
+  polyphase launch --help         torchrun, for jobs that survive the loss of a process
+  polyphase ckpt --help           what is in checkpoints, whether they are whole, and one file out
+                                  of them
+  polyphase fit --help            the flags; also of the others; --help-all: those of Lightning too
+  polyphase fit ... --print_config > run.yaml
+
+Completion of words by the shell, for bash (or zsh), with the package shtab:
+  polyphase --print_shtab bash > ~/.local/share/bash-completion/completions/polyphase
+"""
+
+
+def main() -> None:
+    """Runs the command with the arguments of the process."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP, end="")
+    elif words[0] == "--version":
+        print(f"polyphase {__version__}")
+    elif any(word.startswith("--print_shtab") for word in words):
+        from .completion import print_completion
+
+        print_completion(words)
+    elif words[0] in COMMANDS:
+        sys.exit(COMMANDS[words[0]](words[1:]))
+    elif words[0] in RUNS:
+        _run(words[0], words[1:])
+    else:
+        try:
+            choose("command", words[0], [*RUNS, *COMMANDS])
+        except ValueError as error:
+            exit_with(f"{error}\nSee polyphase --help.")
+
+
+def _run(command: str, words: list[str]) -> None:
+    """Answers what can be answered at once, and hands everything else to LightningCLI."""
+    if "-h" in words or "--help" in words:
+        from .help import print_help
+
+        print_help(command, words)
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that a user's own module is found by its import path
+    from .check import UsageError, check
+
+    if "--help-all" in words:
+        words = ["--help"]
+    else:
+        try:
+            check(command, words)
+        except UsageError as error:
+            exit_with(str(error))
+    from .user_code import import_classes
+
+    import_classes(words)
+    from .lightning_cli import run
+
+    run([command, *words])

@@ -1,0 +1,69 @@
+"""Completion of words by the shell: a script that shtab writes from the table of flags, as jsonargparse's would be."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..compression.registry import ROWS as HOOKS
+from ..flags import choose
+from ..strategies.precision_names import PRECISIONS
+from ..strategies.registry import STRATEGIES
+from . import classes
+from .command import COMMANDS as OTHERS
+from .console import exit_with
+from .flag_table import COMMANDS, FlagRow, flags_of
+
+__all__ = ["parser", "print_completion"]
+
+SHELLS = ("bash", "zsh")  # of tcsh's, shtab leaves out the flags of commands
+_CKPT = ("list", "inspect", "verify", "export", "prune")
+
+
+def print_completion(words: Sequence[str]) -> None:
+    """Prints the script for ``--print_shtab bash`` (also ``--print_shtab=bash`` and ``--print_shtab-bash``)."""
+    shell = re.split(r"--print_shtab[-= ]?", " ".join(words))[-1].strip()
+    try:
+        import shtab
+
+        print(shtab.complete(parser(), choose("shell of --print_shtab", shell, SHELLS)))
+    except ModuleNotFoundError:
+        exit_with("--print_shtab needs shtab: pip install shtab")
+    except ValueError as error:
+        exit_with(str(error))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command as argparse sees it: all words, none of them run."""
+    top = argparse.ArgumentParser(prog="polyphase")
+    top.add_argument("--version", action="store_true")
+    commands = top.add_subparsers(dest="command")
+    for command, description in COMMANDS.items():
+        sub = commands.add_parser(command, help=description)
+        sub.add_argument("--help-all", action="store_true", help="all flags, Lightning's too")
+        for row in flags_of(command):
+            if not row.name.endswith(".NAME"):
+                sub.add_argument(f"--{row.name}", help=row.meaning.replace("%", "%%"), **_values(row))
+    for name in OTHERS:
+        sub = commands.add_parser(name, help=name)
+        if name == "strategies":
+            sub.add_argument("name", nargs="?", choices=[*STRATEGIES, *PRECISIONS, *HOOKS])
+            sub.add_argument("--explain", choices=classes.models_of("model"), help="a model")
+        elif name == "ckpt":
+            sub.add_argument("what", choices=_CKPT)
+    return top
+
+
+def _values(row: FlagRow) -> dict[str, Any]:
+    known = {
+        "model": classes.models_of("model"),
+        "data": classes.models_of("data"),
+        "strategy": ("auto", *STRATEGIES),
+        "precision": tuple(PRECISIONS),
+        "compression": ("none", *HOOKS),
+        "bool": ("true", "false"),
+    }
+    if row.kind == "bare":
+        return {"action": "store_true"}
+    choices = row.choices or known.get(row.kind)
+    return {"choices": choices} if choices else {}

@@ -1,0 +1,12 @@
+"""How the command ends where it can't go on."""
+
+import sys
+from typing import NoReturn
+
+__all__ = ["exit_with"]
+
+
+def exit_with(message: str) -> NoReturn:
+    """Prints an error and ends with exit code 2: the command line is wrong."""
+    print(f"polyphase: error: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,176 @@
+"""The flags of the command: name, kind of value, meaning, default and an example of each; read without torch.
+
+The flags of the engine are the arguments of `Engine`, which are those of Lightning's `Trainer` and some more; a test
+compares the two. Those without a group are shown by ``--help-all`` only.
+"""
+
+import dataclasses
+
+__all__ = ["COMMANDS", "ENGINE_FLAGS", "GROUPS", "RUN_FLAGS", "FlagRow", "flags_of"]
+
+COMMANDS = {
+    "fit": "trains a model",
+    "validate": "runs the validation loop of a model",
+    "test": "runs its test loop",
+    "predict": "runs its prediction loop",
+    "verify": "shows that the flags compute what one process does, or names the first tensor that differs",
+    "wire": "measures the wire between the ranks, and forecasts a step under each compression",
+}
+"""Commands that run a model, and what each does."""
+
+GROUPS = (
+    "What to run",
+    "How to run it",
+    "How long",
+    "Batches",
+    "Optimization",
+    "Checkpoints and resuming",
+    "What is shown and logged",
+)
+"""Headings of the help, in their order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagRow:
+    """One flag of the command."""
+
+    name: str
+    """As it is written behind ``--``."""
+    kind: str
+    """Of value: a name of `check.KINDS`."""
+    meaning: str
+    default: str
+    """As it is shown; ``""`` for none."""
+    example: str
+    group: str = ""
+    """One of `GROUPS`, or nothing."""
+    choices: tuple[str, ...] = ()
+    """All texts that it can be, where they are few."""
+    commands: tuple[str, ...] = tuple(COMMANDS)
+    """Those that have it."""
+
+
+_WHAT, _HOW, _LONG, _BATCHES, _STEP, _SAVING, _SHOWN = GROUPS
+_STAGES = ("fit", "validate", "test", "predict")
+
+RUN_FLAGS = (
+    FlagRow("model", "model", "class of the model: package.Class, or one of polyphase.models", "", "MyModel", _WHAT),
+    FlagRow("model.NAME", "any", "an argument of its constructor; --model.help CLASS lists them", "", "", _WHAT),
+    FlagRow("data", "data", "class of the data module, if the model has no loaders itself", "none", "Digits", _WHAT),
+    FlagRow("data.NAME", "any", "an argument of its constructor; --data.help CLASS lists them", "", "", _WHAT),
+    FlagRow("config", "config", "YAML file with any of these; flags behind it go before", "none", "run.yaml", _WHAT),
+    FlagRow("print_config", "bare", "prints the whole configuration as such a file, and ends", "", "", _WHAT),
+    FlagRow("seed_everything", "seed", "seed of all random numbers; true: any, false: none", "0", "1", _WHAT),
+    FlagRow("optimizer", "any", "class of an optimizer, if the model configures none", "the model's", "Adam"),
+    FlagRow("lr_scheduler", "any", "class of a learning-rate schedule, with --optimizer", "the model's", "StepLR"),
+    FlagRow("ckpt_path", "any", "checkpoint to start from", "none", "snapshots/last", _SAVING, commands=_STAGES),
+    FlagRow("weights_only", "bool", "unpickle nothing but tensors of it", "none", "true", commands=_STAGES),
+    FlagRow("verbose", "bool", "print the results", "true", "false", commands=("validate", "test")),
+    FlagRow("return_predictions", "bool", "keep the predictions in memory", "true", "false", commands=("predict",)),
+    FlagRow("steps", "int", "optimizer steps that are compared", "5", "5", _WHAT, commands=("verify",)),
+    FlagRow("tolerance", "number", "largest difference of a weight", "1e-05", "1e-4", _WHAT, commands=("verify",)),
+    FlagRow("compressions", "any", "those to compare", "all", "[none,bf16]", _WHAT, commands=("wire",)),
+)
+"""What is no argument of the engine."""
+
+_BAR = "show a progress bar"
+_LIMIT = "batches of each epoch at most: a number, or a share such as 0.1"
+
+ENGINE_FLAGS = (
+    FlagRow("strategy", "strategy", "how work is split over devices: see polyphase strategies", "auto", "ddp", _HOW),
+    FlagRow("devices", "devices", "devices on each node: a number, -1 for all, or a list [0,1]", "auto", "2", _HOW),
+    FlagRow(
+        "accelerator",
+        "accelerator",
+        "kind of device: cpu, gpu, cuda, mps or tpu",
+        "auto",
+        "cpu",
+        _HOW,
+        choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu"),
+    ),
+    FlagRow("num_nodes", "int", "machines", "1", "2", _HOW),
+    FlagRow("precision", "precision", "of numbers: 32-true, bf16-mixed, 16-mixed, ...", "32-true", "bf16-mixed", _HOW),
+    FlagRow("compression", "compression", "how gradients are sent: see polyphase strategies", "none", "bf16", _HOW),
+    FlagRow(
+        "compile",
+        "choice_or_bool",
+        "run the steps through torch.compile",
+        "false",
+        "true",
+        _HOW,
+        choices=("default", "reduce-overhead", "max-autotune"),
+    ),
+    FlagRow("max_epochs", "int", "epochs; -1 for no end", "1000", "5", _LONG),
+    FlagRow("max_steps", "int", "optimizer steps; -1 for no end", "-1", "1000", _LONG),
+    FlagRow("max_time", "any", "time: days:hours:minutes:seconds", "none", "00:08:00:00", _LONG),
+    FlagRow("limit_train_batches", "number", _LIMIT, "1.0", "10", _LONG),
+    FlagRow("limit_val_batches", "number", "the same of validation", "1.0", "10", _LONG),
+    FlagRow("fast_dev_run", "int_or_bool", "so many batches of everything, saving nothing", "false", "true", _LONG),
+    FlagRow("global_batch_size", "int", "samples of each optimizer step, over all ranks", "none", "256", _BATCHES),
+    FlagRow("micro_batch_size", "int_or_auto", "samples that a rank takes at once, at most", "none", "8", _BATCHES),
+    FlagRow("accumulate_grad_batches", "int", "micro-batches of each optimizer step", "1", "4", _BATCHES),
+    FlagRow(
+        "uneven",
+        "choice",
+        "ranks with different numbers of batches: pad, join or drop",
+        "pad",
+        "join",
+        _BATCHES,
+        choices=("pad", "join", "drop"),
+    ),
+    FlagRow("gradient_clip_val", "number", "largest norm of all gradients", "none", "1.0", _STEP),
+    FlagRow(
+        "gradient_clip_algorithm",
+        "choice",
+        "clip by norm or by value",
+        "norm",
+        "value",
+        _STEP,
+        choices=("norm", "value"),
+    ),
+    FlagRow(
+        "nonfinite",
+        "choice",
+        "a loss that is infinite or NaN: warn, error or ignore",
+        "warn",
+        "error",
+        _STEP,
+        choices=("warn", "error", "ignore"),
+    ),
+    FlagRow("sync_batchnorm", "bool", "BatchNorm's statistics over all ranks", "false", "true", _STEP),
+    FlagRow("deterministic", "bool_or_warn", "only algorithms that repeat bit for bit", "false", "true", _STEP),
+    FlagRow("resume", "any", "checkpoint to go on from; auto: the newest of this run", "none", "auto", _SAVING),
+    FlagRow("default_root_dir", "any", "folder of logs and checkpoints", ".", "runs", _SAVING),
+    FlagRow("enable_checkpointing", "bool", "save a checkpoint at the end of each epoch", "true", "false", _SAVING),
+    FlagRow("async_checkpoints", "bool", "save while training goes on", "true", "false", _SAVING),
+    FlagRow("hang_timeout_s", "number", "seconds at one batch before the run ends", "600", "60", _SAVING),
+    FlagRow("logger", "any", "class of a logger, or false", "TensorBoard", "CSVLogger", _SHOWN),
+    FlagRow("log_every_n_steps", "int", "optimizer steps between two rows of the log", "50", "10", _SHOWN),
+    FlagRow("callbacks", "any", "class of a callback; += adds another", "none", "MemoryMonitor", _SHOWN),
+    FlagRow("check_val_every_n_epoch", "int", "epochs between validations", "1", "5", _SHOWN),
+    FlagRow("val_check_interval", "any", "training batches between validations, or a share", "1.0", "0.25", _SHOWN),
+    FlagRow("enable_progress_bar", "bool", _BAR, "true", "false", _SHOWN),
+    FlagRow("profiler", "any", "where time goes: simple, advanced or pytorch", "none", "simple", _SHOWN),
+    FlagRow("min_epochs", "int", "epochs at least", "none", "1"),
+    FlagRow("min_steps", "int", "optimizer steps at least", "none", "100"),
+    FlagRow("limit_test_batches", "number", "as limit_train_batches, in testing", "1.0", "10"),
+    FlagRow("limit_predict_batches", "number", "as limit_train_batches, in prediction", "1.0", "10"),
+    FlagRow("overfit_batches", "number", "train and validate on these few batches alone", "0.0", "2"),
+    FlagRow("num_sanity_val_steps", "int", "validation batches before training", "2", "0"),
+    FlagRow("enable_model_summary", "bool", "print the layers before training", "true", "false"),
+    FlagRow("benchmark", "bool", "let cuDNN search for the fastest algorithms", "none", "true"),
+    FlagRow("inference_mode", "bool", "evaluate under torch.inference_mode, else no_grad", "true", "false"),
+    FlagRow("use_distributed_sampler", "bool", "deal the samples to the ranks", "true", "false"),
+    FlagRow("detect_anomaly", "bool", "torch's search for the origin of NaN in backward", "false", "true"),
+    FlagRow("barebones", "bool", "nothing but the loop, to measure it", "false", "true"),
+    FlagRow("plugins", "any", "classes of Lightning plugins", "none", "MyPlugin"),
+    FlagRow("reload_dataloaders_every_n_epochs", "int", "epochs between new loaders", "0", "1"),
+    FlagRow("enable_autolog_hparams", "bool", "log hyperparameters", "true", "false"),
+    FlagRow("model_registry", "any", "name of the model for Lightning's registry", "none", "my-model"),
+)
+"""The arguments of the engine. Each may also be written ``--trainer.NAME``."""
+
+
+def flags_of(command: str) -> tuple[FlagRow, ...]:
+    """All flags of a command."""
+    return tuple(flag for flag in (*RUN_FLAGS, *ENGINE_FLAGS) if command in flag.commands)

@@ -1,0 +1,74 @@
+"""The help of a command that runs a model: its main flags by what they are for, without torch."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from . import classes
+from .flag_table import COMMANDS, GROUPS, FlagRow, flags_of
+
+__all__ = ["help_lines", "print_help"]
+
+WIDTH = 100
+_INDENT = 35
+_EXAMPLES = {
+    "verify": "--model ByteGPT --data PythonSource --strategy fsdp --devices 2 --steps 5",
+    "wire": "--strategy ddp --devices 2",
+    "fit": "--model my_file.MyModel --data my_file.MyData --strategy ddp --devices 2",
+}
+
+
+def print_help(command: str, words: Sequence[str]) -> None:
+    """Prints the help of a command; with ``--model X`` among `words`, also the arguments of that class."""
+    for line in help_lines(command):
+        print(line)
+    for kind in ("model", "data"):
+        if f"--{kind}" in words[:-1]:
+            print("\n".join(_arguments(kind, words[words.index(f"--{kind}") + 1])))
+
+
+def help_lines(command: str) -> Iterator[str]:
+    """The lines of ``polyphase COMMAND --help``."""
+    yield f"usage: polyphase {command} --model CLASS [--data CLASS] [flags]"
+    yield f"{command}: {COMMANDS[command]}."
+    yield ""
+    default = "--model my_file.MyModel --data my_file.MyData --ckpt_path last.ckpt"
+    yield f"  polyphase {command} {_EXAMPLES.get(command, default)}"
+    yield ""
+    yield "Each flag stands with an example of its value, what it means, and [its default]. Values are as in"
+    yield "YAML: true, null, [0,1]. Flags go before those of a --config file."
+    flags = flags_of(command)
+    for group in GROUPS:
+        rows = [flag for flag in flags if flag.group == group]
+        if rows:
+            yield ""
+            yield f"{group}:"
+            for row in rows:
+                yield from _lines(row)
+    yield ""
+    hidden = sum(not flag.group for flag in flags)
+    yield f"polyphase {command} --help-all: {hidden} more, all of Lightning's, with their types (takes 10 s)."
+    yield f"polyphase {command} --model CLASS --help: the arguments of a class as well."
+    yield "Each argument of the engine may also be written --trainer.NAME."
+
+
+def _lines(row: FlagRow) -> list[str]:
+    left = f"  --{row.name} {row.example}".rstrip()
+    default = f" [{row.default}]" if row.default else ""
+    indent = " " * _INDENT
+    lines = textwrap.wrap(
+        row.meaning + default, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    if len(left) + 1 > _INDENT:
+        return [left, *lines]
+    return [left.ljust(_INDENT) + lines[0].lstrip(), *lines[1:]]
+
+
+def _arguments(kind: str, name: str) -> list[str]:
+    """What a class's constructor takes, as far as its source tells."""
+    module, _, class_name = name.rpartition(".")
+    path = classes.find_module(module) if module else classes.models_file()
+    source = classes.read(path) if path else None
+    arguments = classes.class_arguments(class_name, source) if source else None
+    if arguments is None:
+        return ["", f"The arguments of {name}: polyphase fit --{kind}.help {name}"]
+    return ["", f"Arguments of {name}:", *(f"  --{kind}.{key}: {text}".rstrip() for key, text in arguments.items())]

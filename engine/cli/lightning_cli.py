@@ -1,0 +1,122 @@
+"""What runs a model: LightningCLI with the engine as its trainer and short flags. Here torch is imported."""
+
+import importlib
+import os
+import re
+import sys
+from argparse import ArgumentError
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ..compression import make_comm_hook
+from ..engine import Engine
+from ..flags import check_count
+from ..refusal import RefusedError, check_checkpoint
+from .console import exit_with as _exit
+from .errors import in_a_line
+from .flag_table import ENGINE_FLAGS
+
+__all__ = ["SHORT", "expand", "run"]
+
+SHORT = tuple(flag.name for flag in ENGINE_FLAGS)
+"""Flags of the engine that need no ``trainer.`` before them."""
+
+_SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
+
+
+class _CLI(LightningCLI):
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, `verify` and `wire`."""
+        own = {"model", "train_dataloaders", "datamodule"}
+        return {**LightningCLI.subcommands(), "verify": own, "wire": own}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Says in the full help that the flags of the engine have short names."""
+        parser.epilog = "Each --trainer.NAME may be written --NAME."
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Builds the engine; a flag it refuses is the user's to mend, and needs no traceback."""
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            _exit(str(error))
+
+    def before_fit(self) -> None:
+        """Checks what Lightning would say in many lines, or not before the processes have started."""
+        command = str(self.subcommand)
+        hook = "val_dataloader" if command == "validate" else f"{'train' if command == 'fit' else command}_dataloader"
+        if self.datamodule is None and not is_overridden(hook, self.model):
+            _exit(f"{command} needs data: --data NAME or --data package.Class.")
+        check_checkpoint(self.config[command]["ckpt_path"], self.trainer.strategy.checkpoint_io)
+
+    before_validate = before_test = before_predict = before_fit
+
+    def before_verify(self) -> None:
+        """Checks what `verify` alone needs."""
+        try:
+            check_count("steps", self.config["verify"]["steps"])
+        except ValueError as error:
+            _exit(str(error))
+        if self.datamodule is None:
+            _exit("verify needs data to take its steps on: --data NAME or --data package.Class.")
+
+    def before_wire(self) -> None:
+        """Checks what `wire` alone needs."""
+        try:
+            for flag in self.config["wire"]["compressions"] or []:
+                make_comm_hook(flag)
+        except ValueError as error:
+            _exit(str(error))
+        if self.trainer.world_size == 1:
+            _exit("wire measures what is between ranks: set --devices 2 or more, or start it with torchrun.")
+        if self.datamodule is None:
+            _exit("wire needs data to take its steps on: --data NAME or --data package.Class.")
+
+    def after_verify(self) -> None:
+        """Exits with 1 where the certificate was not given."""
+        if not self.trainer.certificate.equal:  # type: ignore[attr-defined]
+            sys.exit(1)
+
+
+def run(words: Sequence[str]) -> None:
+    """Hands `words`, a command and its arguments, to LightningCLI."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.import_module("polyphase.models")  # its classes go by their short names from then on
+    importlib.import_module("polyphase.callbacks")  # and so do these
+    words = expand(words)
+    if words[0] == "wire" and not any(re.match("--?(model|config|help|h)", word) for word in words):
+        words += ["--model", "ByteGPT", "--data", "PythonSource"]
+    try:
+        LightningArgumentParser()
+    except ModuleNotFoundError:
+        _exit('this command needs jsonargparse: pip install "polyphase[cli]"')
+    sys.argv = [sys.argv[0], *words]  # what LightningCLI reads, and what the launcher starts the other processes with
+    try:
+        _CLI(
+            trainer_class=Engine,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            # Every strategy starts from the same weights and sees the same samples.
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "polyphase", "exit_on_error": False},
+        )
+    except RefusedError as error:
+        _exit(str(error))
+    except ArgumentError as error:  # in place of a page of usage
+        _exit(in_a_line(words[0], str(error)))
+
+
+def expand(words: Sequence[str]) -> list[str]:
+    """``--strategy ddp`` -> ``--trainer.strategy ddp``, for the names in `SHORT`; everything else as it is.
+
+    ``--callbacks+=X``, ``--callbacks.key value`` and ``--strategy=ddp`` count as well.
+    """
+    return [_SHORT.sub("--trainer.", word) for word in words]

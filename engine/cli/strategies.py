@@ -1,0 +1,231 @@
+"""`polyphase strategies`: what the flags strategy, precision and compression can be; torch is not needed to say it."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import os
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..compression.registry import ROWS as HOOKS
+from ..flags import LAUNCHERS, choose
+from ..plugins import COMM_HOOK_GROUP, STRATEGY_GROUP, load_plugin, plugin_names
+from ..strategies.precision_names import ALIASES, PRECISIONS
+from ..strategies.registry import STRATEGIES, Row, find_strategy
+from .class_names import check_class_name
+from .console import exit_with
+
+__all__ = ["main"]
+
+WIDTH = 100
+
+HELP = """\
+usage: polyphase strategies [NAME] [--explain MODEL]
+
+  polyphase strategies                    strategies, precisions and compressions, a line each
+  polyphase strategies fsdp               everything about one of them: also of a precision or compression
+  polyphase strategies --explain ByteGPT  what of a model is sharded as one, and what tensor
+                                          parallelism splits; MODEL as behind --model
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs ``polyphase strategies`` with the words behind it; returns the exit code."""
+    try:
+        if not words:
+            print("\n".join(_overview()))
+        elif words[0] in ("-h", "--help"):
+            print(HELP, end="")
+        elif words[0] == "--explain" and len(words) == 2:
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            check_class_name("model", words[1])
+            from ..explain import explained
+
+            print(explained(words[1]))
+        elif len(words) == 1 and not words[0].startswith("-"):
+            print("\n".join(_about(words[0])))
+        else:
+            exit_with(
+                f"strategies takes one NAME, but got {' '.join(words)}. (--explain takes one: a MODEL.)\n"
+                "See polyphase strategies --help."
+            )
+    except ValueError as error:
+        exit_with(str(error))
+    return 0
+
+
+# --- all of them
+
+
+def _overview() -> Iterator[str]:
+    for group, names in ((STRATEGY_GROUP, STRATEGIES), (COMM_HOOK_GROUP, HOOKS)):
+        for name in set(plugin_names(group)) - set(names):
+            load_plugin(group, name)
+    yield "--strategy NAME[:option=value,...]"
+    yield from _table({name: row.description for name, row in STRATEGIES.items()})
+    yield "  auto         single on one device, else ddp (the default)"
+    suffixes = ", ".join(f"_{suffix}" for suffix in LAUNCHERS if suffix)
+    yield from _wrapped(
+        f"Without a suffix the script is started once per device; {suffixes} start workers instead (fsdp_spawn). Under"
+        " torchrun and SLURM the processes are there already."
+    )
+    yield ""
+    yield "--precision NAME"
+    yield from _table(PRECISIONS)
+    yield ""
+    yield "--compression NAME[:value,option=value,...][+fp16|+bf16]"
+    yield from _table({"none": "gradients as they are"} | {name: row.description for name, row in HOOKS.items()})
+    yield ""
+    yield "polyphase strategies NAME tells everything about one: options, what it sends, when to choose it."
+
+
+def _table(rows: Mapping[str, str]) -> Iterator[str]:
+    for name, description in rows.items():
+        short = description.partition(": ")[0] if len(description) > WIDTH - 15 else description
+        yield f"  {name:<12} {textwrap.shorten(short, WIDTH - 15, placeholder=' ...')}"
+
+
+def _wrapped(text: str, indent: str = "  ", first: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+# --- one of them
+
+
+def _about(flag: str) -> Iterator[str]:
+    name = flag.partition(":")[0]
+    row = find_strategy(name)
+    if row is not None:
+        return _about_strategy(name, row)
+    if name not in HOOKS:
+        load_plugin(COMM_HOOK_GROUP, name)
+    if name in HOOKS:
+        return _about_compression(name)
+    full = ALIASES.get(name, name)
+    if full not in PRECISIONS:
+        choose("strategy, precision or compression", name, [*STRATEGIES, *PRECISIONS, *HOOKS])
+    return _about_precision(full)
+
+
+def _field(title: str, text: str) -> list[str]:
+    return _wrapped(text, " " * 16, f"{title + ':':<16}")
+
+
+def _about_strategy(name: str, row: Row) -> Iterator[str]:
+    yield f"--strategy {name}"
+    yield from _field("what it is", row.description)
+    if row.choose_when:
+        yield from _field("choose it when", row.choose_when)
+    yield from _field("what it sends", row.traffic)
+    yield from _field("compression", _can(["none", *row.compressions], ["none", *HOOKS], row.why_not))
+    yield from _field("precision", _can(row.precisions, PRECISIONS, row.why_not_precision))
+    if row.note:
+        yield from _field("note", row.note)
+    launchers = [f"{name}_{suffix}" for suffix in LAUNCHERS if suffix] if row.make is not None else []
+    if launchers:
+        yield from _field("launchers", f"{', '.join(launchers)} start workers instead of the script again")
+    yield from _options(row.options)
+    yield ""
+    yield f"  polyphase fit --model MyModel --data MyData --strategy {_example(name, row.options)}" + (
+        " --devices 2" if row.make is not None else ""
+    )
+
+
+def _can(names: Sequence[str], known: typing.Iterable[str], why_not: str) -> str:
+    lacking = [name for name in known if name not in names]
+    if not lacking:
+        return f"all: {', '.join(names)}"
+    return f"{', '.join(names)}; not {', '.join(lacking)}" + (f": {why_not}" if why_not else "")
+
+
+def _about_compression(name: str) -> Iterator[str]:
+    row = HOOKS[name]
+    yield f"--compression {name}"
+    yield from _field("what it is", row.description)
+    can = [strategy for strategy, one in STRATEGIES.items() if name in one.compressions]
+    yield from _field("strategies", ", ".join(can))
+    if row.takes_dtype:
+        yield from _field("16 bit", f"{name}+fp16 and {name}+bf16 send its numbers in 16 bit")
+    yield from _options(row.options)
+    yield ""
+    flag = f"{name}:{dataclasses.fields(row.options)[0].default}" if dataclasses.fields(row.options) else name
+    flag = name if "start" in dataclasses.asdict(row.options()) and name == "sign" else flag
+    yield f"  polyphase fit --model MyModel --data MyData --strategy ddp --devices 2 --compression {flag}"
+
+
+def _about_precision(name: str) -> Iterator[str]:
+    yield f"--precision {name}"
+    yield from _field("what it is", PRECISIONS[name])
+    short = [alias for alias, full in ALIASES.items() if full == name]
+    if short:
+        yield from _field("short", ", ".join(short))
+    can = [strategy for strategy, row in STRATEGIES.items() if name in row.precisions]
+    cannot = [strategy for strategy in STRATEGIES if strategy not in can]
+    yield from _field("strategies", f"all but {', '.join(cannot)}" if cannot else "all")
+
+
+# --- options
+
+
+def _options(options: type) -> Iterator[str]:
+    fields = dataclasses.fields(options)
+    if not fields:
+        return
+    yield ""
+    yield "options, as name:option=value,option=value"
+    types, texts = typing.get_type_hints(options), field_docs(options)
+    for field in fields:
+        left = f"  {field.name}={_text(field.default)}"
+        words = f"{texts.get(field.name, '')} ({_type_name(types[field.name])})".strip()
+        yield from _wrapped(words, " " * 35, f"{left:<34} ")
+
+
+def _text(default: object) -> str:
+    return str(default).lower() if isinstance(default, bool) else "derived" if default is None else str(default)
+
+
+def _type_name(type_: typing.Any) -> str:
+    words = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+    if typing.get_origin(type_) is typing.Literal:
+        return " | ".join(typing.get_args(type_))
+    choices = [words.get(arg, str(arg)) for arg in typing.get_args(type_) if arg is not type(None)]
+    return " or ".join(choices) or words.get(type_, getattr(type_, "__name__", str(type_)))
+
+
+def _example(name: str, options: type) -> str:
+    """A flag with a size, where there is one to give."""
+    sizes = {"stages": 2, "tp": 2, "replicate": 2, "every": 16, "staleness": 4}
+    names = [field.name for field in dataclasses.fields(options)]
+    found = next((f"{key}={value}" for key, value in sizes.items() if key in names), None)
+    return f"{name}:{found}" if found else name
+
+
+def field_docs(options: type) -> dict[str, str]:
+    """The text below each field of a dataclass and of its bases, by the field's name."""
+    docs: dict[str, str] = {}
+    for cls in reversed(options.__mro__[:-1]):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        except (OSError, TypeError, SyntaxError):
+            continue  # made at run time, or in an interactive session
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        for field, text in itertools.pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                docs[field.target.id] = " ".join(str(text.value.value).split())
+    return docs

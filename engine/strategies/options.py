@@ -1,0 +1,247 @@
+"""What may follow the colon of each strategy's flag. Torch is not needed to read or check it."""
+
+import dataclasses
+from typing import Any, Literal
+
+from ..flags import check_count, check_number
+
+__all__ = [
+    "DDPOptions",
+    "DiLoCoOptions",
+    "FSDPOptions",
+    "FSDPTPOptions",
+    "HSDPOptions",
+    "HSDPTPOptions",
+    "LocalSGDOptions",
+    "NoOptions",
+    "PPDDPOptions",
+    "PPFSDPOptions",
+    "PPOptions",
+    "PSOptions",
+    "TPOptions",
+    "UnitOptions",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """For a strategy that has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DDPOptions:
+    """What follows the colon of the `ddp` flag."""
+
+    find_unused_parameters: bool = False
+    """Search the graph at each step for parameters without a gradient; needed if some are unused, slower if not."""
+    static_graph: bool = False
+    """The same parameters are used at every step; allows some reuse, such as re-entrant checkpointing."""
+    bucket_cap_mb: float = 25.0
+    """Size of the gradient buckets, in MiB."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views into the buckets: saves a copy of all gradients in memory and in time."""
+    broadcast_buffers: bool = True
+    """Send rank 0's buffers (BatchNorm's statistics) to all ranks before each forward."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_number("ddp:bucket_cap_mb", self.bucket_cap_mb, above=0)
+        check_number("ddp:timeout_s", self.timeout_s, above=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What strategies have in common that take a module unit by unit."""
+
+    activation_checkpointing: bool = False
+    """Keep only each unit's input for backward and compute its forward again."""
+    meta_init: bool = False
+    """Run `configure_model()` without allocating, and create each unit's weights when it is sharded or split."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_number("timeout_s", self.timeout_s, above=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FSDPOptions(UnitOptions):
+    """What follows the colon of the `fsdp` flag."""
+
+    reshard_after_forward: bool = True
+    """Free each unit's whole parameters after its forward and gather them again for backward: least memory. False
+    keeps them: one all-gather less per micro-batch."""
+    no_sync: bool = True
+    """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
+    micro-batch to shards at once: less memory, more bytes."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HSDPOptions(FSDPOptions):
+    """What follows the colon of the `hsdp` flag: the sizes of the mesh, and all of `fsdp`'s options."""
+
+    replicate: int | None = None
+    """Number of replica groups; left out, what `shard` leaves over, or the number of nodes."""
+    shard: int | None = None
+    """Number of shards in each group; left out, what `replicate` leaves over."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSGDOptions:
+    """What follows the colon of the `local_sgd` flag."""
+
+    every: int = 16
+    """H: optimizer steps from one exchange to the next."""
+    warmup: int = 0
+    """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
+    find_unused_parameters: bool = False
+    """In the warm-up: see ddp. Later on a parameter may be unused."""
+    bucket_cap_mb: float = 25.0
+    """Size of what is exchanged at once, in MiB."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        check_count("warmup", self.warmup, least=0)
+        check_number("bucket_cap_mb", self.bucket_cap_mb, above=0)
+        check_number("timeout_s", self.timeout_s, above=0)
+
+    @property
+    def outer(self) -> dict[str, Any]:
+        """Arguments of the outer `torch.optim.SGD`."""
+        return {"lr": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiLoCoOptions(LocalSGDOptions):
+    """What follows the colon of the `diloco` flag."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the outer SGD."""
+    outer_momentum: float = 0.9
+    """Its momentum."""
+    nesterov: bool = True
+    """Whether that is Nesterov's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("outer_lr", self.outer_lr, above=0)
+        check_number("outer_momentum", self.outer_momentum, most=1)
+        if self.nesterov and self.outer_momentum == 0:
+            raise ValueError("nesterov=true needs an outer_momentum greater than 0: set it, or nesterov=false.")
+
+    @property
+    def outer(self) -> dict[str, Any]:
+        """See `LocalSGDOptions`."""
+        return {"lr": self.outer_lr, "momentum": self.outer_momentum, "nesterov": self.nesterov}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOptions:
+    """What follows the colon of the `pp` flag."""
+
+    stages: int | None = None
+    """Number of ranks in a pipeline; left out, all processes, or what `replicate` or `shard` leaves over, or 2."""
+    microbatches: int | None = None
+    """Number of equal parts that a batch is cut into; left out, the largest that divides it up to 2 x `stages`."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    """Order of the micro-batches' forwards and backwards."""
+    chunks: int | None = None
+    """Stages on each rank; left out, 2 for `interleaved` and 1 for all others."""
+    timeout_s: float = 1800.0
+    """How long a collective may wait for the other ranks, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_number("pp:timeout_s", self.timeout_s, above=0)
+        for name in ("stages", "microbatches", "chunks"):
+            if getattr(self, name) is not None:
+                check_count(f"pp:{name}", getattr(self, name))
+        if self.schedule in ("1f1b", "gpipe") and self.chunks not in (None, 1):
+            raise ValueError(
+                f"pp:chunks={self.chunks} needs schedule=interleaved or zero-bubble: {self.schedule} has one stage on"
+                " each rank."
+            )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number that `chunks` stands for."""
+        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPDDPOptions(PPOptions):
+    """What follows the colon of the `pp+ddp` flag: `pp`'s options, with `replicate`."""
+
+    replicate: int | None = None
+    """Number of pipelines, each with samples of its own; left out, what `stages` leaves over."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPFSDPOptions(PPOptions):
+    """What follows the colon of the `pp+fsdp` flag: `pp`'s options, with `shard`."""
+
+    shard: int | None = None
+    """Number of shards of each stage, each with samples of its own; left out, what `stages` leaves over."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stages_per_rank > 1 or self.schedule == "zero-bubble":
+            raise ValueError(
+                f"strategy 'pp+fsdp' can't do schedule={self.schedule}: with sharded stages it does 1f1b and gpipe."
+                " Choose one of them, or pp+ddp."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SplitOptions:
+    """What the three flags have in common."""
+
+    tp: int | None = None
+    """Number of ranks that share each layer; left out, all under `tp`, else those of a node, or 2 on one node."""
+    loss_parallel: bool = False
+    """In training steps, leave the logits cut by the vocabulary: `cross_entropy` of them needs no gathering."""
+    sequence_parallel: bool = False
+    """Between the blocks, cut activations by the sequence: norms, dropout, residuals. Less memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TPOptions(_SplitOptions, UnitOptions):
+    """What follows the colon of the `tp` flag."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FSDPTPOptions(_SplitOptions, FSDPOptions):
+    """What follows the colon of the `fsdp+tp` flag."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HSDPTPOptions(_SplitOptions, HSDPOptions):
+    """What follows the colon of the `hsdp+tp` flag."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PSOptions:
+    """What follows the colon of the `ps` flag."""
+
+    staleness: int = 0
+    """By how many steps a rank may be ahead of the slowest; 0 for synchronous training."""
+    patience: float = 0.5
+    """With staleness > 0: how long a rank waits for the step that its own gradient is in before it goes on with older
+    parameters, as a share of the time that its forward and backward take."""
+    servers: int | None = None
+    """Number of ranks, the first ones, that serve a share of the parameters each; left out, all. They train as well."""
+    address: str | None = None
+    """Where the ranks listen: an IP address, a network or an interface; left out, this machine alone (loopback)."""
+    timeout_s: float = 1800.0
+    """How long a rank may wait for the others, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_count("ps:staleness", self.staleness, least=0)
+        if self.servers is not None:
+            check_count("ps:servers", self.servers)
+        check_number("ps:patience", self.patience)
+        check_number("ps:timeout_s", self.timeout_s, above=0)

@@ -1,0 +1,37 @@
+"""Packages whose names are imported when they are first asked for."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import polyphase.engine.checkpoint.folder as folder
+from polyphase.engine.checkpoint import saver
+from polyphase.engine.lazy import Reference
+
+PACKAGES = ["polyphase.engine", *(f"polyphase.engine.{name}" for name in ("checkpoint", "compression", "strategies"))]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_each_name_is_there(name):
+    package = importlib.import_module(name)
+    for public in package.__all__:
+        assert getattr(package, public) is not None
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        package.nothing  # noqa: B018 - asked for by its name
+
+
+def test_none_of_them_imports_torch():
+    modules = [*PACKAGES, "polyphase.engine.checkpoint.commands", "polyphase.engine.launch", "polyphase.engine.cli"]
+    code = f"import sys, {', '.join(modules)}; assert not {{'torch', 'lightning'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_reference_is_imported_when_it_is_called():
+    assert Reference("fractions:Fraction")(1, 2).denominator == 2
+    assert Reference(".lazy:Reference", "polyphase.engine").load() is Reference
+
+
+def test_the_files_of_a_save_go_by_the_savers_names():
+    assert folder._FILES_OF_A_SAVE[:2] == (saver.REST, saver.RANKS)
