@@ -22,6 +22,7 @@ from .compression import COMM_HOOKS, make_comm_hook
 from .engine import Engine
 from .explain import explained
 from .flags import LAUNCHERS, check_count, choose, did_you_mean
+from .loop import quiet
 from .refusal import RefusedError, check_checkpoint
 from .strategies import PRECISIONS, STRATEGIES
 from .version import __version__
@@ -47,6 +48,7 @@ SHORT = (
     "gradient_clip_val",
     "max_epochs",
     "max_steps",
+    "name",
     "num_nodes",
     "precision",
     "resume",
@@ -164,6 +166,7 @@ def main() -> None:
         run(words)
 
 
+@quiet()
 def run(words: Sequence[str]) -> None:
     """Hands `words`, a command and its arguments, to LightningCLI."""
     sys.path.insert(0, os.getcwd())  # so that a user's own module is found by its import path

@@ -40,15 +40,20 @@ _A_FEW_STEPS = {
 }
 """Flags of a run that is to measure or compare something and leaves nothing behind."""
 
+_SILENT = {"name": None, "enable_run_summary": False}
+"""And of what is the engine's own."""
+
 _SPREADING = {
     "async_checkpoints",
     "callbacks",
     "compile",
     "compression",
     "devices",
+    "enable_run_summary",
     "global_batch_size",
     "hang_timeout_s",
     "micro_batch_size",
+    "name",
     "nonfinite",
     "num_nodes",
     "plugins",
@@ -91,6 +96,9 @@ class Engine(LoopTrainer):
             stacks named. Three times as long before the second batch. None: for ever.
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
             ``"ignore"``.
+        name: of the folder of the default logger, in the place of ``version_0``; one that is taken gets a number.
+        enable_run_summary: print one line about the run as training begins, and where its results are as it ends. None:
+            unless `barebones`, or neither a logger nor a progress bar is wanted.
         **trainer_flags: all other arguments of `Trainer`.
 
     Raises:
@@ -114,6 +122,8 @@ class Engine(LoopTrainer):
         nonfinite: Literal["warn", "error", "ignore"] = "warn",
         callbacks: list[Callback] | Callback | None = None,
         enable_progress_bar: bool | None = None,
+        enable_run_summary: bool | None = None,
+        name: str | None = None,
         accumulate_grad_batches: int = 1,
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
@@ -153,6 +163,10 @@ class Engine(LoopTrainer):
             given.append(_snapshot())
         if mode is not None:
             given.insert(0, CompileSteps(mode))
+        is_silent = barebones or (enable_progress_bar is False and trainer_flags.get("logger") is False)
+        wants_summary = not is_silent if enable_run_summary is None else enable_run_summary
+        if wants_summary and not any(hasattr(callback, "on_run_end") for callback in given):
+            given.append(_run_summary())
         self._parts = parts
         super().__init__(
             accelerator=accelerator,
@@ -180,6 +194,7 @@ class Engine(LoopTrainer):
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             uneven=uneven,
+            name=name,
         )
         if uneven == "join" and self.world_size > 1:
             check_join(self.strategy)
@@ -275,7 +290,7 @@ class Engine(LoopTrainer):
         order = generator.get_state() if generator is not None else None
         with tempfile.TemporaryDirectory() as folder:
             recorder = verification.Recorder(Path(folder) / "states.pt")
-            engine = type(self)(**{**self._flags, **quiet, "callbacks": [recorder], "resume": None})
+            engine = type(self)(**{**self._flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             certificate: Any = None  # on the other ranks, which wait for it below
             if engine.is_global_zero:
@@ -319,7 +334,7 @@ class Engine(LoopTrainer):
             path = Path(folder) / "report.json"
             flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
             try:
-                engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **flags})
+                engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **_SILENT, **flags})
             except ValueError as error:  # of all these flags only "auto" can be one that the strategy refuses
                 *names, last = (name for name, row in STRATEGIES.items() if "auto" in row.compressions)
                 raise RefusedError(
@@ -354,7 +369,7 @@ def _as_list(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, Iterable) else [given]
 
 
-# Callbacks import the engine, never the other way round; these two are the exception, and by name.
+# Callbacks import the engine, never the other way round; these are the exception, and by name.
 def _progress_bar() -> Callback:
     from polyphase.callbacks import default_progress_bar
 
@@ -365,3 +380,9 @@ def _snapshot() -> Callback:
     from polyphase.callbacks import default_snapshot
 
     return default_snapshot()
+
+
+def _run_summary() -> Callback:
+    from polyphase.callbacks import RunSummary
+
+    return RunSummary()
