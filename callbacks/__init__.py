@@ -5,6 +5,7 @@ from .console import ConsoleLogger, default_progress_bar
 from .gradient_norm import GradientNormMonitor
 from .memory import MemoryMonitor
 from .progress import ProgressBar
+from .run_summary import RunSummary
 from .snapshot import Snapshot, default_snapshot
 from .throughput import ThroughputMonitor
 
@@ -14,6 +15,7 @@ __all__ = [
     "GradientNormMonitor",
     "MemoryMonitor",
     "ProgressBar",
+    "RunSummary",
     "Snapshot",
     "ThroughputMonitor",
     "default_progress_bar",

@@ -27,6 +27,9 @@ class MemoryMonitor(IntervalCallback):
         every_n_steps: optimizer steps between two measurements; None for the trainer's `log_every_n_steps`.
     """
 
+    largest_bytes = 0
+    """The most that one measurement of this rank has found."""
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the first interval: what was allocated to get here is not of it."""
         super().on_train_start(trainer, pl_module)
@@ -41,7 +44,9 @@ class MemoryMonitor(IntervalCallback):
         """The figures over all ranks."""
         # A sum in which each rank fills its own place is an all-gather, and every strategy has `reduce`.
         places_mb = [0.0] * trainer.world_size
-        places_mb[trainer.global_rank] = _used_bytes(trainer.strategy.root_device) / 1e6
+        used_bytes = _used_bytes(trainer.strategy.root_device)
+        self.largest_bytes = max(self.largest_bytes, used_bytes)
+        places_mb[trainer.global_rank] = used_bytes / 1e6
         ranks_mb = sum_over_ranks(trainer, places_mb)
         return {
             "memory/min_mb": min(ranks_mb),

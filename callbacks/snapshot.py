@@ -124,7 +124,9 @@ class Snapshot(Callback):
         if trainer.state.fn == "fit" and self._saved_step is not None:
             if isinstance(exception, SIGTERMException) or trainer.world_size == 1:
                 self._save(trainer)
-            rank_zero_info(f"Stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
+            is_asked = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+            if not (is_asked and any(hasattr(c, "on_run_end") for c in trainer.callbacks)):  # which says the same
+                rank_zero_info(f"Stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
         self._let_go()  # Lightning tears callbacks down after a good end only
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:

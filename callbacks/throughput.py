@@ -42,7 +42,7 @@ class ThroughputMonitor(IntervalCallback):
         num_tokens: Callable[[Any], int | Tensor | None] | None = None,
     ) -> None:
         super().__init__(every_n_steps)
-        self._num_samples = num_samples or count_samples
+        self.count_samples = num_samples or count_samples
         self._num_tokens = num_tokens or count_tokens
         self._pauses = 0  # how many are under way: a checkpoint may be saved inside validation
         self._paused_s = self._batch_ended = 0.0
@@ -70,7 +70,7 @@ class ThroughputMonitor(IntervalCallback):
     ) -> None:
         """Counts the batch, without reading from the device, and ends the interval where it is due."""
         if batch is not None:  # Lightning skips such a batch
-            self._samples += self._num_samples(batch)
+            self._samples += self.count_samples(batch)
             tokens = self._num_tokens(batch)
             if tokens is not None:
                 self._tokens = tokens if self._tokens is None else self._tokens + tokens

@@ -22,7 +22,7 @@ from .arguments import Arguments
 from .choices import AcceleratorName
 from .flags import check_count, check_number, choose, did_you_mean
 from .refusal import RefusedError, refusing
-from .strategies.precision import canonical_precision
+from .strategies.precision_names import canonical_precision
 
 __all__ = ["ArgumentError", "check_arguments", "checks_arguments"]
 

@@ -53,6 +53,8 @@ class Arguments(TypedDict, total=False):
     hang_timeout_s: float | None
     nonfinite: NonFinitePolicy
     uneven: UnevenPolicy
+    name: str | None
+    enable_run_summary: bool | None
     global_batch_size: int | None
     micro_batch_size: int | Literal["auto"] | None
     logger: Logger | Iterable[Logger] | bool | None

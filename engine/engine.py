@@ -61,6 +61,9 @@ _A_FEW_STEPS = {
 _OURS = frozenset(Arguments.__annotations__) - frozenset(inspect.signature(Trainer).parameters)
 """Arguments that `Trainer` does not have."""
 
+_SILENT = {"name": None, "enable_run_summary": False}
+"""Arguments of ours of a run that leaves nothing behind."""
+
 _SPREADING = _OURS | {"callbacks", "devices", "num_nodes", "plugins", "precision", "strategy", "sync_batchnorm"}
 """Flags that `Engine.verify` compares against their absence."""
 
@@ -94,6 +97,9 @@ class Engine(LoopTrainer):
         uneven: what happens where ranks have different numbers of training batches of their own (streams): an epoch
             ends with the last rank (``"pad"``, ``"join"``: those that are through count for nothing), or with the first
             (``"drop"``).
+        name: of the folder of the default logger, in the place of ``version_0``; one that is taken gets a number.
+        enable_run_summary: print one line about the run as training begins, and where its results are as it ends. None:
+            unless `barebones`, or neither a logger nor a progress bar is wanted.
         global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
         micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
@@ -159,6 +165,8 @@ class Engine(LoopTrainer):
         hang_timeout_s: float | None = 600.0,
         nonfinite: NonFinitePolicy = "warn",
         uneven: UnevenPolicy = "pad",
+        name: str | None = None,
+        enable_run_summary: bool | None = None,
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
@@ -220,6 +228,10 @@ class Engine(LoopTrainer):
             given.append(_snapshot())
         if mode is not None:
             given.insert(0, CompileSteps(mode))
+        is_silent = barebones or (enable_progress_bar is False and logger is False)
+        wants_summary = not is_silent if enable_run_summary is None else enable_run_summary
+        if wants_summary and not any(hasattr(callback, "on_run_end") for callback in given):
+            given.append(_run_summary())
         self._parts = parts
         decided = {
             "strategy": parts.strategy,
@@ -242,6 +254,7 @@ class Engine(LoopTrainer):
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             uneven=uneven,
+            name=name,
         )
         if uneven == "join" and self.world_size > 1:
             check_join(self.strategy)
@@ -337,7 +350,7 @@ class Engine(LoopTrainer):
         order = generator.get_state() if generator is not None else None
         with tempfile.TemporaryDirectory() as folder:
             recorder = verification.Recorder(Path(folder) / "states.pt")
-            engine = type(self)(**{**self._flags, **quiet, "callbacks": [recorder], "resume": None})
+            engine = type(self)(**{**self._flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             certificate: Any = None  # on the other ranks, which wait for it below
             if engine.is_global_zero:
@@ -381,7 +394,7 @@ class Engine(LoopTrainer):
             path = Path(folder) / "report.json"
             flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
             try:
-                engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **flags})
+                engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **_SILENT, **flags})
             except ValueError as error:  # of all these flags only "auto" can be one that the strategy refuses
                 *names, last = (name for name, row in STRATEGIES.items() if "auto" in row.compressions)
                 raise RefusedError(
@@ -417,7 +430,7 @@ def _as_list(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, Iterable) else [given]
 
 
-# Callbacks import the engine, never the other way round; these two are the exception, and by name.
+# Callbacks import the engine, never the other way round; these are the exception, and by name.
 def _progress_bar() -> Callback:
     from polyphase.callbacks import default_progress_bar
 
@@ -428,3 +441,9 @@ def _snapshot() -> Callback:
     from polyphase.callbacks import default_snapshot
 
     return default_snapshot()
+
+
+def _run_summary() -> Callback:
+    from polyphase.callbacks import RunSummary
+
+    return RunSummary()

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from .flags import check_count
 
 __all__ = [
+    "given_seed",
     "global_seed",
     "is_started_again",
     "knows_where_nodes_meet",
@@ -129,6 +130,12 @@ def listening_on(interface: str | None) -> Iterator[None]:
 def global_seed() -> int:
     """The seed of `seed_everything` where it was called, else of `torch.manual_seed`, else this process's own."""
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+
+
+def given_seed() -> int | None:
+    """The seed that `seed_everything` was called with, by the command or by the user; None without one."""
+    seed = os.environ.get("PL_GLOBAL_SEED", "")
+    return int(seed) if seed.isdecimal() else None
 
 
 def _whole_share(num_processes: int, parts: int) -> int:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from ..compression import make_comm_hook
 from ..engine import Engine
 from ..flags import check_count
+from ..loop import quiet
 from ..refusal import RefusedError, check_checkpoint
 from .console import exit_with as _exit
 from .errors import in_a_line
@@ -84,6 +85,7 @@ class _CLI(LightningCLI):
             sys.exit(1)
 
 
+@quiet()
 def run(words: Sequence[str]) -> None:
     """Hands `words`, a command and its arguments, to LightningCLI."""
     if os.getcwd() not in sys.path:

@@ -5,6 +5,7 @@ import warnings
 from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
+from .noise import quiet
 from .nonfinite import NonFiniteError, NonFiniteWatch
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "attach",
     "compile_mode",
     "defaults_from_environment",
+    "quiet",
 ]
 
 # Lightning 2.6 asks `isinstance(spec, LeafSpec)`, which torch 2.13 deprecates; nothing a user could change.

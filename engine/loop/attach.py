@@ -2,14 +2,17 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal, ParamSpec
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ProgressBar, RichModelSummary
+
+# Lightning: what its launchers of workers, and ours, are made of.
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 # Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
 from lightning.pytorch.utilities.argparse import _parse_env_variables
@@ -23,9 +26,12 @@ from .checkpoint_connector import CheckpointConnector
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
+from .model_summary import summarize
+from .noise import quiet
 from .nonfinite import NonFiniteWatch
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
+from .run_log import check_run_name, logging_run_parameters, use_run_logger
 from .signals import SignalConnector
 from .training import TrainingEpochLoop
 
@@ -55,9 +61,39 @@ class LoopTrainer(Trainer):
     """Where this process is in its run."""
     hang_timeout_s: float | None = None
     """How long a rank may stand in one place."""
+    _flags: Mapping[str, Any] = {}
+    _ended_by: BaseException | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with quiet():
+            super().__init__(*args, **kwargs)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The arguments it was made with, by name."""
+        return dict(self._flags)
 
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._ended_by = None
+        try:
+            with quiet(), logging_run_parameters():
+                results = self._run_watched(*args, **kwargs)
+        except BaseException as exception:
+            self._ended_by = exception
+            if isinstance(self.strategy.launcher, _MultiProcessingLauncher):  # a worker: nobody handles it in here
+                self._end_run(exception)
+            raise
+        self._end_run(None)
+        return results
+
+    def _end_run(self, exception: BaseException | None) -> None:
+        """Tells callbacks that the run is over, and nothing of it is still to be saved; all other hooks are through."""
+        for callback in self.callbacks:  # type: ignore[attr-defined]
+            if (on_run_end := getattr(callback, "on_run_end", None)) is not None:
+                on_run_end(self, self.lightning_module, exception)
+
+    def _run_watched(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         checkpoints.begin()
         folder = os.path.join(self.default_root_dir, "failures")
@@ -85,6 +121,9 @@ class LoopTrainer(Trainer):
         if not checkpoints.is_ending:  # else the failure has seen to it
             checkpoints.saver.finish()
         super()._teardown()
+        # Lightning: the end of its handling of an exception, after all callbacks and loggers have seen it.
+        if self.state.status == TrainerStatus.INTERRUPTED and self._ended_by is not None:
+            self._end_run(self._ended_by)
 
     @property
     def data_ranks(self) -> HostGroup:
@@ -101,6 +140,27 @@ class LoopTrainer(Trainer):
     def data_rank(self) -> int:
         """This rank's place among them."""
         return (self.distributed_sampler_kwargs or {}).get("rank", 0)
+
+    @property
+    def all_ranks(self) -> HostGroup:
+        """All ranks of the run, those apart without which it goes on; they are connected while it runs."""
+        if self.world_size == 1:
+            return ALONE
+        return self.data_ranks if self.data_size == self.world_size else EVERYONE
+
+    @property
+    def batch_sizes(self) -> tuple[int, int, int] | None:
+        """Samples of an optimizer step, of a micro-batch at most, and micro-batches of a rank; None if not known."""
+        return self._data_connector.sizes.of_full_step  # type: ignore[attr-defined]
+
+    def is_filler(self, batch_idx: int) -> bool:
+        """Whether a training batch of this rank only keeps it in step with the others: its samples don't count."""
+        return self.data_size > 1 and self._data_connector.sizes.is_filler(batch_idx)  # type: ignore[attr-defined]
+
+    @property
+    def data_wait_s(self) -> float | None:
+        """Seconds that this rank's training has waited for batches since its start; None if that is not known."""
+        return self.fit_loop.epoch_loop.data_wait_s  # type: ignore[attr-defined]
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -200,6 +260,7 @@ def attach(
     global_batch_size: int | None = None,
     micro_batch_size: int | Literal["auto"] | None = None,
     uneven: str = "pad",
+    name: str | None = None,
 ) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
@@ -214,11 +275,20 @@ def attach(
         micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``: as
             many as fit in memory.
         uneven: what happens where ranks have different numbers of training batches.
+        name: of the default logger's folder; None: a number.
     """
+    check_run_name(name, trainer.flags.get("logger") if not trainer.barebones else False)
+    if trainer.flags.get("logger") in (None, True):
+        use_run_logger(trainer, name)
     trainer.heartbeat = Heartbeat(trainer)
     trainer.hang_timeout_s = hang_timeout_s
     # Lightning: the private parts that Trainer.__init__ makes.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
+    users = trainer.flags.get("callbacks")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Lightning: the summary that Trainer.__init__ adds where there is none.
+        if type(callback) is RichModelSummary and callback not in (users if isinstance(users, Iterable) else [users]):
+            callback.summarize = summarize  # type: ignore[method-assign]
     trainer._checkpoint_connector = CheckpointConnector(
         # A global batch size is kept by whoever deals the samples.
         trainer,

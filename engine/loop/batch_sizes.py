@@ -4,7 +4,7 @@ import math
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.data import has_iterable_dataset
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -41,10 +41,6 @@ class BatchSizes:
         batches = GlobalBatches(order, size=size, micro_batch_size=micro, drop_last=order.drop_last)
         if self.wanted is not None:
             self._count_in_steps(batches.per_step)
-            rank_zero_info(
-                f"global batch of {size} samples: {order.num_replicas} rank(s) x {batches.per_step} micro-batch(es)"
-                f" of at most {min(micro, math.ceil(size / order.num_replicas))}"
-            )
         return batches
 
     def cut_again(self, micro: int) -> None:
@@ -113,6 +109,24 @@ class BatchSizes:
         batches = self._batches
         assert batches is not None
         return math.ceil(math.ceil(batches.size / batches.sampler.num_replicas) / batches.per_step)
+
+    @property
+    def of_full_step(self) -> tuple[int, int, int] | None:
+        """Samples of a full optimizer step on all ranks, samples of a micro-batch at most, and micro-batches of a rank.
+
+        None where they are not known, or change from epoch to epoch.
+        """
+        batches, loader = self._batches, self.loader
+        if self.wanted is not None and batches is not None:
+            return batches.size, self.largest, batches.per_step
+        trainer = self._trainer
+        if loader is None or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):
+            return None
+        micro = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if not isinstance(micro, int):
+            return None
+        num_micro_batches = trainer.accumulate_grad_batches
+        return trainer.data_size * micro * num_micro_batches, micro, num_micro_batches
 
     def smallest_batch(self) -> Any:
         """A batch of one sample, made in this process."""

@@ -8,6 +8,7 @@ was stopped in mid-epoch and has to find its way back, runs in Lightning's own l
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -42,6 +43,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     automatic_optimization: AutomaticOptimization
     _announced: str | None = None
+    data_wait_s: float | None = 0.0
+    """Seconds that training has waited for batches; None after epochs in Lightning's own loop, which does not say."""
     left_of_batch: Literal["end", "nothing"] | None = None
     """What the run that is resumed had still to do of its last batch: what follows it, or nothing, if that is known."""
     is_between_steps = False
@@ -77,6 +80,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             if reason != self._announced:
                 log.debug("epochs run in Lightning's own loop, because of %s", reason)
             self._announced = reason
+            self.data_wait_s = None
             super().run(data_fetcher)
             return
         self.reset()
@@ -281,7 +285,10 @@ class _Epoch:
             watch.begin_step(loop)
         batch_idx = current.ready
         self._heartbeat.phase = "fetch"
+        since = perf_counter()
         batch = fetch(self._fetcher)
+        if loop.data_wait_s is not None:
+            loop.data_wait_s += perf_counter() - since
         if watch is not None and watch.has_failed:
             batch = trainer._data_connector.sizes.smallest_batch()
         self._heartbeat.phase = "train"

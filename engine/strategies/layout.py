@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from ..environment import is_started_again
@@ -177,7 +176,6 @@ class LayoutStrategy:
             timeout=timeout,
             device_id=strategy.root_device if strategy.root_device.type != "cpu" else None,
         )
-        rank_zero_info(f"Starting with {strategy.world_size} processes")
 
     def derive_layout(self, world_size: int) -> Layout:
         """The layout of `world_size` processes.

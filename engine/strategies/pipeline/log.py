@@ -22,8 +22,10 @@ from torchmetrics import Metric
 from .absent import CutError, users_line
 from .share import Sharing
 
-__all__ = ["StepLog", "share_metrics", "unchanged", "unshare_metrics"]
+__all__ = ["StepLog", "idle_text", "share_metrics", "unchanged", "unshare_metrics"]
 
+_SMALL_SHARE = 0.1
+"""Of the time; what the advice aims at."""
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
@@ -190,3 +192,39 @@ class _Computed:
         if self._runs():
             return self.alone()
         return self._sharing.of(self.alone() if self._is_last else None)
+
+
+def idle_text(schedule: str, num_ranks: int, num_micro_batches: int, batch_size: int, chunks: int, idle: float) -> str:
+    """How long the ranks of a pipeline were idle, in words, and what would make it less.
+
+    With p ranks, c stages on each and m micro-batches the schedule alone leaves a rank idle for (p - 1) / (c m + p - 1)
+    of the time; `zero-bubble` fills most of that.
+
+    Args:
+        schedule: name of the flag.
+        num_ranks: of one pipeline.
+        num_micro_batches: of a full batch.
+        batch_size: samples of a rank's full batch.
+        chunks: stages on each rank.
+        idle: the share of a full batch's time that was measured, 0 to 1.
+    """
+    waits = num_ranks - 1
+    share = waits / (chunks * num_micro_batches + waits)
+    ranks = "the one rank was" if num_ranks == 1 else f"the {num_ranks} ranks were"
+    parts = f"{num_micro_batches} micro-batch{'' if num_micro_batches == 1 else 'es'}"
+    text = f"pipeline ({schedule}): {ranks} idle for {idle:.0%} of the time of a full batch of {parts}"
+    if schedule == "zero-bubble" or num_ranks == 1:
+        return f"{text}."
+    text += f"; {share:.0%} is what that number of them costs."
+    # As many as make it that small; in whole numbers, lest rounding adds one.
+    enough = -(-waits * round(1 / _SMALL_SHARE - 1) // chunks)
+    if num_micro_batches >= enough:
+        return f"{text} The rest comes from stages that are not equally expensive, and from sending."
+    # torch's schedules of several stages per rank run them in rounds of as many micro-batches as there are ranks.
+    divisors = (n for n in range(enough, batch_size + 1) if batch_size % n == 0 and (chunks == 1 or n % num_ranks == 0))
+    number = next(divisors, None)
+    if number is None:
+        return (
+            f"{text} To make it {_SMALL_SHARE:.0%}, give a rank batches that divide by microbatches={enough} or more."
+        )
+    return f"{text} microbatches={number} would make it {waits / (chunks * number + waits):.0%}."

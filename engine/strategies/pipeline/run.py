@@ -21,7 +21,7 @@ from ...compression import Wire
 from ...host_group import HostGroup
 from .absent import CutError
 from .batches import batch_size_of, merged, split_batch
-from .log import StepLog, share_metrics, unchanged, unshare_metrics
+from .log import StepLog, idle_text, share_metrics, unchanged, unshare_metrics
 from .losses import Losses
 from .part import Cut, Job, Part, Shapes
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
@@ -67,7 +67,9 @@ class Runner:
         self.clock = Clock(cut.device)
         self.wire = Wire(group)
         """Counts what stages hand over."""
-        self._num_last = num_micro_batches
+        self._num_full = 0
+        """Micro-batches of a full batch: the most that one was cut into."""
+        self._full_size = 0
         share_metrics(module, self._sharing, self._is_last, lambda: cut.job is not None)
 
     def run(
@@ -118,6 +120,8 @@ class Runner:
         with self._running(job, log):
             schedule = self._schedule_for(name, job, batches[0], number, weigh is not None)
             log.take()  # what a trial run has logged
+            if weigh is not None:
+                self._full_size = max(self._full_size, batch_size_of(batch))
             self._step(schedule, number, weigh is not None)
         result: Any = None
         if self._is_last:
@@ -145,9 +149,11 @@ class Runner:
     def _step(self, schedule: Any, number: int, trains: bool) -> None:
         numbers = torch.arange(number)
         target = {"target": numbers} if trains and self._is_last else {}
-        self.clock.step(lambda: schedule.step(index=numbers, return_outputs=False, **target), counts=trains)
-        if trains:
-            self._num_last = number
+        if trains and number > self._num_full:
+            self._num_full = number
+            self.clock.forget()  # of shorter batches
+        is_full = trains and number == self._num_full
+        self.clock.step(lambda: schedule.step(index=numbers, return_outputs=False, **target), counts=is_full)
 
     def _schedule_for(self, name: str, job: Job, batch: Any, number: int, trains: bool) -> Any:
         """The schedule of batches like this one; the first of its kind makes a trial run."""
@@ -232,13 +238,10 @@ class Runner:
         unshare_metrics(self._module)
 
     def report(self, hosts: HostGroup) -> None:
-        """Logs the share of time in which the ranks of the pipeline were idle; all of them call it together."""
+        """Logs the share of a full batch's time in which the ranks were idle; all of the pipeline call it together."""
         times = hosts.gathered(self.clock.seconds())
         total = sum(seconds for _, seconds in times)
         if total:
             idle = 1 - sum(busy for busy, _ in times) / total
-            ideal = (self._size - 1) / (self._num_last + self._size - 1)
-            rank_zero_info(
-                f"pipeline: {self._size} stages, {self._num_last} micro-batches, {self._schedule}: idle {idle:.0%} of"
-                f" the time, (p-1)/(m+p-1) is {ideal:.0%}"
-            )
+            chunks = self._cut.plan.num_stages // self._size
+            rank_zero_info(idle_text(self._schedule, self._size, self._num_full, self._full_size, chunks, idle))

@@ -80,6 +80,12 @@ class Clock:
         self.is_running = False
         self._num_steps += counts
 
+    def forget(self) -> None:
+        """Begins anew, with none measured."""
+        self._num_steps = 0
+        self._spans.clear()
+        self._steps.clear()
+
     def span(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Computes a part of it."""
         if not self.is_running:

@@ -1,0 +1,141 @@
+"""`RunSummary`: what a run is, in one line as training begins, and where its results are, in a few as it ends."""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from polyphase.engine.run_info import header
+
+from ._counts import count_samples
+from ._memory import peak_bytes
+from ._run_text import RunEnd, end_text, stop_text
+from .memory import MemoryMonitor
+from .throughput import ThroughputMonitor
+
+__all__ = ["RunSummary"]
+
+
+class _Figures(NamedTuple):
+    """What a rank has counted while it trained."""
+
+    num_samples: int | None
+    waited_s: float | None
+    peak_bytes: int
+
+
+class RunSummary(Callback):
+    """Prints one line as training begins, and about eight as it ends; rank 0 only.
+
+    The engine adds it; see its argument `enable_run_summary`. As training begins: version, strategy and layout,
+    precision, the global batch as ranks x micro-batch x accumulated micro-batches, and the folder of the logs. As it
+    ends:
+
+    - optimizer steps, and samples/s over all ranks: of the time in which they trained, without validation; what several
+      ranks share counts once, and no samples are printed where a batch does not show how many it has;
+    - the share of that time in which the ranks waited for their data loaders, mean over ranks;
+    - the largest peak memory of a rank: what torch has allocated on its device, or on the CPU what the process had
+      resident at most, both since the process began;
+    - the best checkpoint and its value, where logs and checkpoints are, how to go on, and how to load the weights.
+
+    After Ctrl-C and SIGTERM: what was saved, and how to go on. What it counts is sent once, when training is over; the
+    host never waits for the device but once then, and before and after each validation.
+    """
+
+    def __init__(self) -> None:
+        self._figures: list[_Figures] | None = None
+        self._began = False
+        self._started: float | None = None
+        self._elapsed_s = 0.0
+
+    # --- while training
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Prints the line, and starts the clock."""
+        if trainer.is_global_zero:
+            print(header(trainer), flush=True)
+        self._figures = None
+        self._first_step = trainer.global_step
+        self._waited_s = trainer.data_wait_s
+        monitors = [c for c in trainer.callbacks if isinstance(c, ThroughputMonitor)]
+        self._count = monitors[0].count_samples if monitors else count_samples
+        self._num_samples: int | None = 0
+        self._has_fillers = trainer.data_size > 1
+        self._elapsed_s = 0.0
+        self._began = True
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch's samples, without reading from the device."""
+        if self._num_samples is None or batch is None or (self._has_fillers and trainer.is_filler(batch_idx)):
+            return
+        try:
+            self._num_samples += self._count(batch)
+        except ValueError:  # a batch of a kind that does not show how many it has
+            self._num_samples = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock."""
+        self._stop_clock(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets the clock go on."""
+        if self._began:
+            _wait_for_device(trainer)
+            self._started = time.perf_counter()
+
+    def _stop_clock(self, trainer: Trainer) -> None:
+        if self._started is not None:
+            _wait_for_device(trainer)
+            self._elapsed_s += time.perf_counter() - self._started
+            self._started = None
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Tells the other ranks what this one has counted: one gather of three numbers."""
+        self._stop_clock(trainer)
+        waited = None if None in (trainer.data_wait_s, self._waited_s) else trainer.data_wait_s - self._waited_s
+        peak = max([peak_bytes(trainer.strategy.root_device), *_monitored_peaks(trainer)])
+        self._figures = trainer.all_ranks.gathered(_Figures(self._num_samples, waited, peak))
+
+    # --- when it is over
+
+    def on_run_end(self, trainer: Any, pl_module: LightningModule, exception: BaseException | None) -> None:
+        """Called by the engine when all is saved and all other hooks are through: prints what there is to say."""
+        figures, began = self._figures, self._began
+        self._figures, self._began, self._started = None, False, None
+        if not began or not trainer.is_global_zero:
+            return
+        if isinstance(exception, (KeyboardInterrupt, SIGTERMException)):
+            cause = "Ctrl-C" if isinstance(exception, KeyboardInterrupt) else "SIGTERM"
+            print("\n".join(stop_text(trainer, cause)), flush=True)
+        elif exception is None and figures is not None:
+            print("\n".join(end_text(trainer, self._end(trainer, figures))), flush=True)
+
+    def _end(self, trainer: Any, figures: list[_Figures]) -> RunEnd:
+        counts = [rank.num_samples for rank in figures]
+        waits = [rank.waited_s for rank in figures]
+        # Ranks that share their batches are one replica of the data.
+        sharing = trainer.world_size // trainer.data_size
+        elapsed_s = max(self._elapsed_s, 1e-9)
+        return RunEnd(
+            num_steps=trainer.global_step - self._first_step,
+            elapsed_s=elapsed_s,
+            samples_per_s=None if None in counts else sum(filter(None, counts)) / sharing / elapsed_s,
+            data_wait_share=None if None in waits else sum(filter(None, waits)) / len(waits) / elapsed_s,
+            peak_bytes=max(rank.peak_bytes for rank in figures),
+        )
+
+
+def _wait_for_device(trainer: Trainer) -> None:
+    device = trainer.strategy.root_device
+    if device.type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize(device)
+
+
+def _monitored_peaks(trainer: Any) -> list[int]:
+    """What a `MemoryMonitor` has seen before it reset torch's counter."""
+    return [c.largest_bytes for c in trainer.callbacks if isinstance(c, MemoryMonitor)]

@@ -1,0 +1,56 @@
+"""What Lightning logs at each start is not shown while an engine is made or runs: the run's header says it in one line.
+
+Messages of these kinds only, by their words and below the level of a warning. Whoever sets the level of the loggers
+``lightning.pytorch`` or ``lightning.fabric`` to DEBUG asked for Lightning's messages, and gets them all.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+__all__ = ["quiet"]
+
+# Lightning: the loggers that its messages at the start of a run come from.
+_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.accelerators.cuda",
+    "lightning.fabric.utilities.distributed",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+)
+_NOISE = re.compile(
+    r"GPU available: |TPU available: |LOCAL_RANK: \d+ - CUDA_VISIBLE_DEVICES|Using \w+ Automatic Mixed Precision"
+    r"|💡 Tip: |Initializing distributed: GLOBAL_RANK|-{100}\ndistributed_backend=|(\[rank: \d+\] )?Seed set to \d+$"
+    r"|Loading `train_dataloader` to estimate number of stepping batches"
+)
+
+_lock = Lock()
+_num_quiet = 0
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leaves Lightning's messages at the start of a run out of the logs in here; may be entered again."""
+    global _num_quiet
+    with _lock:
+        _num_quiet += 1
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_is_worth_showing)  # the same one is added once
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_quiet -= 1
+            if not _num_quiet:
+                for name in _LOGGERS:
+                    logging.getLogger(name).removeFilter(_is_worth_showing)
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.WARNING or not _NOISE.match(record.getMessage()):
+        return True
+    return any(
+        logging.getLogger(name).isEnabledFor(logging.DEBUG) for name in ("lightning.pytorch", "lightning.fabric")
+    )

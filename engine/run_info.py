@@ -1,0 +1,145 @@
+"""What a run is: in the words of its header, and as the flat values by which loggers tell runs apart."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from .environment import given_seed
+from .verify import is_to_equal
+from .version import __version__
+
+__all__ = ["header", "run_parameters", "shown_path"]
+
+_GIT_TIMEOUT_S = 5.0
+
+
+def header(trainer: Any) -> str:
+    """One line that says how `trainer`, an engine that begins to train, is set up; what is not known is left out.
+
+    ``polyphase 0.2.0 | fsdp, shard=8 on cuda | bf16-mixed | global batch 256 = 8 x 16 x 2 | logs: lightning_logs/x``:
+    ranks with samples of their own x samples of a micro-batch x accumulated micro-batches.
+    """
+    seed = given_seed()
+    folder = log_folder(trainer)
+    compression = trainer.flags.get("compression", "none")
+    parts = [
+        f"polyphase {__version__}",
+        _strategy(trainer),
+        str(trainer.precision),
+        None if compression == "none" else f"compression {compression}",
+        _batch(trainer),
+        None if seed is None else f"seed {seed}",
+        None if folder is None else f"logs: {shown_path(folder)}",
+    ]
+    return " | ".join(part for part in parts if part)
+
+
+def _strategy(trainer: Any) -> str:
+    flag = trainer.flags.get("strategy")
+    name = str(flag).partition(":")[0] if isinstance(flag, str) and flag != "auto" else _name_of(trainer)
+    sizes = "" if trainer.world_size == 1 else f", {trainer.layout}"
+    return f"{name}{sizes} on {trainer.strategy.root_device.type}"
+
+
+def _name_of(trainer: Any) -> str:
+    # The strategies of this package show themselves as their flag.
+    name = repr(trainer.strategy).strip("'")
+    if name.replace("_", "").isalnum():
+        return name
+    return "single" if trainer.world_size == 1 else type(trainer.strategy).__name__
+
+
+def _batch(trainer: Any) -> str | None:
+    found = trainer.batch_sizes
+    if found is None:
+        return None
+    total, micro, num_micro_batches = found
+    ranks = trainer.data_size
+    if not is_to_equal(trainer.strategy):  # each rank steps by its own samples
+        return f"batch {micro * num_micro_batches} on each of {ranks} ranks"
+    if total == ranks * micro * num_micro_batches:
+        return f"global batch {total} = {ranks} x {micro} x {num_micro_batches}"
+    return f"global batch {total}, at most {ranks} x {micro} x {num_micro_batches}"
+
+
+def log_folder(trainer: Any) -> str | None:
+    """Where the first logger writes, by its own word; None if it has none. Rank 0's is the one that counts."""
+    for logger in trainer.loggers:
+        # Lightning: TensorBoardLogger and CSVLogger have a log_dir, all loggers a save_dir, which may be None.
+        folder = getattr(logger, "log_dir", None) or logger.save_dir
+        if isinstance(folder, (str, os.PathLike)):
+            return os.fspath(folder)
+    return None
+
+
+def shown_path(path: str) -> str:
+    """`path`, from the working directory where it is in there."""
+    if "://" in path:
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
+
+
+def run_parameters(trainer: Any) -> dict[str, Any]:
+    """How an engine was made: its flags, layout, versions and the git commit of the working directory.
+
+    Returns:
+        Numbers, texts, booleans and None, by names that begin with ``polyphase/``.
+    """
+    values = {
+        **trainer.flags,
+        "precision": str(trainer.precision),
+        "layout": trainer.layout.axes,
+        "world_size": trainer.world_size,
+        "device": trainer.strategy.root_device.type,
+        "seed": given_seed(),
+        "version": {
+            "polyphase": __version__,
+            "torch": str(torch.__version__),
+            "lightning": version("lightning"),
+            "python": platform.python_version(),
+        },
+        "git_commit": git_commit(),
+    }
+    return _flat(values, "polyphase")
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory; None if there is none, no git, or no answer within seconds."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "--verify", "HEAD"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+def _flat(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{name}/{key}")
+        else:
+            flat[f"{name}/{key}"] = _plain(value)
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        entries = [_plain(entry) for entry in value]
+        return json.dumps(entries) if entries and not isinstance(entries[0], str) else ", ".join(map(str, entries))
+    return str(value) if isinstance(value, os.PathLike) else type(value).__name__
