@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTh
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar as Bar
+from rich.segment import Segment
 from rich.text import Text
 from torch import Tensor
 
@@ -144,7 +145,10 @@ class _Row:
         for i, part in enumerate(self._parts):
             if i:
                 yield Text(_GAP, end="")
-            yield part
+            segments = [*console.render(part, options)]
+            yield from segments
+            if isinstance(part, Bar):  # without colours Rich leaves out what is not done yet
+                yield Text(" " * ((part.width or 0) - Segment.get_line_length(segments)), end="")
 
 
 def metric_texts(metrics: dict[str, Any], number_format: str = ".4g") -> Iterator[str]:

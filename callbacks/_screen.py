@@ -38,8 +38,12 @@ class Screen(Protocol):
     period_s: float
     """Time from one drawing to the next, at least."""
 
-    def guard(self) -> None:
-        """From now on the lines that this process prints don't mix with the bar or the lines of other processes."""
+    def guard(self, *, is_drawn_here: bool) -> None:
+        """From now on the lines that this process prints don't mix with the bar or the lines of other processes.
+
+        Args:
+            is_drawn_here: whether it is this process that draws the bar.
+        """
 
     def release(self) -> None:
         """Leaves what this process prints as it was before `guard`."""
@@ -67,7 +71,7 @@ class PlainOutput:
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
-    def guard(self) -> None:
+    def guard(self, *, is_drawn_here: bool) -> None:
         """Does nothing."""
 
     def release(self) -> None:
@@ -94,7 +98,7 @@ class CellOutput:
         self._handle: Any = None
         self._lines = WholeLines()
 
-    def guard(self) -> None:
+    def guard(self, *, is_drawn_here: bool) -> None:
         """In forked processes the kernel sends each part of a line by itself."""
         self._lines.guard(terminals_only=False)
 
@@ -139,11 +143,13 @@ class BottomLines:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._rows: Sequence[str] = ()
-        self._lines = WholeLines(_ERASE, self._draw)
+        self._is_drawn_here = True
+        self._lines = WholeLines(_ERASE, self._draw, lambda: bool(self._rows) or not self._is_drawn_here)
         self._redrawing: _Redrawing | None = None
 
-    def guard(self) -> None:
+    def guard(self, *, is_drawn_here: bool = True) -> None:
         """From now on the lines that this process prints erase the bar, whichever rank has drawn it."""
+        self._is_drawn_here = is_drawn_here
         self._lines.guard(terminals_only=True)
 
     def release(self) -> None:
@@ -165,7 +171,6 @@ class BottomLines:
         with self._lines.lock:
             erased, self._rows = _ERASE if self._rows else "", ()
             self._write(erased + "".join(f"{row}\n" for row in rows))
-        self.release()
 
     def clear(self) -> None:
         """Takes away what was drawn."""

@@ -14,16 +14,24 @@ __all__ = ["WholeLines", "is_terminal"]
 class WholeLines:
     """The process's streams, each write of which is one or more whole lines while they are guarded.
 
-    The streams' own `write` is replaced, as loggers and others hold on to the streams themselves.
+    The streams' own `write` is replaced, as loggers and others hold on to the streams themselves. Processes that are
+    forked, such as the workers of loaders, inherit it.
 
     Args:
         before: is written before the lines, in the same write.
         after: is called after it, in the process that made this object only.
+        is_needed: whether it matters now; else all is passed on as it comes. Not asked in forked processes.
     """
 
-    def __init__(self, before: str = "", after: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        before: str = "",
+        after: Callable[[], None] = lambda: None,
+        is_needed: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._before = before
         self._after = after
+        self._is_needed = is_needed
         self._guarded: dict[int, _Guarded] = {}
         self._pid = os.getpid()
         self.lock = threading.RLock()  # a signal's handler may print in the middle of something
@@ -56,8 +64,9 @@ class WholeLines:
             guarded.is_forked, guarded.held = True, ""
             self.lock = threading.RLock()
         with self.lock:
-            if guarded.is_released:
-                return guarded.write(text)
+            if guarded.is_released or not (is_forked or self._is_needed()):
+                held, guarded.held = guarded.held, ""
+                return guarded.write(held + text)
             lines, newline, guarded.held = (guarded.held + text).rpartition("\n")
             if newline:
                 guarded.write(self._before + lines + newline)
@@ -90,7 +99,8 @@ class _Guarded:
             else:
                 self.stream.write = self.replaced  # type: ignore[method-assign]
         if self.held:
-            self.write(self.held)
+            held, self.held = self.held, ""
+            self.write(held)
             self.stream.flush()
 
 

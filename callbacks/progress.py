@@ -83,26 +83,32 @@ class ProgressBar(LightningProgressBar):
         self._enabled = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Disables the bar on every rank but 0, where lines that are printed are kept from mixing with rank 0's bar."""
+        """Disables the bar on every rank but 0; from here on no rank's lines mix with rank 0's bar."""
         super().setup(trainer, pl_module, stage)
-        if self.refresh_rate > 0 and trainer.world_size > 1:
-            if self._screen is None:
-                self._screen = screen_of(Console(**self._console_kwargs))
-                atexit.register(self._screen.release)
-            if isinstance(self._screen, CellOutput) or not trainer.is_global_zero:
-                self._screen.guard()
+        if self.refresh_rate <= 0 or (trainer.is_global_zero and self.is_disabled):
+            return
+        if self._screen is None:
+            self._screen = screen_of(Console(**self._console_kwargs))
+            atexit.register(self._screen.release)
+        if trainer.world_size > 1 or not isinstance(self._screen, CellOutput):
+            self._screen.guard(is_drawn_here=trainer.is_global_zero)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the last row where something ended the run before its end."""
         self._finish()
-        if self._screen is not None:  # after an error a rank's last words come while rank 0's bar still stands
-            self._screen.release()
-            atexit.unregister(self._screen.release)
-        self._screen = self._renderer = None  # the next run may print elsewhere
+        self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves the last row."""
         self._finish()
+        if trainer.is_global_zero:  # the last words of another rank may come while rank 0's bar still stands
+            self._close()
+
+    def _close(self) -> None:
+        if self._screen is not None:
+            self._screen.release()
+            atexit.unregister(self._screen.release)
+        self._screen = self._renderer = None  # the next run may print elsewhere
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins an epoch's bar."""

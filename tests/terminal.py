@@ -12,9 +12,10 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyte
 
@@ -178,8 +179,8 @@ class Window(Emulator):
     def look(self) -> list[str]:
         """All rows, once all that was printed has arrived."""
         self._titles += 1
-        self.file.write(f"\x1b]2;{self._titles}\x07")  # no mark on the screen
         self.file.flush()
+        os.write(self.slave, f"\x1b]2;{self._titles}\x07".encode())  # leaves no trace on the screen
         deadline = time.monotonic() + 10
         while self._screen.title != str(self._titles) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -195,6 +196,17 @@ class Window(Emulator):
     def _watch(self) -> None:
         while not self._is_closed:
             self.read(0.05)
+
+
+def on_window(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that prints to its `window`; no fixture can do that, as pytest replaces the streams after all fixtures."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with redirect_stdout(kwargs["window"].file):
+            test(*args, **kwargs)
+
+    return run
 
 
 def mark(name: str, timeout_s: float = 60) -> None:
