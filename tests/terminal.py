@@ -222,13 +222,26 @@ def _nothing(_: Terminal) -> None:
     pass
 
 
-def main() -> int:
-    """Runs a command as a person does, and prints the screen that it leaves: ``python -m tests.terminal make demo``."""
+def main(expected: str, *command: str) -> int:
+    """Runs a command of the repository as a person does, and prints all that was on the screen.
+
+    ``python -m tests.terminal "test accuracy 0.9" make demo``
+
+    Args:
+        expected: begins one row, and one only.
+        command: the command and its arguments.
+
+    Returns:
+        The command's exit code; 1 if that is 0 but the screen or the terminal is not as it should be.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        shown = Terminal(100).run(["env", "-C", str(ROOT), *sys.argv[1:]], folder=Path(folder), timeout_s=600)
+        shown = Terminal(100).run(["env", f"--chdir={ROOT}", *command], folder=Path(folder), timeout_s=600)
     print("\n".join(shown.rows))
-    return shown.returncode if shown.is_left_usable else 1
+    num_found = sum(row.startswith(expected) for row in shown.rows)
+    if num_found != 1:
+        print(f"{num_found} rows begin with {expected!r}; expected one.", file=sys.stderr)
+    return shown.returncode or int(num_found != 1 or not shown.is_left_usable)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

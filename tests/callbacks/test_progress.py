@@ -41,7 +41,7 @@ class Look(Callback):
 
 def counts(rows):
     """The descriptions and counts of all bars."""
-    found = (re.fullmatch(r"(\w.*?)  (?:\S+  )?(\d+/(?:\d+|\?))  .*", row) for row in rows)
+    found = (re.fullmatch(r"(\w.*?)  (?:\S+ +)?(\d+/(?:\d+|\?))  .*", row) for row in rows)
     return [" ".join(match.groups()) for match in found if match]
 
 

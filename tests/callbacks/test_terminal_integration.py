@@ -16,7 +16,7 @@ JOB = Path(__file__).parent / "terminal_job.py"
 ENTRIES = ("fit", "validate", "test", "predict")
 BAR = re.compile(
     r"(Epoch \d+/\d+(?:, validation \d/\d)?|Sanity Checking|Validation \d/\d|Testing|Predicting)"
-    r"  (\S+  )?(\d+)/(\d+)  .*"
+    r"  (\S+ +)?(\d+)/(\d+)  .*"
 )
 DESCRIPTIONS = {"fit": "Epoch 2/2", "validate": "Validation 2/2", "test": "Testing", "predict": "Predicting"}
 MARKS = {
