@@ -1,16 +1,15 @@
 """`ConsoleLogger`: progress as plain lines, for output that is not a terminal: CI, SLURM, a file."""
 
-import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
-from torch import Tensor
 
+from ._bar import metric_texts
 from ._interval import positive_steps
+from ._screen import can_draw
 from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 
@@ -21,12 +20,13 @@ _INTERVAL_STEPS = 50
 
 
 class ConsoleLogger(LightningProgressBar):
-    """Prints one line every so many optimizer steps, and one with the metrics at the end of each evaluation.
+    """Prints one line every so many optimizer steps, and one with the metrics of each validation in between.
 
     ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``; rank 0 only. The line of a step has what
-    was logged with ``prog_bar=True``, that of an evaluation all that the evaluation logged. Values are read from the
-    device for printed lines only. The speed is the mean since the start, validation included, for an honest eta; where
-    the trainer has a `ThroughputMonitor` its last samples/s stand in its place.
+    was logged with ``prog_bar=True``, that of a validation all that the validation logged. Results of `validate` and
+    `test` are the trainer's to print, once, as `verbose` says. Values are read from the device for printed lines only.
+    The speed is the mean since the start, validation included, for an honest eta; where the trainer has a
+    `ThroughputMonitor` its last samples/s stand in its place.
 
     It is the trainer's one progress bar (Lightning allows no second); see `default_progress_bar`.
 
@@ -75,21 +75,12 @@ class ConsoleLogger(LightningProgressBar):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remembers what is known already."""
-        self._known = dict(trainer.callback_metrics) if self._enabled else {}
+        self._known = dict(trainer.callback_metrics) if self._enabled and trainer.state.fn == "fit" else {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the metrics of the validation."""
-        if self._enabled and not trainer.sanity_checking:
+        """Prints the metrics of a validation in mid-training."""
+        if self._enabled and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._print(f"validation after step {trainer.global_step}", self._evaluated(trainer))
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remembers what is known already."""
-        self.on_validation_start(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the metrics of the test."""
-        if self._enabled:
-            self._print("test", self._evaluated(trainer))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """What `LightningModule.print` calls."""
@@ -122,11 +113,10 @@ class ConsoleLogger(LightningProgressBar):
         return self._values({name: value for name, value in metrics.items() if known.get(name) is not value})
 
     @staticmethod
-    def _values(metrics: Mapping[str, Any]) -> str:
-        shown = {name: value for name, value in metrics.items() if name != "v_num"}
-        return "  ".join(f"{name} {float(v):.4g}" for name, v in shown.items() if isinstance(v, (int, float, Tensor)))
+    def _values(metrics: dict[str, Any]) -> str:
+        return "  ".join(metric_texts(metrics))
 
 
 def default_progress_bar() -> LightningProgressBar:
-    """A rich progress bar where the output is a terminal, plain lines where it is not."""
-    return ProgressBar() if sys.stdout.isatty() else ConsoleLogger()
+    """One bar in a notebook and on a terminal with escape codes, plain lines elsewhere."""
+    return ProgressBar() if can_draw() else ConsoleLogger()

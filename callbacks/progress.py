@@ -1,42 +1,166 @@
-"""`ProgressBar`: Rich's progress bar, drawn ten times a second, with metrics as of the last logging interval."""
+"""`ProgressBar`: one bar at the bottom of the terminal, drawn ten times a second at most, with its metrics below it."""
 
+import atexit
 import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from rich.console import Console
+
+from ._bar import BarRenderer, Progress, metric_texts
+from ._screen import CellOutput, Screen, screen_of
 
 __all__ = ["ProgressBar"]
 
-_PERIOD_S = 0.1
+_NOTEBOOK_COLUMNS = 100
 
 
-class ProgressBar(RichProgressBar):
-    """Lightning's `RichProgressBar`, without its cost per step.
+class ProgressBar(LightningProgressBar):
+    """A bar for the batches of this epoch, validation, test or prediction, and rows with what is logged to it.
 
-    The bar moves at most every 0.1 s. Metrics are read from the device when the trainer logs (`log_every_n_steps`), at
-    the end of an epoch and after validation; Lightning's reads them, and so waits for the device, at every step.
-    Arguments as for `lightning.pytorch.callbacks.RichProgressBar`.
+    ``Epoch 2/15  ━━━━━━━━━━━━━━━━━━━━  12/17  0:00:03  eta 0:00:01  4.1 it/s``; on rank 0 only. What other ranks print
+    appears above it. Metrics are read from the device when the trainer logs (`log_every_n_steps`), at the end of an
+    epoch and after validation. Where nothing can be drawn, in a file or on a terminal without escape codes, the row
+    that a bar ends with is printed; in a notebook it is one output of the cell.
+
+    Args:
+        refresh_rate: drawings per second at most; 0 for no bar.
+        leave: leave a row for every epoch, not for the last one only.
+        theme: styles, and how metrics are written, as for `lightning.pytorch.callbacks.RichProgressBar`; None for
+            metrics of four digits, two spaces apart.
+        console_kwargs: arguments of `rich.console.Console`.
     """
 
-    _drawn = 0.0
-    _read_step = -1
+    def __init__(
+        self,
+        refresh_rate: int = 10,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.refresh_rate = refresh_rate
+        self.leave = leave
+        self.theme = theme or RichProgressBarTheme(
+            processing_speed="dim", metrics_text_delimiter="  ", metrics_format=".4g"
+        )
+        self._console_kwargs = console_kwargs or {}
+        self._enabled = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._screen: Screen | None = None
+        self._renderer: BarRenderer | None = None
+        self._shown: Progress | None = None
+        self._training: Progress | None = None
+        self._metrics: list[str] = []
+        self._drawn_s = 0.0
+        self._read_step = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process's terminal."""
+        live = ("_screen", "_renderer", "_shown", "_training")
+        return {**self.__dict__, **dict.fromkeys(live)}
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is a bar; on ranks other than 0 there is none."""
+        return self._enabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether there is no bar."""
+        return not self.is_enabled
+
+    def disable(self) -> None:
+        """Called by Lightning on every rank but 0."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Draws again."""
+        self._enabled = True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Disables the bar on every rank but 0; from here on no rank's lines mix with rank 0's bar."""
+        super().setup(trainer, pl_module, stage)
+        if self.refresh_rate <= 0 or (trainer.is_global_zero and self.is_disabled):
+            return
+        if self._screen is None:
+            self._screen = screen_of(Console(**self._console_kwargs))
+            atexit.register(self._screen.release)
+        if trainer.world_size > 1 or not isinstance(self._screen, CellOutput):
+            self._screen.guard(is_drawn_here=trainer.is_global_zero)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the last row where something ended the run before its end."""
+        self._finish()
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the last row."""
+        self._finish()
+        if trainer.is_global_zero:  # the last words of another rank may come while rank 0's bar still stands
+            self._close()
+
+    def _close(self) -> None:
+        if self._screen is not None:
+            self._screen.release()
+            atexit.unregister(self._screen.release)
+        self._screen = self._renderer = None  # the next run may print elsewhere
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins an epoch's bar."""
+        if self.is_disabled:
+            return
+        if self.leave and self._training is not None:
+            self._read_metrics(trainer, pl_module)
+            self._finish()
+        self._begin_epoch(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves the bar where that is due."""
+        if self.is_disabled:
+            return
+        if self._training is None:  # resumed in mid-epoch, which has no start
+            self._begin_epoch(trainer, done=batch_idx + 1)
         step = trainer.global_step
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        is_logged = every and step % every == 0 and step != self._read_step
-        if is_logged or self._is_due(batch_idx + 1, self.total_train_batches):
-            if not self.is_disabled and self.train_progress_bar_id is None:
-                self._initialize_train_progress_bar_id()  # Lightning: so does its own, after a resumption in mid-epoch
-            self._update(self.train_progress_bar_id, batch_idx + 1)
-        if is_logged:
+        if every and step % every == 0 and step != self._read_step:
             self._read_step = step
-            self._update_metrics(trainer, pl_module)
-            self.refresh()
+            self._read_metrics(trainer, pl_module)
+            self._move(batch_idx + 1, is_due=True)
+        else:
+            self._move(batch_idx + 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the last metrics."""
+        if self.is_enabled:
+            self._read_metrics(trainer, pl_module)
+            self._draw()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the last epoch's row."""
+        if self.is_enabled:
+            self._read_metrics(trainer, pl_module)  # with the means of the last epoch
+            self._finish()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begins the bar of a loader."""
+        if self.is_disabled or not self.has_dataloader_changed(dataloader_idx):
+            return
+        name = self.validation_description
+        if trainer.sanity_checking:
+            name = self.sanity_check_description
+        elif trainer.state.fn == "fit":
+            name = f"{self._epoch(trainer)}, {name.lower()}"
+        loaders = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._begin(_of_loaders(name, dataloader_idx, loaders), self.total_val_batches_current_dataloader)
 
     def on_validation_batch_end(
         self,
@@ -48,8 +172,35 @@ class ProgressBar(RichProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Moves the bar where that is due."""
-        if self._is_due(batch_idx + 1, self.total_val_batches_current_dataloader):
-            super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        if self.is_enabled:
+            self._move(batch_idx + 1)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Goes back to the bar of the epoch; without one, leaves the last row."""
+        self.reset_dataloader_idx_tracker()
+        if self.is_disabled:
+            return
+        if trainer.state.fn != "fit":
+            self._finish()
+        elif self._training is not None:
+            self._shown = self._training
+            self._shown.resume()
+            self._read_metrics(trainer, pl_module)
+            self._draw()
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the bar away."""
+        self._shown = None
+        if self.is_enabled and self._screen is not None:
+            self._screen.clear()
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begins the bar of a loader."""
+        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
+            name = _of_loaders(self.test_description, dataloader_idx, trainer.num_test_batches)
+            self._begin(name, self.total_test_batches_current_dataloader)
 
     def on_test_batch_end(
         self,
@@ -61,12 +212,104 @@ class ProgressBar(RichProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Moves the bar where that is due."""
-        if self._is_due(batch_idx + 1, self.total_test_batches_current_dataloader):
-            super().on_test_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        if self.is_enabled:
+            self._move(batch_idx + 1)
 
-    def _is_due(self, done: int, total: float) -> bool:
-        now = time.monotonic()
-        if done != total and now - self._drawn < _PERIOD_S:
-            return False
-        self._drawn = now
-        return True
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the last row."""
+        self.reset_dataloader_idx_tracker()
+        self._finish()
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begins the bar of a loader."""
+        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
+            name = _of_loaders(self.predict_description, dataloader_idx, trainer.num_predict_batches)
+            self._begin(name, self.total_predict_batches_current_dataloader)
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Moves the bar where that is due."""
+        if self.is_enabled:
+            self._move(batch_idx + 1)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the last row."""
+        self.reset_dataloader_idx_tracker()
+        self._finish()
+
+    def _epoch(self, trainer: Trainer) -> str:
+        """Counted from 1, as `ConsoleLogger` does."""
+        known = trainer.max_epochs is not None and trainer.max_epochs > 0
+        return f"Epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if known else "")
+
+    def _begin_epoch(self, trainer: Trainer, done: int = 0) -> None:
+        self._metrics = self._metrics if self._training else []
+        self._training = self._begin(self._epoch(trainer), _num_train_batches(trainer, done), done)
+
+    def _begin(self, description: str, total: float, done: int = 0) -> Progress:
+        if self._renderer is None:
+            console = Console(**self._console_kwargs)
+            self._screen = self._screen or screen_of(console)
+            width = None
+            if isinstance(self._screen, CellOutput):  # there Rich would show each row in an output of its own
+                console, width = Console(force_jupyter=False, color_system=None), _NOTEBOOK_COLUMNS
+            self._renderer = BarRenderer(console, self.theme, width)
+        self._shown = progress = Progress(description, total, done)
+        self._draw()
+        return progress
+
+    def _move(self, done: int, is_due: bool = False) -> None:
+        progress = self._shown
+        if progress is None or self._screen is None:
+            return
+        progress.total = max(progress.total, done)  # an estimate: with several optimizers `global_step` runs past it
+        period_s = max(1 / self.refresh_rate, self._screen.period_s)
+        if is_due or done == progress.total or time.monotonic() - self._drawn_s >= period_s:
+            progress.advance_to(done)
+            self._draw()
+        else:
+            progress.completed = done
+
+    def _read_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._metrics = [*metric_texts(self.get_metrics(trainer, pl_module), self.theme.metrics_format)]
+
+    def _draw(self) -> None:
+        if self._screen is not None and self._screen.is_live:
+            self._screen.show(self._rows)
+            self._drawn_s = time.monotonic()
+
+    def _rows(self) -> list[str]:
+        if self._shown is None or self._renderer is None:
+            return []
+        return self._renderer.rows(self._shown, self._metrics if self._training is not None else ())
+
+    def _finish(self) -> None:
+        """The bar is done: its row stays."""
+        rows = self._rows()
+        if rows and self._screen is not None:
+            self._screen.keep(rows)
+        self._shown = self._training = None
+
+
+def _num_train_batches(trainer: Trainer, done: int) -> float:
+    """Of this epoch, as far as `max_steps` lets it go; infinity where nobody knows."""
+    num_batches = trainer.num_training_batches
+    if trainer.max_steps is None or trainer.max_steps < 0:
+        return num_batches
+    per_step = trainer.accumulate_grad_batches
+    return min(num_batches, done - done % per_step + per_step * max(0, trainer.max_steps - trainer.global_step))
+
+
+def _of_loaders(name: str, index: int, loaders: Any) -> str:
+    """With the loader's number where there are several."""
+    num_loaders = len(loaders) if isinstance(loaders, list) else 1
+    return name if num_loaders == 1 else f"{name} {index + 1}/{num_loaders}"

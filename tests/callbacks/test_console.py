@@ -62,12 +62,13 @@ def test_validation_prints_what_it_logged_and_no_sanity_check(capsys):
     assert lines(capsys, "validation") == [f"validation after step {step}  val/loss 2  accuracy 0.5" for step in (1, 2)]
 
 
-def test_test_prints_what_it_logged(capsys):
-    trainer = console_trainer(ConsoleLogger(1))
-    module = TinyModule()
-    trainer.fit(module, loader(batches(2)), loader(batches(2)))
-    trainer.test(module, loader(batches(2)), verbose=False)
-    assert lines(capsys, "test") == ["test  test/loss 3"]
+def test_results_are_printed_once_and_by_the_trainer(capsys):
+    trainer, module = console_trainer(ConsoleLogger(1)), TinyModule()
+    for entry, name in ((trainer.test, "test/loss"), (trainer.validate, "val/loss")):
+        entry(module, loader(batches(2)))
+        assert capsys.readouterr().out.count(name) == 1, "in Lightning's table"
+        entry(module, loader(batches(2)), verbose=False)
+        assert capsys.readouterr().out == ""
 
 
 def test_disabled_prints_nothing(capsys):
@@ -103,6 +104,7 @@ def test_each_line_is_flushed(monkeypatch):
 
 @pytest.mark.parametrize(("is_terminal", "expected"), [(True, ProgressBar), (False, ConsoleLogger)])
 def test_the_default_bar_depends_on_the_output(monkeypatch, is_terminal, expected):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     assert type(default_progress_bar()) is expected
 

@@ -1,0 +1,188 @@
+"""What a progress bar shows: a row with the bar, and rows of metrics below it, none wider than the terminal."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from math import isfinite
+from typing import Any
+
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from rich.cells import cell_len, chop_cells
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress_bar import ProgressBar as Bar
+from rich.segment import Segment
+from rich.text import Text
+from torch import Tensor
+
+__all__ = ["BarRenderer", "Progress", "metric_texts"]
+
+_GAP = "  "
+_BAR_WIDTHS = (8, 40)
+"""Columns of the bar itself, at least and at most."""
+_NUM_SAMPLES = 100
+"""Drawings over which the speed is the mean."""
+
+
+class Progress:
+    """How far a loader has been gone through.
+
+    Args:
+        description: what is done with its batches.
+        total: number of batches; infinity where nobody knows.
+        completed: number of batches done before this run, in an epoch that is resumed.
+    """
+
+    def __init__(self, description: str, total: float, completed: int = 0) -> None:
+        self.description = description
+        self.total = total
+        self.completed = completed
+        self._began_s = time.monotonic()
+        self._samples = deque([(self._began_s, completed)], maxlen=_NUM_SAMPLES)
+        self._speed: float | None = None
+
+    def resume(self) -> None:
+        """The speed is measured from here: what was done since the last batch is no part of it."""
+        self._samples = deque([(time.monotonic(), self.completed)], maxlen=_NUM_SAMPLES)
+
+    def advance_to(self, completed: int) -> None:
+        """So many batches are done."""
+        self.completed = completed
+        self._samples.append((time.monotonic(), completed))
+        (began_s, first), (ended_s, last) = self._samples[0], self._samples[-1]
+        if ended_s > began_s:
+            self._speed = (last - first) / (ended_s - began_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the first batch."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def batches_per_s(self) -> float | None:
+        """Mean over the last drawings; None before there are two."""
+        return self._speed
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Time that the rest will take; None where nobody knows, or nothing is left."""
+        left = self.total - self.completed
+        return left / self._speed if self._speed and isfinite(left) and left > 0 else None
+
+
+class BarRenderer:
+    """Turns progress and metrics into rows of text for one console.
+
+    Args:
+        console: whose width, height, colours and characters are used.
+        theme: styles, and how metrics are written.
+        width: columns; None for the console's at each drawing.
+    """
+
+    def __init__(self, console: Console, theme: RichProgressBarTheme, width: int | None = None) -> None:
+        self._console = console
+        self._theme = theme
+        self._width = width
+
+    def rows(self, progress: Progress, metrics: Iterable[str]) -> list[str]:
+        """The bar's row and those of the metrics, as many as fit on the screen."""
+        size = self._console.size
+        width = (self._width or size.width) - 1  # a full row would leave the cursor in the next one
+        rows: list[Any] = [_Row(self._parts(progress, width))]
+        packed = [*_packed(metrics, self._theme.metrics_text_delimiter, width)]
+        room = len(packed) if self._width else max(1, size.height - 3)  # an empty line above, the bar, a line to spare
+        if len(packed) > room:
+            packed[room - 1 :] = [f"... and {len(packed) - room + 1} more rows of metrics"[:width]]
+        rows += [Text(row, style=self._theme.metrics, end="") for row in packed]
+        return [self._drawn(row) for row in rows]
+
+    def _drawn(self, row: Any) -> str:
+        with self._console.capture() as capture:
+            self._console.print(row, end="", soft_wrap=True)
+        return capture.get()
+
+    def _parts(self, progress: Progress, width: int) -> list[Any]:
+        theme = self._theme
+        total = int(progress.total) if isfinite(progress.total) else "?"
+        speed, remaining_s = progress.batches_per_s, progress.remaining_s
+        texts = [
+            (progress.description, theme.description),
+            (f"{progress.completed}/{total}", theme.batch_progress),
+            (_clock(progress.elapsed_s), theme.time),
+            ("" if remaining_s is None else f"eta {_clock(remaining_s)}", theme.time),
+            ("" if speed is None else f"{speed:.{1 if speed >= 1 else 3}f} it/s", theme.processing_speed),
+        ]
+        shown = [(text, style) for text, style in texts if text]
+        least, most = _BAR_WIDTHS
+        while len(shown) > 2 and _width_of(shown) + least > width:
+            shown.pop()  # what matters least is last
+        room = width - _width_of(shown)
+        first, *others = [Text(text, style=style, end="") for text, style in shown]
+        if room < least:
+            first.truncate(max(1, width - len(_GAP) - sum(cell_len(text) for text, _ in shown[1:])))
+            return [first, *others]
+        return [first, self._bar(progress, min(room, most)), *others]
+
+    def _bar(self, progress: Progress, width: int) -> Bar:
+        return Bar(
+            total=progress.total if isfinite(progress.total) else None,
+            completed=progress.completed,
+            width=width,
+            pulse=not isfinite(progress.total),
+            complete_style=self._theme.progress_bar,
+            finished_style=self._theme.progress_bar_finished,
+            pulse_style=self._theme.progress_bar_pulse,
+        )
+
+
+class _Row:
+    """Renderables side by side."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for i, part in enumerate(self._parts):
+            if i:
+                yield Text(_GAP, end="")
+            segments = [*console.render(part, options)]
+            yield from segments
+            if isinstance(part, Bar):  # without colours Rich leaves out what is not done yet
+                yield Text(" " * ((part.width or 0) - Segment.get_line_length(segments)), end="")
+
+
+def metric_texts(metrics: dict[str, Any], number_format: str = ".4g") -> Iterator[str]:
+    """``name value`` of each metric, as all of our progress bars write them.
+
+    Args:
+        metrics: numbers, tensors of one element or texts by name; the logger's version number is left out.
+        number_format: of the numbers.
+    """
+    for name, value in metrics.items():
+        if name != "v_num":
+            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+            yield f"{name} {float(value):{number_format}}" if is_number else f"{name} {value}"
+
+
+def _packed(texts: Iterable[str], gap: str, width: int) -> Iterator[str]:
+    """The texts in rows of `width` columns at most; one that is wider than a row goes on in the next one."""
+    row = ""
+    for text in texts:
+        if row and cell_len(row + gap + text) <= width:
+            row += gap + text
+            continue
+        if row:
+            yield row
+        *full, row = chop_cells(text, width)
+        yield from full
+    if row:
+        yield row
+
+
+def _width_of(shown: list[tuple[str, Any]]) -> int:
+    """Columns of all but the bar."""
+    return sum(cell_len(text) + len(_GAP) for text, _ in shown)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=int(seconds)))

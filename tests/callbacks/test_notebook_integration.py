@@ -1,0 +1,36 @@
+"""What the cells of a notebook put out, in a real kernel."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_command
+
+JOB = Path(__file__).parent / "notebook_job.py"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp_notebook", 2)])
+def test_a_cell_has_one_bar(strategy, num_ranks):
+    finished = run_command([sys.executable, JOB, strategy, str(num_ranks)], timeout_s=200)
+    assert finished.returncode == 0, finished.output
+    (line,) = [line for line in finished.output.splitlines() if line.startswith("OUTPUTS ")]
+    fit, test = json.loads(line.removeprefix("OUTPUTS "))
+    (bar,) = displayed(fit)
+    row, metrics = bar.splitlines()
+    assert re.fullmatch(r"Epoch 3/3  ━{40}  300/300  0:\d\d:\d\d  \d+\.\d it/s", row)
+    assert re.fullmatch(r"train/loss \S+  val/loss \S+", metrics)
+    printed = "".join(output["text"] for output in fit if output.get("name") == "stdout")
+    assert sorted(printed.splitlines()) == sorted(f"rank {rank} prints" for rank in range(num_ranks) for _ in range(3))
+    bar, table = displayed(test)
+    assert re.fullmatch(r"Testing  ━{40}  300/300  .*", bar)
+    assert table.count("test/loss") == 1
+    num_lines = sum(output["text"].count("\n") for output in fit if output["output_type"] == "stream")
+    assert num_lines < 30
+
+
+def displayed(outputs):
+    return [output["data"]["text/plain"] for output in outputs if output["output_type"] == "display_data"]
