@@ -58,6 +58,7 @@ class LoopTrainer(Trainer):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         checkpoints.begin()
+        self._data_connector.places.begin_run()  # type: ignore[attr-defined]
         folder = os.path.join(self.default_root_dir, "failures")
         watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy)
         watchdog.start()
