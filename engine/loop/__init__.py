@@ -5,6 +5,8 @@ import warnings
 from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
+from .conflicts import check_callbacks
+from .log_folders import claim_log_folders, folders_written_to
 from .nonfinite import NonFiniteError, NonFiniteWatch
 
 __all__ = [
@@ -13,8 +15,11 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWatch",
     "attach",
+    "check_callbacks",
+    "claim_log_folders",
     "compile_mode",
     "defaults_from_environment",
+    "folders_written_to",
 ]
 
 # Lightning 2.6 asks `isinstance(spec, LeafSpec)`, which torch 2.13 deprecates; nothing a user could change.

@@ -20,6 +20,7 @@ from ..host_group import ALONE, EVERYONE, HostGroup
 from ..strategies import Heartbeat, Watchdog, announce
 from .batch_sizes import BatchSizes
 from .checkpoint_connector import CheckpointConnector
+from .conflicts import check_callbacks
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
@@ -186,6 +187,9 @@ class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_con
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(c, ProgressBar) and c is not self._default_bar for c in callbacks):
             self.trainer.callbacks = [c for c in callbacks if c is not self._default_bar]  # type: ignore[attr-defined]
+        sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
+        # Those that the module brings are known only now.
+        check_callbacks(callbacks, launcher=None, global_batch_size=sizes.wanted)
 
 
 def attach(
