@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,11 @@ class Page:
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         monkeypatch.syspath_prepend(str(self.folder))
         return runpy.run_path(str(self.folder / script), run_name="__main__")
+
+    def clear(self, name: str) -> None:
+        """Removes a file or folder that a script has left."""
+        path = self.folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def run(self, *command: str, strategy: str = "single", devices: int = 1, timeout_s: float = 120) -> Finished:
         """Runs a command of the page in a process of its own."""
