@@ -52,6 +52,11 @@ class ConsoleLogger(LightningProgressBar):
         """Prints again."""
         self._enabled = True
 
+    @property
+    def is_enabled(self) -> bool:
+        """Asked by `LightningModule.print`."""
+        return self._enabled
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
         self._first_step = self._printed_step = trainer.global_step

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import os
 import signal
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from typing_extensions import Unpack
 from . import verify as verification
 from .argument_checks import checks_arguments
 from .arguments import Arguments, Duration, Plugin, with_arguments_of
+from .checkpoint.export import export as write_export
 from .choices import (
     AcceleratorName,
     ClipAlgorithm,
@@ -38,10 +40,20 @@ from .choices import (
 from .compression import COMM_HOOKS, make_comm_hook
 from .data import check_batch_sizes, check_loader
 from .environment import resolve_sizes
-from .flags import Layout, check_count
-from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
+from .flags import Layout, check_count, choose
+from .loop import (
+    CompileSteps,
+    LoopTrainer,
+    NonFiniteWatch,
+    attach,
+    check_callbacks,
+    claim_log_folders,
+    compile_mode,
+    defaults_from_environment,
+    folders_written_to,
+)
 from .preflight import check_module
-from .refusal import RefusedError, check_checkpoint, check_nodes, refusing
+from .refusal import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat
 from .strategies.select import select
 from .wire import NUM_STEPS, ReportWriter, WireReport
@@ -303,6 +315,9 @@ class Engine(LoopTrainer):
         with refusing():
             self._check_fit(model, train_dataloaders)
             check_checkpoint(resume, self.strategy.checkpoint_io)
+            check_writable(folders_written_to(self))
+        if self.is_global_zero and not self.fast_dev_run:  # type: ignore[attr-defined]
+            claim_log_folders(self.loggers)
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)
         except SIGTERMException as stopped:
@@ -318,8 +333,32 @@ class Engine(LoopTrainer):
                 self.strategy.check_run(compiles=bool(self._flags["compile"]))
                 self.strategy.check_loader(train_dataloaders)
         global_batch_size = self._flags["global_batch_size"]
+        check_callbacks(self.callbacks, launcher=self.strategy.launcher, global_batch_size=global_batch_size)  # type: ignore[attr-defined]
         if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
             check_loader(train_dataloaders, global_batch_size, self._flags["micro_batch_size"])
+
+    def export(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Writes the weights of the module that was trained, whole under every strategy; all ranks call it.
+
+        Args:
+            path: ``.safetensors``, or ``.pt`` for `torch.load`; local or an fsspec URL. Names are those of the module's
+                `state_dict`, of which only tensors are written.
+            overwrite: a file of that name may be replaced.
+
+        Raises:
+            ValueError: another ending, a file that is there already, or no module yet.
+        """
+        choose("ending", os.path.splitext(path)[1], {".safetensors": None, ".pt": None})
+        if self.model is None:
+            raise RefusedError("export has no weights to write: call fit, validate, test or predict first.")
+        folder, name = os.path.split(os.fspath(path))
+        shards = os.path.join(folder, f".exporting-{name}")
+        self.save_checkpoint(shards, weights_only=True)
+        try:
+            self.on_rank_zero(lambda: write_export(shards, os.fspath(path), overwrite=overwrite))
+        finally:
+            if self.is_global_zero:
+                self.remove_checkpoint(shards)
 
     def verify(
         self,

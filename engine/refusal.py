@@ -1,8 +1,9 @@
 """What is refused before any process starts: one kind of error, which the command shows as one line."""
 
 import os
+import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ from .checkpoint.store import LEFTOVERS
 from .environment import knows_where_nodes_meet
 from .flags import did_you_mean
 
-__all__ = ["MissingCheckpointError", "RefusedError", "check_checkpoint", "check_nodes", "refusing"]
+__all__ = ["MissingCheckpointError", "RefusedError", "check_checkpoint", "check_nodes", "check_writable", "refusing"]
 
 _LOOKED_UP = ("auto", "best", "hpc", "last")
 """What stands for a checkpoint without being the path of one."""
@@ -78,3 +79,28 @@ def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
     known = beside | {name: name for name in _LOOKED_UP}
     hint = did_you_mean(name, known, lambda near: repr(known[near]))
     raise MissingCheckpointError(f"there is no checkpoint at {os.path.join(folder, name)}.{hint}")
+
+
+def check_writable(folders: Mapping[str, str]) -> None:
+    """Checks that a run can write where it is to; addresses that are no local paths are looked up later.
+
+    Args:
+        folders: each with the argument that names it; what is missing will be created.
+
+    Raises:
+        RefusedError: one can't be written to.
+    """
+    for folder, argument in folders.items():
+        if "://" in folder:
+            continue
+        there = os.path.abspath(folder)
+        while not os.path.lexists(there):
+            there = os.path.dirname(there)
+        try:
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            where = "" if there == os.path.abspath(folder) else f" {there}:"
+            raise RefusedError(
+                f"{argument} can't be written to:{where} {error.strerror}. Give a folder that can, or logger=False and"
+                " enable_checkpointing=False to write nothing."
+            ) from None

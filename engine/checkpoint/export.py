@@ -61,7 +61,8 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
         raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
     # Each was read into memory of its own: none shares its storage with another, which the format can't express.
     weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
-    _write(fs, target, lambda name: _save_weights(weights, name))
+    save = _save_weights if suffix == ".safetensors" else _save
+    _write(fs, target, lambda name: save(weights, name))
     return [name for name in content["state_dict"] if name not in weights]
 
 
@@ -71,8 +72,11 @@ def _save(content: dict[str, Any], name: str) -> None:
 
 
 def _save_weights(weights: dict[str, Tensor], name: str) -> None:
+    with open(name, "wb"):
+        mode = os.stat(name).st_mode  # as for any new file; safetensors makes one that nobody else may read
     try:
         safetensors.torch.save_file(weights, name, metadata={"format": "pt"})
+        os.chmod(name, mode)
     except safetensors.SafetensorError as error:
         raise OSError(str(error)) from None
     sync(name)

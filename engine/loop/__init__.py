@@ -5,6 +5,8 @@ import warnings
 from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
+from .conflicts import check_callbacks
+from .log_folders import claim_log_folders, folders_written_to
 from .noise import quiet
 from .nonfinite import NonFiniteError, NonFiniteWatch
 
@@ -14,8 +16,11 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWatch",
     "attach",
+    "check_callbacks",
+    "claim_log_folders",
     "compile_mode",
     "defaults_from_environment",
+    "folders_written_to",
     "quiet",
 ]
 

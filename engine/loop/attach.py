@@ -23,6 +23,7 @@ from ..host_group import ALONE, EVERYONE, HostGroup
 from ..strategies import Heartbeat, Watchdog, announce
 from .batch_sizes import BatchSizes
 from .checkpoint_connector import CheckpointConnector
+from .conflicts import check_callbacks
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
 from .metrics import LoggerConnector
@@ -96,6 +97,7 @@ class LoopTrainer(Trainer):
     def _run_watched(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         checkpoints.begin()
+        self._data_connector.places.begin_run()  # type: ignore[attr-defined]
         folder = os.path.join(self.default_root_dir, "failures")
         watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy)
         watchdog.start()
@@ -247,6 +249,9 @@ class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_con
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(c, ProgressBar) and c is not self._default_bar for c in callbacks):
             self.trainer.callbacks = [c for c in callbacks if c is not self._default_bar]  # type: ignore[attr-defined]
+        sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
+        # Those that the module brings are known only now.
+        check_callbacks(callbacks, launcher=None, global_batch_size=sizes.wanted)
 
 
 def attach(

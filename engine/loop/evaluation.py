@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from ..strategies import LayoutStrategy
 from .ghost import Shares, run_ghost
 from .hooks import Hooks
 from .log import attach_log, detach_log
@@ -116,6 +117,8 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         connector: Any = self.trainer._logger_connector
         connector.epoch_end_reached()
         connector.synchronise()
+        if isinstance(self.trainer.strategy, LayoutStrategy):
+            self.trainer.strategy.end_evaluation()
         super()._store_dataloader_outputs()
 
 

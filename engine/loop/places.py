@@ -44,6 +44,10 @@ class Places:
         """Number of the epoch that is trained on."""
         return self.trainer.fit_loop.epoch_progress.current.processed
 
+    def begin_run(self) -> None:
+        """Called when a run begins: one that a tuner has ended before its first batch may have left states waiting."""
+        self._is_resuming, self._to_resume = False, []
+
     def begin(self) -> None:
         """Called before a training loader is prepared."""
         # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.

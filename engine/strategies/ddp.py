@@ -54,7 +54,30 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         """Wraps the module; each run does so anew, whose first backward is torch's first, too."""
         self._checks_unused = not (self.options.find_unused_parameters or self.options.static_graph)
         self._has_run_backward = False
+        assert self.lightning_module is not None
+        self._parameters = list(self.lightning_module.parameters())
+        self._requires_grad = [p.requires_grad for p in self._parameters]
         super().configure_ddp()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; where parameters were frozen or unfrozen since the last one, the module is wrapped anew."""
+        # DistributedDataParallel averages the gradients of those that it found trainable when it was built.
+        if isinstance(self.model, DistributedDataParallel) and self._requires_grad != [
+            p.requires_grad for p in self._parameters
+        ]:
+            self._wrap_anew()
+        return super().training_step(*args, **kwargs)
+
+    def _wrap_anew(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        hook = self.averaging
+        state = hook.state_dict() if hook is not None else {}
+        synchronises = self.model.require_backward_grad_sync
+        self.model = self.lightning_module
+        self.configure_ddp()
+        self.model.require_backward_grad_sync = synchronises
+        if hook is not None and hook is self.averaging:
+            hook.load_state_dict(state)
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
         self._counted = Plain() if self.comm_hook is None and self.counts_traffic else None

@@ -97,6 +97,8 @@ def announce(
         if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
         time.sleep(_GRACE_S)
+    elif isinstance(exception, KeyboardInterrupt):  # which is no mistake to be looked for
+        say(rank, "ends the run, because of Ctrl-C")
     elif print_traceback:
         say(rank, f"failed and ends the run:\n{_traceback(exception)}")
     _end_group(exception)

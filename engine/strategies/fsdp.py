@@ -17,8 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -170,6 +171,8 @@ class FSDP(MeshStrategy):
         materialize(model, on_complete=shard)
         # Lightning calls these rather than `forward`, whose hooks gather the parameters.
         for step in _STEPS:
+            if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
+                continue
             setattr(model, step, self._marked(getattr(model, step)))
             if isinstance(model, FSDPModule):
                 register_fsdp_forward_method(model, step)
@@ -261,6 +264,13 @@ class FSDP(MeshStrategy):
     def on_predict_start(self) -> None:
         """Called before each prediction."""
         self._share_buffers()
+
+    def end_evaluation(self) -> None:
+        """Frees what forward has gathered and no backward frees: hooks see the parameters that are trained."""
+        assert self.model is not None
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
     @property
     def why_no_repeat(self) -> str | None:  # type: ignore[override]

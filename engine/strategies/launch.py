@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import WandbLogger
 
 # Lightning: the two private launchers are the ones its own DDPStrategy uses.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
@@ -216,16 +217,18 @@ class _WorkerLauncher(_MultiProcessingLauncher):
 
     # Lightning: _MultiProcessingLauncher._wrapping_function runs in each worker, outside of the trainer's own handling
     # of exceptions, so callbacks don't see them there.
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         if _before:  # a fork of the process that has started it
             _restore_sigterm()
         try:
-            super()._wrapping_function(*args, **kwargs)
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SIGTERMException:
             sys.exit(_STOPPED)  # with its own code of 0, the parent would wait for a result
         except BaseException as exception:
             announce(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
             raise
+        finally:
+            _finish_experiments(trainer)
 
     # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would
     # be rank 0's shards; the strategy gathers them.
@@ -239,3 +242,37 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             del module.state_dict
+
+    # Lightning: _MultiProcessingLauncher.get_extra_results, which returns the metrics alone.
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        progress = {name: tracker.state_dict() for name, tracker in _progress(trainer).items()}
+        score = getattr(trainer.checkpoint_callback, "best_model_score", None)
+        score = None if score is None else float(score)
+        return {**super().get_extra_results(trainer), "progress": progress, "best_model_score": score}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        for name, tracker in _progress(trainer).items():
+            tracker.load_state_dict(extra["progress"][name])
+        if extra["best_model_score"] is not None:
+            trainer.checkpoint_callback.best_model_score = torch.tensor(extra["best_model_score"])  # type: ignore[union-attr]
+
+
+def _finish_experiments(trainer: Trainer | None) -> None:
+    """Has Weights & Biases write what was logged: it does so when Python exits, which a worker does not."""
+    for logger in trainer.loggers if trainer is not None else ():
+        # Lightning: WandbLogger._experiment is None where nothing was logged.
+        experiment = logger._experiment if isinstance(logger, WandbLogger) else None
+        if experiment is not None:
+            experiment.finish()
+
+
+def _progress(trainer: Trainer) -> dict[str, Any]:
+    """What `current_epoch` and `global_step` are read from, and a second `fit` goes on from."""
+    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    return {
+        "epochs": epochs.epoch_progress,
+        "batches": batches.batch_progress,
+        "steps": batches.automatic_optimization.optim_progress,
+        "manual_steps": batches.manual_optimization.optim_step_progress,
+    }

@@ -103,6 +103,9 @@ class LayoutStrategy:
     def settle(self) -> None:
         """Gives all ranks the same weights, where they may differ between steps; all call it after the same step."""
 
+    def end_evaluation(self) -> None:
+        """Called after the last batch of an evaluation, before the hooks at its end."""
+
     def added_up(self, mine: Tensor) -> Tensor:
         """The sum over the ranks that have samples of their own; changes `mine`."""
         dist.all_reduce(mine, group=self.data_group)

@@ -1,0 +1,56 @@
+"""Where a run writes: a log folder of its own, also where several begin at the same moment in the same place."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+__all__ = ["claim_log_folders", "folders_written_to"]
+
+
+def folders_written_to(trainer: Trainer) -> dict[str, str]:
+    """The folders that logs and checkpoints of `trainer` go to, each with the argument that names it."""
+    root, folders = f"default_root_dir={trainer.default_root_dir!r}", {}
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return {}
+    for logger in trainer.loggers:
+        if logger.save_dir is not None:
+            name = type(logger).__name__
+            is_default = str(logger.save_dir) == trainer.default_root_dir
+            folders[str(logger.save_dir)] = root if is_default else f"{name}(save_dir={str(logger.save_dir)!r})"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if not isinstance(callback, ModelCheckpoint) and not hasattr(callback, "snapshot_folder"):
+            continue
+        dirpath = callback.dirpath  # type: ignore[union-attr]
+        folder = str(dirpath or trainer.default_root_dir)
+        # Without a path of its own, a checkpoint lies with the first logger's files.
+        if dirpath is not None or not trainer.loggers or not isinstance(callback, ModelCheckpoint):
+            folders.setdefault(folder, f"{name}(dirpath={str(dirpath)!r})" if dirpath is not None else root)
+    return folders
+
+
+def claim_log_folders(loggers: Iterable[Any]) -> None:
+    """Makes the next free ``version_N`` of each logger that is to choose one, and has it keep to that.
+
+    Lightning looks for the first number that has no folder, and makes the folder when something is logged: of two runs
+    that begin at the same time both take the same. Worker processes get the number from the process that starts them,
+    whose `log_dir` then is theirs.
+    """
+    for logger in loggers:
+        # Lightning: _version is None until somebody asks for the number.
+        if not isinstance(logger, (CSVLogger, TensorBoardLogger)) or logger._version is not None:
+            continue
+        while True:
+            folder = str(logger.log_dir)
+            if "://" in folder:
+                break
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+            try:
+                os.mkdir(folder)
+                break
+            except FileExistsError:  # another run was faster
+                logger._version = None
