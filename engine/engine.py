@@ -22,7 +22,15 @@ from .compression import COMM_HOOKS, make_comm_hook
 from .data import UNEVEN, check_batch_sizes, check_loader
 from .environment import resolve_sizes
 from .flags import Layout, check_count, check_number, choose
-from .loop import CompileSteps, LoopTrainer, NonFiniteWatch, attach, compile_mode, defaults_from_environment
+from .loop import (
+    CompileSteps,
+    LoopTrainer,
+    NonFiniteWatch,
+    attach,
+    compile_mode,
+    defaults_from_environment,
+    says_how_it_ends,
+)
 from .preflight import check_module
 from .refusal import RefusedError, check_checkpoint, check_nodes, refusing
 from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat, select
@@ -208,6 +216,7 @@ class Engine(LoopTrainer):
         hook = self._parts.comm_hook
         return None if hook is None else hook.num_bytes
 
+    @says_how_it_ends
     def fit(
         self,
         model: LightningModule,

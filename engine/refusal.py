@@ -13,7 +13,7 @@ from .checkpoint.store import LEFTOVERS
 from .environment import knows_where_nodes_meet
 from .flags import did_you_mean
 
-__all__ = ["MissingCheckpointError", "RefusedError", "check_checkpoint", "check_nodes", "refusing"]
+__all__ = ["MissingCheckpointError", "NoModuleError", "RefusedError", "check_checkpoint", "check_nodes", "refusing"]
 
 _LOOKED_UP = ("auto", "best", "hpc", "last")
 """What stands for a checkpoint without being the path of one."""
@@ -25,6 +25,10 @@ class RefusedError(ValueError, MisconfigurationException):
 
 class MissingCheckpointError(RefusedError, FileNotFoundError):
     """There is nothing where a checkpoint should be."""
+
+
+class NoModuleError(RefusedError, TypeError):
+    """What is to be run is no `LightningModule`; Lightning has it as a TypeError."""
 
 
 @contextmanager

@@ -5,16 +5,20 @@ import warnings
 from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
+from .fit import NothingTrainedError
 from .nonfinite import NonFiniteError, NonFiniteWatch
+from .runs import says_how_it_ends
 
 __all__ = [
     "CompileSteps",
     "LoopTrainer",
     "NonFiniteError",
     "NonFiniteWatch",
+    "NothingTrainedError",
     "attach",
     "compile_mode",
     "defaults_from_environment",
+    "says_how_it_ends",
 ]
 
 # Lightning 2.6 asks `isinstance(spec, LeafSpec)`, which torch 2.13 deprecates; nothing a user could change.

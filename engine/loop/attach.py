@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
@@ -22,10 +23,12 @@ from .batch_sizes import BatchSizes
 from .checkpoint_connector import CheckpointConnector
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
+from .fit import FitLoop
 from .metrics import LoggerConnector
 from .nonfinite import NonFiniteWatch
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
+from .runs import checked, says_how_it_ends
 from .signals import SignalConnector
 from .training import TrainingEpochLoop
 
@@ -35,6 +38,7 @@ __all__ = ["LoopTrainer", "attach", "defaults_from_environment"]
 def defaults_from_environment(init: Callable[..., None]) -> Callable[..., None]:
     """Decorates an ``__init__`` so that PL_TRAINER_* variables stand for the arguments that are not given."""
 
+    @says_how_it_ends
     @functools.wraps(init)
     def with_defaults(self: Trainer, **flags: Any) -> None:
         init(self, **{**vars(_parse_env_variables(Trainer)), **flags})
@@ -54,6 +58,11 @@ class LoopTrainer(Trainer):
     hang_timeout_s: float | None = None
     """How long a rank may stand in one place."""
 
+    fit = checked(Trainer.fit)  # and the engine's own says how it ends
+    validate = says_how_it_ends(checked(Trainer.validate))
+    test = says_how_it_ends(checked(Trainer.test))
+    predict = says_how_it_ends(checked(Trainer.predict))
+
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
@@ -71,6 +80,8 @@ class LoopTrainer(Trainer):
             patience_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S
             announce(
                 exception,
+                # Lightning: the launchers of workers, whose parent raises what one of them has raised.
+                print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
                 watchdog=watchdog,
                 leaves=getattr(self.strategy, "may_leave", False),
                 finish=lambda: checkpoints.saver.finish(patience_s),
@@ -228,6 +239,7 @@ def attach(
     # The connector was told its loggers already: they stay.
     trainer._logger_connector = LoggerConnector(trainer)
     epochs = trainer.fit_loop.epoch_loop
+    trainer.fit_loop = FitLoop(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
     trainer.fit_loop.epoch_loop = TrainingEpochLoop(trainer, epochs.min_steps, epochs.max_steps, watch)
     if micro_batch_size == "auto":
         trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory = OutOfMemory(trainer)

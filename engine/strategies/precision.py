@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..flags import choose
+from ..flags import did_you_mean
 from .clipping import clip_by_norm, clip_by_value, norm_of
 
 __all__ = ["PRECISIONS", "canonical_precision", "make_precision"]
@@ -147,10 +147,12 @@ def canonical_precision(flag: Any) -> str:
         ValueError: no such precision.
     """
     text = "32-true" if flag is None else str(flag)
-    try:
-        return choose("precision", _ALIASES.get(text, text), PRECISIONS)
-    except ValueError as unknown:  # begins as Lightning's does
-        raise ValueError(f"Precision {flag!r} is invalid: {unknown}") from None
+    name = _ALIASES.get(text, text)
+    if name in PRECISIONS:
+        return name
+    hint = did_you_mean(name.lower(), PRECISIONS, cutoff=0.5)
+    # Begins as Lightning's does.
+    raise ValueError(f"Precision {flag!r} is invalid.{hint} Allowed: {', '.join(sorted(PRECISIONS))}.")
 
 
 def make_precision(name: str, device_type: str) -> Precision:

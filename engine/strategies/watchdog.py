@@ -31,7 +31,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 
 from ..environment import started_by
 from ..exiting import exit_at_once
-from .failure import DIED, FIRST_FAILURE, record_failure, say, write_report
+from .failure import DIED, FIRST_FAILURE, Report, record_failure, say
 from .heartbeat import Heartbeat, describe
 from .peers import LEFT, Peers, this_process
 
@@ -236,7 +236,7 @@ class Watchdog:
         """Writes the report, and says so."""
         rank = self.heartbeat.rank
         failure = {"rank": culprit, "kind": kind, "by": rank, "message": message}
-        path = write_report(self.folder, failure, known, self.heartbeat.resume_from)
+        path = Report(self.folder, failure, known, self.heartbeat.resume_from).write()
         text = f"{kind}, because of rank {culprit}: {message}. The failure report is {path}"
         say(rank, text)
         return text
