@@ -47,12 +47,15 @@ from ..version import __version__
 from .frames import shown
 from .uncaught import Failure, on_uncaught
 
-__all__ = ["DIED", "FIRST_FAILURE", "Report", "announce", "record_failure", "say"]
+__all__ = ["DIED", "FIRST_FAILURE", "SEEN", "Report", "announce", "record_failure", "say"]
 
 DIED = "its process has ended without a word"
 
 FIRST_FAILURE = "polyphase/first_failure"
 """Key of the store under which the first failure of the job is recorded."""
+
+SEEN = f"{FIRST_FAILURE}/seen"
+"""How many ranks' watchdogs have seen it there, if it is an exception."""
 
 _GRACE_S = 2.0
 """How long a rank that stops because of another waits for its launcher to see the other's exit first."""
@@ -60,6 +63,8 @@ _TELLING_S = 10.0
 """How long it waits before that for the other to have said what happened."""
 _COLLECT_S = 1.0
 """How long the first rank that failed waits for the others' tracebacks."""
+_HOST_S = 3.0
+"""How long it waits for the others' watchdogs to have seen its failure, where its process may have the store."""
 _POLL_S = 0.05
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
 """What the errors say that a peer's end causes."""
@@ -115,7 +120,10 @@ def announce(
         _end_group(exception)
         _tell(store, first, exception, report, size, print_traceback=print_traceback)
     else:
-        _stop_because_of(store, rank, first, exception, finish)
+        # A rank that is gone has said all, and it may have taken the store along.
+        peers = None if watchdog is None else watchdog.peers
+        is_gone = peers is not None and peers.has_ended(first["by"])
+        _stop_because_of(None if is_gone else store, rank, first, exception, finish)
     on_uncaught(exception, Failure(is_said=True, is_interrupt=is_interrupt))
 
 
@@ -143,48 +151,65 @@ def _tell(
     if first["kind"] != "exception":
         say(me, f"ends the run because of rank {culprit}: {first['message']}{because}{where}")
     elif isinstance(exception, KeyboardInterrupt):
-        say(me, f"was interrupted (Ctrl-C){because}")
+        say(me, "was interrupted (Ctrl-C), and so the run ends")
     else:
         text = f"\n{shown(exception).rstrip()}" if print_traceback else ""
         say(me, f"failed and ends the run{because}{where}{text}")
     with contextlib.suppress(RuntimeError):  # the store's host is gone
         store.set(f"{FIRST_FAILURE}/told", "")
         if me == 0:
-            time.sleep(4 * _POLL_S)  # the store may be in this process
+            _await(store, "heard", len(said), _COLLECT_S)
+            _await(store, "seen", world_size - 1, _HOST_S)  # later failures are known as consequences without the store
 
 
 def _collected(store: dist.Store, ranks: list[int]) -> dict[int, dict[str, Any]]:
     """What those of `ranks` say that fail as well, within a moment."""
-    deadline = time.monotonic() + _COLLECT_S
     try:
-        while time.monotonic() < deadline and store.add(f"{FIRST_FAILURE}/number", 0) < len(ranks):
-            time.sleep(_POLL_S)
+        _await(store, "number", len(ranks), _COLLECT_S)
         there = [rank for rank in ranks if store.check([f"{FIRST_FAILURE}/{rank}"])]
         return {rank: json.loads(store.get(f"{FIRST_FAILURE}/{rank}")) for rank in there}
     except RuntimeError:  # the store's host is gone
         return {}
 
 
+def _await(store: dist.Store, counter: str, number: int, patience_s: float) -> None:
+    """Waits until so many ranks have raised a counter."""
+    deadline = time.monotonic() + patience_s
+    while store.add(f"{FIRST_FAILURE}/{counter}", 0) < number and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
 def _stop_because_of(
-    store: dist.Store, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any]
+    store: dist.Store | None, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any]
 ) -> None:
     """Hands over this rank's traceback, and waits until the rank that failed first has said all."""
     mine = {"message": _message(exception), "traceback": _traceback(exception)}
-    has_told = False
+    has_told = store is None
     with contextlib.suppress(RuntimeError):  # the store's host is gone
-        store.set(f"{FIRST_FAILURE}/{rank}", json.dumps(mine))
-        store.add(f"{FIRST_FAILURE}/number", 1)
+        if store is not None:
+            store.set(f"{FIRST_FAILURE}/{rank}", json.dumps(mine))
+            store.add(f"{FIRST_FAILURE}/number", 1)
     finish()
     if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
     with contextlib.suppress(RuntimeError):
-        deadline = time.monotonic() + _TELLING_S
-        while not (has_told := store.check([f"{FIRST_FAILURE}/told"])) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        if store is not None:
+            has_told = _has_told(store)
     if not has_told:
         say(rank, f"stops because rank {first['rank']} failed first: {first['message']}")
     time.sleep(_GRACE_S)
     _end_group(exception)
+
+
+def _has_told(store: dist.Store) -> bool:
+    """Whether the rank that failed first says what happened, as one may expect of it soon."""
+    deadline = time.monotonic() + _TELLING_S
+    while not store.check([f"{FIRST_FAILURE}/told"]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    store.add(f"{FIRST_FAILURE}/heard", 1)
+    return True
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -228,6 +253,8 @@ def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone:
     mine = {"rank": rank, "kind": "exception", "by": rank, "message": _message(exception)}
     if is_alone:
         return mine, True
+    if watchdog is not None and watchdog.first_failure is not None:
+        return watchdog.first_failure, False
     try:
         store = dist.distributed_c10d._get_default_store()
         if _LOST.search(str(exception)) and watchdog is not None:
