@@ -51,6 +51,7 @@ from .loop import (
     compile_mode,
     defaults_from_environment,
     folders_written_to,
+    says_how_it_ends,
 )
 from .preflight import check_module
 from .refusal import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
@@ -295,6 +296,7 @@ class Engine(LoopTrainer):
         hook = self._parts.comm_hook
         return None if hook is None else hook.num_bytes
 
+    @says_how_it_ends
     def fit(
         self,
         model: LightningModule,

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from .flags import check_count
 
 __all__ = [
+    "ALL_FRAMES",
     "given_seed",
     "global_seed",
     "is_started_again",
@@ -26,9 +27,13 @@ __all__ = [
     "port_is_ours",
     "resolve_sizes",
     "share_threads",
+    "shows_all_frames",
     "started_by",
 ]
 
+
+ALL_FRAMES = "POLYPHASE_TRACEBACK"
+"""The variable that is ``full`` where the terminal shall get each traceback whole."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -125,6 +130,11 @@ def listening_on(interface: str | None) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def shows_all_frames() -> bool:
+    """Whether tracebacks are printed with the frames of libraries."""
+    return os.environ.get(ALL_FRAMES, "").strip().lower() == "full"
 
 
 def global_seed() -> int:

@@ -14,7 +14,15 @@ from .checkpoint.store import LEFTOVERS
 from .environment import knows_where_nodes_meet
 from .flags import did_you_mean
 
-__all__ = ["MissingCheckpointError", "RefusedError", "check_checkpoint", "check_nodes", "check_writable", "refusing"]
+__all__ = [
+    "MissingCheckpointError",
+    "NoModuleError",
+    "RefusedError",
+    "check_checkpoint",
+    "check_nodes",
+    "check_writable",
+    "refusing",
+]
 
 _LOOKED_UP = ("auto", "best", "hpc", "last")
 """What stands for a checkpoint without being the path of one."""
@@ -26,6 +34,10 @@ class RefusedError(ValueError, MisconfigurationException):
 
 class MissingCheckpointError(RefusedError, FileNotFoundError):
     """There is nothing where a checkpoint should be."""
+
+
+class NoModuleError(RefusedError, TypeError):
+    """What is to be run is no `LightningModule`; Lightning has it as a TypeError."""
 
 
 @contextmanager

@@ -6,15 +6,18 @@ from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open dire
 from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
 from .conflicts import check_callbacks
+from .fit import NothingTrainedError
 from .log_folders import claim_log_folders, folders_written_to
 from .noise import quiet
 from .nonfinite import NonFiniteError, NonFiniteWatch
+from .runs import says_how_it_ends
 
 __all__ = [
     "CompileSteps",
     "LoopTrainer",
     "NonFiniteError",
     "NonFiniteWatch",
+    "NothingTrainedError",
     "attach",
     "check_callbacks",
     "claim_log_folders",
@@ -22,6 +25,7 @@ __all__ = [
     "defaults_from_environment",
     "folders_written_to",
     "quiet",
+    "says_how_it_ends",
 ]
 
 # Lightning 2.6 asks `isinstance(spec, LeafSpec)`, which torch 2.13 deprecates; nothing a user could change.

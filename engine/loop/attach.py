@@ -26,6 +26,7 @@ from .checkpoint_connector import CheckpointConnector
 from .conflicts import check_callbacks
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
+from .fit import FitLoop
 from .metrics import LoggerConnector
 from .model_summary import summarize
 from .noise import quiet
@@ -33,6 +34,7 @@ from .nonfinite import NonFiniteWatch
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
 from .run_log import check_run_name, logging_run_parameters, use_run_logger
+from .runs import checked, says_how_it_ends
 from .signals import SignalConnector
 from .training import TrainingEpochLoop
 
@@ -44,6 +46,7 @@ _P = ParamSpec("_P")
 def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates an ``__init__`` so that PL_TRAINER_* variables stand for the arguments that are not given."""
 
+    @says_how_it_ends
     @functools.wraps(init)
     def with_defaults(*args: _P.args, **flags: _P.kwargs) -> None:
         init(*args, **{**vars(_parse_env_variables(Trainer)), **flags})
@@ -73,6 +76,11 @@ class LoopTrainer(Trainer):
     def flags(self) -> dict[str, Any]:
         """The arguments it was made with, by name."""
         return dict(self._flags)
+
+    fit = checked(Trainer.fit)  # and the engine's own says how it ends
+    validate = says_how_it_ends(checked(Trainer.validate))
+    test = says_how_it_ends(checked(Trainer.test))
+    predict = says_how_it_ends(checked(Trainer.predict))
 
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +119,8 @@ class LoopTrainer(Trainer):
             patience_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S
             announce(
                 exception,
+                # Lightning: the launchers of workers, whose parent raises what one of them has raised.
+                print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
                 watchdog=watchdog,
                 leaves=getattr(self.strategy, "may_leave", False),
                 finish=lambda: checkpoints.saver.finish(patience_s),
@@ -305,6 +315,7 @@ def attach(
     # The connector was told its loggers already: they stay.
     trainer._logger_connector = LoggerConnector(trainer)
     epochs = trainer.fit_loop.epoch_loop
+    trainer.fit_loop = FitLoop(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
     trainer.fit_loop.epoch_loop = TrainingEpochLoop(trainer, epochs.min_steps, epochs.max_steps, watch)
     if micro_batch_size == "auto":
         trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory = OutOfMemory(trainer)

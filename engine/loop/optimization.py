@@ -36,6 +36,10 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self.weights = StepWeights(trainer)
         self.out_of_memory: OutOfMemory | None = None
         self._batch_idx = 0
+        self.has_loss = False
+        """Whether `training_step` has returned one."""
+        self.num_skipped = 0
+        """How often it has returned None."""
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """One micro-batch, and the optimizer step where it ends a window."""
@@ -100,7 +104,10 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         weighed = self.weights.weigh(given.closure_loss, output, batch_idx)
         result = given if weighed is given.closure_loss else ClosureResult(weighed, extra=given.extra)
         if result.loss is not None:
+            self.has_loss = True
             self.watch.observe(trainer, "loss", result.loss, self.num_steps)
+        else:
+            self.num_skipped += 1
         return result
 
     def run_schedule(
@@ -139,6 +146,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         strategy.post_backward(loss)
         if ends_window:
             self.weights.correct(optimizer)
+        self.has_loss = True
         self.watch.observe(trainer, "loss", loss, self.num_steps)
         return ClosureResult(loss)
 

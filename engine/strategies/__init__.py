@@ -16,19 +16,24 @@ if TYPE_CHECKING:
     from .layout import LayoutStrategy
     from .materialize import has_meta_tensors
     from .tensor import make_plan
+    from .uncaught import Failure, failure_of, forget_failures, on_uncaught
     from .units import shard_units
     from .watchdog import Watchdog
 
 __all__ = [
     "PRECISIONS",
     "STRATEGIES",
+    "Failure",
     "Heartbeat",
     "LayoutStrategy",
     "Watchdog",
     "announce",
     "check_join",
+    "failure_of",
+    "forget_failures",
     "has_meta_tensors",
     "make_plan",
+    "on_uncaught",
     "prepare_to_repeat",
     "register_strategy",
     "shard_units",
@@ -37,13 +42,17 @@ __all__ = [
 __getattr__ = import_on_access(
     __name__,
     {
+        "Failure": "uncaught",
         "Heartbeat": "heartbeat",
         "LayoutStrategy": "layout",
         "Watchdog": "watchdog",
         "announce": "failure",
         "check_join": "compressing",
+        "failure_of": "uncaught",
+        "forget_failures": "uncaught",
         "has_meta_tensors": "materialize",
         "make_plan": "tensor",
+        "on_uncaught": "uncaught",
         "prepare_to_repeat": "compressing",
         "shard_units": "units",
     },

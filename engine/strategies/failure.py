@@ -1,17 +1,21 @@
-"""When one rank raises: that rank is named first, every other one is let go, nobody hangs.
+"""When one rank raises: that rank is named, once, every other one is let go, nobody hangs.
 
 Ranks that still train are blocked in a collective which the failed one will never join, and Lightning's exception
 callbacks (a checkpoint on exception, say) would join in with barriers of their own. So, before anything else happens, a
 rank that raises
 
 1. writes its rank and error into the job's key-value store (out of band, no collective), where the first one wins;
-2. prints its traceback and writes the failure report, if it is that first one; and
+2. writes the failure report, if it is that first one; else puts its traceback into the store;
 3. ends its process group, which makes the peers' pending collectives raise (where backward failed, when its process
-   ends) and turns later barriers into no-ops.
+   ends) and turns later barriers into no-ops; and
+4. if it is the first one, waits a moment for the other ranks' tracebacks, adds them to the report, and prints: who
+   failed, who stopped because of it, where the report is, and the user's frames of its traceback.
 
-A rank that finds another's name in the store says so and waits for its launcher to end it, so that the job's exit is
+A rank that finds another's name in the store is silent, and waits for its launcher to end it, so that the job's exit is
 the culprit's. One whose connection broke finds out who is gone, and reports that. A peer that doesn't notice (a GPU
 waits in a collective) is ended by its watchdog, or by the launcher, as each does when one of its processes fails.
+
+A process alone leaves the printing to Python, which does it if nobody catches the exception; so it is with the report.
 """
 
 import contextlib
@@ -27,6 +31,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning
@@ -39,16 +44,28 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitE
 from torch.autograd.graph import _engine_run_backward  # torch: what each backward goes through
 
 from ..version import __version__
+from .frames import shown
+from .uncaught import Failure, on_uncaught
 
-__all__ = ["DIED", "FIRST_FAILURE", "announce", "record_failure", "say", "write_report"]
+__all__ = ["DIED", "FIRST_FAILURE", "SEEN", "Report", "announce", "record_failure", "say"]
 
 DIED = "its process has ended without a word"
 
 FIRST_FAILURE = "polyphase/first_failure"
 """Key of the store under which the first failure of the job is recorded."""
 
+SEEN = f"{FIRST_FAILURE}/seen"
+"""How many ranks' watchdogs have seen it there, if it is an exception."""
+
 _GRACE_S = 2.0
 """How long a rank that stops because of another waits for its launcher to see the other's exit first."""
+_TELLING_S = 10.0
+"""How long it waits before that for the other to have said what happened."""
+_COLLECT_S = 1.0
+"""How long the first rank that failed waits for the others' tracebacks."""
+_HOST_S = 3.0
+"""How long it waits for the others' watchdogs to have seen its failure, where its process may have the store."""
+_POLL_S = 0.05
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
 """What the errors say that a peer's end causes."""
 
@@ -80,28 +97,137 @@ def announce(
     is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     rank = 0 if is_alone else dist.get_rank()
     if leaves and not is_alone:
-        say(rank, f"failed, and leaves the other ranks to go on:\n{_traceback(exception)}")
+        say(rank, f"failed, and leaves the other ranks to go on:\n{shown(exception).rstrip()}")
+        on_uncaught(exception, Failure(is_said=True))
         finish()
         _end_group(exception)  # its watchdog goes on until the process ends, and so does not say that it is done
         return
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
+    is_interrupt = first["message"].startswith("KeyboardInterrupt")
+    report = None if watchdog is None or is_interrupt or not is_mine else _report(first, exception, watchdog)
+    if report is not None and not is_alone:
+        report.write()  # at once: this process may be ended
     if watchdog is not None:
-        if is_mine and not isinstance(exception, KeyboardInterrupt):
-            _report(first, exception, watchdog, rank)
         watchdog.stop()
-    finish()
     if is_alone:
+        finish()
+        on_uncaught(exception, Failure(is_interrupt=is_interrupt, say=partial(_say_where, report)))
         return
-    if first["rank"] != rank:
+    store = dist.distributed_c10d._get_default_store()  # torch: that of the default group
+    if is_mine:
+        finish()
+        size = dist.get_world_size()
+        _end_group(exception)
+        _tell(store, first, exception, report, size, print_traceback=print_traceback)
+    else:
+        # A rank that is gone has said all, and it may have taken the store along.
+        peers = None if watchdog is None else watchdog.peers
+        is_gone = peers is not None and peers.has_ended(first["by"])
+        _stop_because_of(None if is_gone else store, rank, first, exception, finish)
+    on_uncaught(exception, Failure(is_said=True, is_interrupt=is_interrupt))
+
+
+def _tell(
+    store: dist.Store,
+    first: dict[str, Any],
+    exception: BaseException,
+    report: "Report | None",
+    world_size: int,
+    *,
+    print_traceback: bool,
+) -> None:
+    """Collects what the others say of themselves, completes the report and prints."""
+    me, culprit = first["by"], first["rank"]
+    others = [rank for rank in range(world_size) if rank not in (me, culprit)]
+    said = _collected(store, [rank for rank in range(world_size) if rank != me])
+    if report is not None and said:
+        report.add(said)
+    same = [rank for rank, each in said.items() if each["message"] == first["message"] and rank in others]
+    stopped = [rank for rank in others if rank not in same]
+    sentences = [f"{_ranks(same)} failed with the same error"] if same and first["kind"] == "exception" else []
+    sentences += [f"{_ranks(stopped)} stopped because of it"] if stopped else []
+    because = "".join(f"; {sentence}" for sentence in sentences)
+    where = "" if report is None else f". The failure report, with all frames: {report.where}"
+    if first["kind"] != "exception":
+        say(me, f"ends the run because of rank {culprit}: {first['message']}{because}{where}")
+    elif isinstance(exception, KeyboardInterrupt):
+        say(me, "was interrupted (Ctrl-C), and so the run ends")
+    else:
+        text = f"\n{shown(exception).rstrip()}" if print_traceback else ""
+        say(me, f"failed and ends the run{because}{where}{text}")
+    with contextlib.suppress(RuntimeError):  # the store's host is gone
+        store.set(f"{FIRST_FAILURE}/told", "")
+        if me == 0:
+            _await(store, "heard", len(said), _COLLECT_S)
+            _await(store, "seen", world_size - 1, _HOST_S)  # later failures are known as consequences without the store
+
+
+def _collected(store: dist.Store, ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """What those of `ranks` say that fail as well, within a moment."""
+    try:
+        _await(store, "number", len(ranks), _COLLECT_S)
+        there = [rank for rank in ranks if store.check([f"{FIRST_FAILURE}/{rank}"])]
+        return {rank: json.loads(store.get(f"{FIRST_FAILURE}/{rank}")) for rank in there}
+    except RuntimeError:  # the store's host is gone
+        return {}
+
+
+def _await(store: dist.Store, counter: str, number: int, patience_s: float) -> None:
+    """Waits until so many ranks have raised a counter."""
+    deadline = time.monotonic() + patience_s
+    while store.add(f"{FIRST_FAILURE}/{counter}", 0) < number and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _stop_because_of(
+    store: dist.Store | None, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any]
+) -> None:
+    """Hands over this rank's traceback, and waits until the rank that failed first has said all."""
+    mine = {"message": _message(exception), "traceback": _traceback(exception)}
+    has_told = store is None
+    with contextlib.suppress(RuntimeError):  # the store's host is gone
+        if store is not None:
+            store.set(f"{FIRST_FAILURE}/{rank}", json.dumps(mine))
+            store.add(f"{FIRST_FAILURE}/number", 1)
+    finish()
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
+    with contextlib.suppress(RuntimeError):
+        if store is not None:
+            has_told = _has_told(store)
+    if not has_told:
         say(rank, f"stops because rank {first['rank']} failed first: {first['message']}")
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
-        time.sleep(_GRACE_S)
-    elif isinstance(exception, KeyboardInterrupt):  # which is no mistake to be looked for
-        say(rank, "ends the run, because of Ctrl-C")
-    elif print_traceback:
-        say(rank, f"failed and ends the run:\n{_traceback(exception)}")
+    time.sleep(_GRACE_S)
     _end_group(exception)
+
+
+def _has_told(store: dist.Store) -> bool:
+    """Whether the rank that failed first says what happened, as one may expect of it soon."""
+    deadline = time.monotonic() + _TELLING_S
+    while not store.check([f"{FIRST_FAILURE}/told"]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    store.add(f"{FIRST_FAILURE}/heard", 1)
+    return True
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``[0, 2, 3, 4]`` -> ``"ranks 0, 2-4"``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def _say_where(report: "Report | None") -> None:
+    """What a process alone says before Python prints the traceback."""
+    if report is not None:
+        report.write()
+        say(0, f"failed. The failure report, with all frames: {report.where}")
 
 
 def _end_group(exception: BaseException) -> None:
@@ -124,9 +250,11 @@ def record_failure(store: dist.Store, failure: dict[str, Any]) -> dict[str, Any]
 
 def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone: bool) -> tuple[dict[str, Any], bool]:
     """The first failure of the job, and whether it is this rank's to report."""
-    mine = {"rank": rank, "kind": "exception", "by": rank, "message": f"{type(exception).__name__}: {exception}"[:1000]}
+    mine = {"rank": rank, "kind": "exception", "by": rank, "message": _message(exception)}
     if is_alone:
         return mine, True
+    if watchdog is not None and watchdog.first_failure is not None:
+        return watchdog.first_failure, False
     try:
         store = dist.distributed_c10d._get_default_store()
         if _LOST.search(str(exception)) and watchdog is not None:
@@ -157,27 +285,22 @@ def _death(culprit: int, by: int) -> dict[str, Any]:
     return {"rank": culprit, "kind": "death", "by": by, "message": DIED}
 
 
-def _report(first: dict[str, Any], exception: BaseException, watchdog: Any, rank: int) -> None:
+def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> "Report":
     details = {}
+    known = watchdog.known(exception=exception)
     if first["kind"] == "exception":
         details = {
             "type": type(exception).__name__,
             "message": str(exception),
             "traceback": _traceback(exception),
         }
-    known = watchdog.known(exception=exception)
-    path = write_report(watchdog.folder, first, known, watchdog.heartbeat.resume_from, details)
-    say(rank, f"the failure report is {path}")
+    else:  # of another rank, which this one has found
+        known[first["by"]] |= {"message": _message(exception), "traceback": _traceback(exception)}
+    return Report(watchdog.folder, first, known, watchdog.heartbeat.resume_from, details)
 
 
-def write_report(
-    folder: str,
-    failure: dict[str, Any],
-    ranks: dict[int, dict[str, Any]],
-    resume_from: str | None,
-    details: dict[str, Any] | None = None,
-) -> str:
-    """Writes the JSON that says how a run ended, without any collective.
+class Report:
+    """The JSON that says how a run ended; made and written without any collective.
 
     Args:
         folder: local path or fsspec URL, created if need be.
@@ -185,36 +308,62 @@ def write_report(
         ranks: what is known of each rank.
         resume_from: the newest checkpoint.
         details: of the exception.
-
-    Returns:
-        Its path, or why there is none.
     """
-    now = time.time()
-    report = {
-        "first_failing_rank": failure["rank"],
-        "kind": failure["kind"],
-        "message": failure["message"],
-        "exception": details or None,
-        "resume_from": resume_from,
-        "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
-        "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),
-        "versions": {
-            "polyphase": __version__,
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "python": platform.python_version(),
-        },
-    }
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-rank{failure['by']}-{os.getpid()}.json"
-    try:
-        files, path = url_to_fs(folder)
-        files.makedirs(path, exist_ok=True)
-        with files.open(f"{path}/{name}", "w") as stream:
-            json.dump(report, stream, indent=2, default=str)
-    except Exception as error:  # a run that fails is not to fail once more over its report
-        return f"not written: {type(error).__name__}: {error}"
-    return f"{folder}/{name}"
+
+    def __init__(
+        self,
+        folder: str,
+        failure: dict[str, Any],
+        ranks: dict[int, dict[str, Any]],
+        resume_from: str | None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        now = time.time()
+        self._content = {
+            "first_failing_rank": failure["rank"],
+            "kind": failure["kind"],
+            "message": failure["message"],
+            "exception": details or None,
+            "resume_from": resume_from,
+            "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
+            "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),
+            "versions": {
+                "polyphase": __version__,
+                "torch": torch.__version__,
+                "lightning": lightning.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-rank{failure['by']}-{os.getpid()}.json"
+        self._folder, self._name = folder, name
+        self.where = f"{folder}/{name}"
+        """Its path; or why there is none, once that is known."""
+
+    def add(self, said: dict[int, dict[str, Any]]) -> None:
+        """Writes it once more, with what other ranks that failed as well have said."""
+        ranks: dict[str, Any] = self._content["ranks"]
+        for rank, each in said.items():
+            ranks[str(rank)] = {**ranks.get(str(rank), {}), **each}
+        self.write()
+
+    def write(self) -> str:
+        """Writes it; returns `where`."""
+        try:
+            files, path = url_to_fs(self._folder)
+            files.makedirs(path, exist_ok=True)
+            with files.open(f"{path}/{self._name}.part", "w") as stream:
+                json.dump(self._content, stream, indent=2, default=str)
+            files.mv(
+                f"{path}/{self._name}.part", f"{path}/{self._name}"
+            )  # whole, where this process is ended meanwhile
+        except Exception as error:  # a run that fails is not to fail once more over its report
+            self.where = f"not written: {type(error).__name__}: {error}"
+        return self.where
+
+
+def _message(exception: BaseException) -> str:
+    return f"{type(exception).__name__}: {exception}"[:1000]
 
 
 def _traceback(exception: BaseException) -> str:

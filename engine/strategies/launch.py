@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import pickle
 import shutil
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -28,17 +29,26 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ..environment import port_is_ours
+from ..environment import port_is_ours, shows_all_frames
 from ..flags import LAUNCHERS
 from .failure import announce
+from .frames import shorten
 
 __all__ = ["end_group_at_exit", "make_launcher"]
 
 _STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop, as shells have it."""
+_UNGUARDED = 96
+"""Exit code of a worker that has come to start workers itself, as it ran the script from its first line."""
+_NO_GUARD = """\
+strategy {strategy!r} starts workers that run this script from its first line, and so came to this call themselves:
+put what starts training under `if __name__ == "__main__":`, or leave out _spawn."""
+_NO_SCRIPT = """\
+strategy {strategy!r} starts the script once more per device, but there is no script file ({found}): choose the suffix
+_fork or _notebook, or put the code into a file."""
 
 
 def end_group_at_exit() -> None:
@@ -65,13 +75,33 @@ def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: i
     start_method = LAUNCHERS[suffix]
     # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
     if start_method == "popen" or environment.creates_processes_externally:
-        return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+        return _ScriptLauncher(strategy, environment, num_processes, num_nodes)
     if start_method not in mp.get_all_start_methods():
         raise ValueError(
             f"strategy {strategy!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
             " none."
         )
     return _WorkerLauncher(strategy, start_method=start_method)
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's; says so where there is no script that could be started once more."""
+
+    def __init__(self, strategy: Any, environment: Any, num_processes: int, num_nodes: int) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._strategy = strategy
+
+    # Lightning: _SubprocessScriptLauncher._check_can_spawn_children, called before it starts the script by sys.argv[0].
+    def _check_can_spawn_children(self) -> None:
+        super()._check_can_spawn_children()
+        main: Any = sys.modules["__main__"]
+        if self.num_processes > 1 and main.__spec__ is None and not os.path.exists(sys.argv[0]):
+            found = {"-c": "python -c", "-": "standard input", "": "a prompt"}.get(sys.argv[0], repr(sys.argv[0]))
+            raise RefusedLaunchError(_NO_SCRIPT.format(strategy=self._strategy, found=found))
+
+
+class RefusedLaunchError(ValueError, MisconfigurationException):
+    """The processes can't be started in this way; both ours and Lightning's kind of error."""
 
 
 class _Stored:
@@ -108,6 +138,9 @@ class _Workers(mp.ProcessContext):
         try:
             return super().join(*args, **kwargs)
         except (ProcessExitedException, ProcessRaisedException) as ended:
+            if isinstance(ended, ProcessRaisedException) and not shows_all_frames():
+                ended.msg = shorten(ended.msg)
+                ended.args = (ended.msg,)
             earlier = [index for index in self._lost if os.path.exists(self.error_files[index])]
             if not earlier or getattr(ended, "exit_code", None) == _STOPPED:
                 raise
@@ -124,15 +157,19 @@ def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
     """Has the workers that are started in here joined as `_Workers`."""
     # Lightning: _MultiProcessingLauncher.launch calls torch.multiprocessing.start_processes, and joins them itself.
     start = mp.start_processes
+    torchs = logging.getLogger("torch.multiprocessing.spawn")  # says of each worker that it is ended because of another
+    level = torchs.level
 
     def started(*args: Any, **kwargs: Any) -> _Workers:
         return _Workers(start(*args, **kwargs), can_lose)
 
     mp.start_processes = started
+    torchs.setLevel(logging.ERROR)
     try:
         yield
     finally:
         mp.start_processes = start
+        torchs.setLevel(level)
 
 
 @contextmanager
@@ -187,8 +224,23 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     returns_predictions = True
     """What Lightning's own launchers of workers refuse to do."""
     _is_stopping = False
+    _failures = ""
+    """Folder to which workers write what they raise."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        # multiprocessing: what Lightning takes for the sign of a script without a guard, at greater length.
+        if self._start_method == "spawn" and getattr(mp.current_process(), "_inheriting", False):
+            sys.exit(_UNGUARDED)  # the parent says why
+        self._failures = tempfile.mkdtemp()
+        try:
+            return self._launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessRaisedException as raised:
+            raised.__cause__ = self._first_exception(raised.error_index)
+            raise
+        finally:
+            shutil.rmtree(self._failures, ignore_errors=True)
+
+    def _launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         try:
             with (
                 _port_reserved(self._strategy.cluster_environment),
@@ -201,6 +253,9 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             # Workers that were not ready for SIGTERM yet have ended by it.
             if ended.exit_code == _STOPPED or (self._is_stopping and ended.exit_code == -signal.SIGTERM):
                 raise SIGTERMException(_STOPPED) from None
+            if ended.exit_code == _UNGUARDED:
+                reason = _NO_GUARD.format(strategy=self._strategy)
+                raise ProcessExitedException(reason, ended.error_index, ended.error_pid, ended.exit_code) from None
             raise
         except KeyboardInterrupt:
             raise  # the workers have got it, too; Lightning gives them time
@@ -226,9 +281,22 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             sys.exit(_STOPPED)  # with its own code of 0, the parent would wait for a result
         except BaseException as exception:
             announce(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
+            with suppress(Exception):  # one that can't be pickled stays here
+                self._keep(process_idx, exception)
             raise
         finally:
             _finish_experiments(trainer)
+
+    def _keep(self, worker: int, exception: BaseException) -> None:
+        """Leaves this worker's exception for the parent, which has its traceback as text only."""
+        with open(os.path.join(self._failures, str(worker)), "wb") as file:
+            file.write(pickle.dumps(exception))
+
+    def _first_exception(self, worker: int) -> BaseException | None:
+        with suppress(Exception), open(os.path.join(self._failures, str(worker)), "rb") as file:
+            exception = pickle.load(file)  # noqa: S301 - a worker of ours has just written it, to a folder of this user's
+            return exception if isinstance(exception, BaseException) else None
+        return None
 
     # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would
     # be rank 0's shards; the strategy gathers them.

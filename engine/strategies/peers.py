@@ -83,6 +83,10 @@ class Peers:
         gone = [rank for rank in self.processes if self.is_local(rank) and _has_ended(self._there.get(rank))]
         return [rank for rank in gone if self.beats().get(rank, {}).get("phase") != LEFT] if gone else []
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is one of this machine and has ended; the store is not asked."""
+        return self.is_local(rank) and _has_ended(self._there.get(rank))
+
     def silent(self, clock: float, longest_s: float) -> list[int]:
         """The ranks of other machines that have not been heard of for too long, by the caller's clock."""
         for rank, beat in self.beats().items():

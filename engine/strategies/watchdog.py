@@ -31,7 +31,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 
 from ..environment import started_by
 from ..exiting import exit_at_once
-from .failure import DIED, FIRST_FAILURE, record_failure, say, write_report
+from .failure import DIED, FIRST_FAILURE, SEEN, Report, record_failure, say
 from .heartbeat import Heartbeat, describe
 from .peers import LEFT, Peers, this_process
 
@@ -88,6 +88,8 @@ class Watchdog:
         self._failed_at: float | None = None
         self._lost_at: float | None = None
         self._has_warned = self._is_ending = False
+        self.first_failure: dict[str, Any] | None = None
+        """The exception of another rank that is on record, once it was seen there."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="polyphase-watchdog", daemon=True)
 
@@ -120,7 +122,7 @@ class Watchdog:
             self._clock += min(now - before, _PERIOD_S)
             before = now
             self._look()
-        if self.peers is not None:
+        if self.peers is not None and self.first_failure is None:
             with suppress(RuntimeError):
                 self.peers.beat({**self.heartbeat.report(), "phase": LEFT})
 
@@ -150,6 +152,9 @@ class Watchdog:
             if not dist.is_initialized():
                 return
             self.peers = Peers(self._run)
+        if self.first_failure is not None:  # its host may have taken the store along
+            self._await_own_exception(self.first_failure)
+            return
         self.peers.beat(report)
         if self.peers.job.check([FIRST_FAILURE]):
             self._follow(self.peers)
@@ -195,12 +200,20 @@ class Watchdog:
             self._failed_at = self._clock
             if first["kind"] != "exception":
                 self._answer(peers)
+            elif first["rank"] != self.heartbeat.rank:
+                self.first_failure = first
+                peers.job.add(SEEN, 1)
+                return
         verdict = peers.read("verdict", [first["by"]]).get(first["by"])
         if verdict is not None:
             say(self.heartbeat.rank, verdict["text"])
             peers.publish("heard", {})
             exit_at_once()
-        if self._clock - self._failed_at >= _VERDICT_S:  # an exception of our own would have come by now
+        self._await_own_exception(first)
+
+    def _await_own_exception(self, first: dict[str, Any]) -> None:
+        """Ends this process if its own exception has not come in time."""
+        if self._clock - (self._failed_at or 0.0) >= _VERDICT_S:
             say(self.heartbeat.rank, f"stops because rank {first['rank']} failed first: {first['message']}")
             exit_at_once()
 
@@ -236,7 +249,7 @@ class Watchdog:
         """Writes the report, and says so."""
         rank = self.heartbeat.rank
         failure = {"rank": culprit, "kind": kind, "by": rank, "message": message}
-        path = write_report(self.folder, failure, known, self.heartbeat.resume_from)
+        path = Report(self.folder, failure, known, self.heartbeat.resume_from).write()
         text = f"{kind}, because of rank {culprit}: {message}. The failure report is {path}"
         say(rank, text)
         return text

@@ -1,12 +1,20 @@
-"""A rank that raises ends the whole run: named first, within seconds, with a non-zero exit."""
+"""A rank that raises ends the whole run: named once, in a few lines, within seconds, with a non-zero exit."""
 
+import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
+from torch.multiprocessing import ProcessRaisedException
 
-from tests.distributed import free_port, run_command, torchrun
+from tests.distributed import ROOT, free_port, run_command, torchrun
+from tests.engine.tiny import Regression, engine, rows
 
 SCRIPT = """
 import sys
@@ -34,7 +42,7 @@ class Fails(LightningModule):
     def training_step(self, batch, batch_idx):
         x = self.first(batch[0])
         if batch_idx == 3:
-            if self.global_rank != int(sys.argv[2]):
+            if sys.argv[2] not in ("all", str(self.global_rank)):
                 time.sleep(float(sys.argv[6]) if "backward" in sys.argv else 0.0)
             elif "backward" in sys.argv:
                 x = FailsInBackward.apply(x)
@@ -75,9 +83,117 @@ def test_the_failed_rank_is_named_and_the_run_ends(strategy, rank, script, tmp_p
     assert finished.returncode not in (0, None)
     cause = first_line_with(finished.output, "ValueError: this rank has had enough")
     assert cause < sys.maxsize, finished.output
-    # Consequences on the other rank, where it gets to say anything, come after or say whose fault it is.
-    for consequence in ("Connection closed by peer", "Connection reset by peer"):
-        assert first_line_with(finished.output, consequence) > first_line_with(finished.output, "had enough")
+    # Once, last, with the user's frames alone, and without a word of what it has caused.
+    *_, error = lines = finished.output.rstrip().splitlines()
+    assert error == "ValueError: this rank has had enough"
+    assert finished.output.count(error) == 1
+    assert "Connection closed by peer" not in finished.output
+    assert "Connection reset by peer" not in finished.output
+    begin = first_line_with(finished.output, f"[rank {rank}] failed and ends the run; rank {1 - rank} stopped because")
+    assert len(lines) - begin <= (16 if strategy == "ddp_spawn" else 7), finished.output
+    frames = [line for line in lines if line.lstrip().startswith('File "') and "fails.py" in line]
+    assert frames[-1].endswith("in training_step")
+    report = the_report()
+    assert finished.output.count(str(report["path"])) == 1
+    assert report["first_failing_rank"] == rank
+    assert "lightning/pytorch/loops/fit_loop.py" in report["exception"]["traceback"]
+    assert "Error: " in report["ranks"][str(1 - rank)]["traceback"]  # what the other one had of it
+
+
+def the_report() -> dict[str, Any]:
+    """The one and only, and where it is."""
+    (path,) = Path("failures").iterdir()
+    return {**json.loads(path.read_text()), "path": path.absolute()}
+
+
+def test_all_ranks_fail_alike(script, tmp_path):
+    finished = run_command([sys.executable, script, "ddp_fork", "all", tmp_path], timeout_s=60)
+    assert finished.returncode == 1
+    first = the_report()["first_failing_rank"]
+    assert f"[rank {first}] failed and ends the run; rank {1 - first} failed with the same error." in finished.output
+    assert finished.output.count("ValueError: this rank has had enough") == 1
+    assert 'raise ValueError("this rank has had enough")' in the_report()["ranks"][str(1 - first)]["traceback"]
+
+
+def test_the_user_can_have_all_frames(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYPHASE_TRACEBACK", "full")
+    finished = run_command([sys.executable, script, "ddp_fork", "1", tmp_path], timeout_s=60)
+    assert "lightning/pytorch/loops/fit_loop.py" in finished.output
+    assert " frames of lightning" not in finished.output
+    assert "ValueError: this rank has had enough" in finished.output
+
+
+def test_workers_of_a_script_without_a_guard(tmp_path):
+    path = tmp_path / "unguarded.py"
+    path.write_text(SCRIPT.replace('if __name__ == "__main__":', "if True:"))
+    finished = run_command([sys.executable, path, "ddp_spawn", "1", tmp_path], timeout_s=90)
+    assert finished.returncode == 1
+    *_, call, count, error, last = finished.output.rstrip().splitlines()
+    assert call == "    engine.fit(Fails(), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4))"
+    assert "frames of lightning, polyphase" in count
+    assert "ProcessExitedException: strategy 'ddp_spawn' starts workers that run this script from its first" in error
+    assert last == 'put what starts training under `if __name__ == "__main__":`, or leave out _spawn.'
+
+
+def test_the_parent_has_the_workers_exception(script):
+    """As a script that catches it sees it."""
+    with pytest.raises(ProcessRaisedException, match=r"(?s)frames of .*\nValueError: of rank [01]") as raised:
+        engine(strategy="ddp_fork", devices=2, callbacks=[Raises()]).fit(Regression(), rows())
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+class Raises(Callback):
+    def on_train_batch_start(self, trainer, *args):
+        raise ValueError(f"of rank {trainer.global_rank}")
+
+
+INTERRUPTED = """
+import time
+from tests.engine.tiny import Regression, engine, rows
+
+class Waits(Regression):
+    def on_train_start(self):
+        print("waits", flush=True)
+        time.sleep(60)
+
+if __name__ == "__main__":
+    engine(strategy="ddp", devices=2).fit(Waits(), rows())
+"""
+
+
+def test_ctrl_c(tmp_path):
+    """Reaches all processes of a terminal."""
+    script = tmp_path / "waits.py"
+    script.write_text(INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout is not None
+        num_waiting = 0
+        while num_waiting < 2 and (line := process.stdout.readline()):
+            num_waiting += "waits" in line
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert output.count("was interrupted (Ctrl-C)") == 1
+    assert not Path("failures").exists()
+
+
+@pytest.mark.parametrize("start", ["-c", ""])
+def test_without_a_script_there_is_nothing_to_start_once_more(start, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [start])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(ValueError, match=r"'ddp' starts the script once more per device, but there is no script"):
+        engine(strategy="ddp", devices=2).fit(Regression(), rows())
 
 
 # As SLURM starts them: nobody ends a rank because of another.
@@ -104,4 +220,5 @@ def test_under_torchrun(script, tmp_path):
     finished = torchrun(script, "ddp", "1", str(tmp_path), timeout_s=60)
     assert finished.returncode not in (0, None, -9)
     assert "ValueError: this rank has had enough" in finished.output
-    assert "[rank 1] failed and ends the run" in finished.output
+    assert "[rank 1] failed and ends the run; rank 0 stopped because of it." in finished.output
+    assert finished.output.count("ValueError: this rank has had enough") == 1

@@ -1,0 +1,86 @@
+"""Lightning's fit loop, which takes a run that trains nothing for a success; here it is an error that says so."""
+
+from typing import Any
+
+# Lightning: what stands for an optimizer where the module has none.
+from lightning.pytorch.core.optimizer import _MockOptimizer
+
+# Lightning: Trainer.fit_loop.
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from .requests import why_empty
+
+__all__ = ["FitLoop", "NothingTrainedError"]
+
+
+class NothingTrainedError(ValueError, MisconfigurationException):
+    """There was no batch, or no loss; both ours and Lightning's kind of error."""
+
+
+class FitLoop(_FitLoop):
+    """Lightning's, without silent ends.
+
+    Empty data are an error when they are first read. `training_step` may return None, which skips a batch; where it has
+    returned nothing else through an epoch, that is a warning, and an error when the run or the next epoch ends, too.
+    """
+
+    _num_lossless_epochs = 0
+
+    def setup_data(self) -> None:
+        """Makes the training loader and its iterator."""
+        is_first = self._combined_loader is None
+        super().setup_data()
+        trainer: Any = self.trainer
+        if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._may_be_empty():
+            return
+        loaders = self._combined_loader.flattened if self._combined_loader is not None else []
+        reasons = [reason for loader in loaders if (reason := why_empty(loader, trainer.world_size))]
+        raise NothingTrainedError(f"fit has nothing to train on: {reasons[0] if reasons else _no_batches(loaders)}.")
+
+    def _may_be_empty(self) -> bool:
+        owners = (self.trainer.lightning_module, self.trainer.datamodule)  # type: ignore[attr-defined]
+        return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
+
+    def advance(self) -> None:
+        """One epoch."""
+        super().advance()
+        progress: Any = self.epoch_loop.batch_progress
+        trainer: Any = self.trainer
+        if progress.total.ready == 0 and self._data_fetcher is not None and self._data_fetcher.done:
+            if not self._may_be_empty() and not trainer.should_stop:
+                raise NothingTrainedError(
+                    f"fit has nothing to train on: {_no_batches(self._combined_loader.flattened)}."  # type: ignore[union-attr]
+                )
+        elif not trainer.lightning_module.automatic_optimization:
+            return
+        elif not all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
+            self._look_for_losses()
+
+    def _look_for_losses(self) -> None:
+        optimization: Any = self.epoch_loop.automatic_optimization
+        trainer: Any = self.trainer
+        # One that is resumed may have had its losses before.
+        if optimization.has_loss or optimization.num_skipped < 2 or trainer.ckpt_path is not None:
+            return
+        self._num_lossless_epochs += 1
+        message = f"`training_step` of {type(trainer.lightning_module).__name__} returned None for each of the"
+        message += f" {optimization.num_skipped} batches so far: nothing was trained. Return the loss"
+        if self._num_lossless_epochs > 1 or self._is_last_epoch():
+            raise NothingTrainedError(f"{message}; or optimize by hand (automatic_optimization = False).")
+        rank_zero_warn(f"{message}; if the next epoch has no loss either, the run ends with an error.")
+
+    def _is_last_epoch(self) -> bool:
+        trainer: Any = self.trainer
+        is_last = self.max_epochs not in (None, -1) and self.epoch_progress.current.ready >= self.max_epochs
+        has_stepped_enough = self.max_steps != -1 and self.epoch_loop.global_step >= self.max_steps
+        return is_last or has_stepped_enough or trainer.should_stop
+
+
+FitLoop.__name__ = _FitLoop.__name__  # by which a profile names its entries
+
+
+def _no_batches(loaders: Any) -> str:
+    names = ", ".join(type(getattr(loader, "dataset", loader)).__name__ for loader in loaders)
+    return f"the training data ({names or 'no loader'}) yielded no batch"

@@ -1,0 +1,57 @@
+"""Around `fit`, `validate`, `test` and `predict`: what is asked of them is checked, and how they end is said once."""
+
+import functools
+import signal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ..refusal import refusing
+from ..strategies import Failure, failure_of, forget_failures, on_uncaught
+from .requests import check_request
+
+__all__ = ["checked", "says_how_it_ends"]
+
+_MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of what Ctrl-C has ended, as shells have it."""
+
+
+def checked(method: _MethodT) -> _MethodT:
+    """Decorates one of Trainer's four methods, so that what can't be run is refused before any process starts."""
+
+    @functools.wraps(method)
+    def run(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        with refusing():
+            check_request(self, method, args, kwargs)
+        return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def says_how_it_ends(method: _MethodT) -> _MethodT:
+    """Decorates what runs an engine: an exception that nobody catches is printed short, and Ctrl-C exits with 130."""
+
+    @functools.wraps(method)
+    def run(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        forget_failures()
+        try:
+            return method(self, *args, **kwargs)
+        except SystemExit as ended:
+            # Lightning: _call_and_handle_interrupt exits with 1 after Ctrl-C.
+            if isinstance(ended.__context__, KeyboardInterrupt):
+                ended.code = INTERRUPTED
+            raise
+        except SIGTERMException:
+            raise
+        except BaseException as exception:
+            failure = failure_of(exception)
+            if failure is not None and failure.is_interrupt:  # of a peer: one press of Ctrl-C reaches all
+                raise SystemExit(INTERRUPTED) from exception
+            on_uncaught(exception, Failure())
+            raise
+
+    return run  # type: ignore[return-value]
