@@ -155,7 +155,7 @@ def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
 
 def _known(flag: Flag) -> str:
     """The name if Lightning's registry has it."""
-    if flag.name not in StrategyRegistry.available_strategies():
+    if flag.name != "auto" and flag.name not in StrategyRegistry.available_strategies():
         raise ValueError(_unknown_strategy(flag.name))
     if flag.value or flag.options:
         raise ValueError(f"strategy {flag.name!r} is Lightning's own and takes no options by flag: pass its object.")

@@ -185,6 +185,11 @@ def test_without_a_gpu_it_is_said_what_torch_is_built_for_and_what_there_is(acce
     assert re.search(r'Available here: .*cpu.*\. Without a GPU: Engine\(accelerator="cpu"\)\.$', message)
 
 
+def test_what_lightning_alone_knows_of_a_device_it_says_itself():
+    with pytest.raises((MisconfigurationException, ModuleNotFoundError), match=r"XLA|xla"):
+        Engine(accelerator="tpu")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp_spawn", "hsdp+tp"])
 def test_an_interactive_session_is_told_of_the_notebook_launcher(strategy, monkeypatch):
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
