@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..flags import choose
+from ..flags import did_you_mean
 
 __all__ = ["ALIASES", "PRECISIONS", "canonical_precision"]
 
@@ -26,7 +26,9 @@ def canonical_precision(flag: Any) -> str:
         ValueError: no such precision.
     """
     text = "32-true" if flag is None else str(flag)
-    try:
-        return choose("precision", ALIASES.get(text, text), PRECISIONS)
-    except ValueError as unknown:  # begins as Lightning's does
-        raise ValueError(f"Precision {flag!r} is invalid: {unknown}") from None
+    name = ALIASES.get(text, text)
+    if name in PRECISIONS:
+        return name
+    # Begins as Lightning's does.
+    near = did_you_mean(name.lower(), PRECISIONS, cutoff=0.5)
+    raise ValueError(f"Precision {flag!r} is invalid.{near} Allowed: {', '.join(sorted(PRECISIONS))}.")

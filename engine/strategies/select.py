@@ -17,8 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from ..compression import CommHook, make_comm_hook
 from ..flags import LAUNCHERS, Flag, choose, parse_flag, parse_options, split_launcher
-from .precision import make_precision
-from .precision_names import canonical_precision
+from .precision import canonical_precision, make_precision
 from .registry import STRATEGIES, find_strategy, import_all
 from .sync_batchnorm import CPUSyncBatchNorm
 
