@@ -25,7 +25,7 @@ _OPEN = ("model", "data", "trainer", "optimizer", "lr_scheduler")
 """Flags that have others behind a dot, which only their class knows."""
 
 _CLASS = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-_REGISTERS = re.compile(r"register_strategy|register_comm_hook|StrategyRegistry")
+_REGISTERS = re.compile(r"register_strategy|register_comm_hook|StrategyRegistry|AcceleratorRegistry")
 
 
 class UsageError(ValueError):
@@ -159,7 +159,7 @@ def check_value(row: FlagRow, value: str, written: str) -> None:
     except UsageError as error:
         raise UsageError(f"{written}: {error}") from None
     except ValueError as error:
-        if row.kind in ("strategy", "compression") and _registers_there():
+        if row.kind in ("strategy", "compression", "accelerator") and _registers_there():
             return  # the name may be one that the user's own code registers
         raise UsageError(f"{written}: {error}") from None
 
@@ -192,7 +192,7 @@ def _switch(row: FlagRow, value: str, *, also: Iterable[str] = ()) -> None:
 
 
 def _choice(row: FlagRow, value: str) -> None:
-    if value.lower() not in _NOTHING:
+    if value.lower() not in {*_NOTHING, *row.choices}:  # Lightning takes some of them in capitals
         choose(f"value of {row.name}", value, row.choices)
 
 

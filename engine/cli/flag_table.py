@@ -58,7 +58,7 @@ RUN_FLAGS = (
     FlagRow("model.NAME", "any", "an argument of its constructor; --model.help CLASS lists them", "", "", _WHAT),
     FlagRow("data", "data", "class of the data module, if the model has no loaders itself", "none", "Digits", _WHAT),
     FlagRow("data.NAME", "any", "an argument of its constructor; --data.help CLASS lists them", "", "", _WHAT),
-    FlagRow("config", "config", "YAML file with any of these; flags behind it go before", "none", "run.yaml", _WHAT),
+    FlagRow("config", "config", "YAML file with any of these; a flag behind it wins", "none", "run.yaml", _WHAT),
     FlagRow("print_config", "bare", "prints the whole configuration as such a file, and ends", "", "", _WHAT),
     FlagRow("seed_everything", "seed", "seed of all random numbers; true: any, false: none", "0", "1", _WHAT),
     FlagRow("optimizer", "any", "class of an optimizer, if the model configures none", "the model's", "Adam"),

@@ -35,7 +35,7 @@ def help_lines(command: str) -> Iterator[str]:
     yield f"  polyphase {command} {_EXAMPLES.get(command, default)}"
     yield ""
     yield "Each flag stands with an example of its value, what it means, and [its default]. Values are as in"
-    yield "YAML: true, null, [0,1]. Flags go before those of a --config file."
+    yield "YAML: true, null, [0,1]. A flag wins over a --config file in front of it."
     flags = flags_of(command)
     for group in GROUPS:
         rows = [flag for flag in flags if flag.group == group]

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .clipping import clip_by_norm, clip_by_value, norm_of
+from .precision_names import PRECISIONS, canonical_precision
 
-__all__ = ["make_precision"]
+__all__ = ["PRECISIONS", "canonical_precision", "make_precision"]
 
 
 class _Clipping(Precision):

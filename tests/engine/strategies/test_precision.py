@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from polyphase.engine.strategies.precision import make_precision
-from polyphase.engine.strategies.precision_names import PRECISIONS, canonical_precision
+from polyphase.engine.strategies.precision import PRECISIONS, canonical_precision, make_precision
 
 from ..tiny import Regression, engine, rows
 
