@@ -18,8 +18,8 @@ from polyphase.engine.strategies.pipeline.log import idle_text
         ),
         (
             ("interleaved", 2, 4, 12, 2, 0.2),
-            "pipeline (interleaved): the 2 ranks were idle for 20% of the time of a full batch of 4 micro-batches; 11% is"
-            " what that number of them costs. microbatches=6 would make it 8%.",
+            "pipeline (interleaved): the 2 ranks were idle for 20% of the time of a full batch of 4 micro-batches; 11%"
+            " is what that number of them costs. microbatches=6 would make it 8%.",
         ),
         (
             ("1f1b", 2, 9, 9, 1, 0.5),
