@@ -14,6 +14,7 @@ from polyphase.engine.run_info import log_folder, shown_path
 __all__ = ["RunEnd", "end_text", "stop_text"]
 
 _WIDTH = 100
+_INDENT = "    "
 
 
 class RunEnd(NamedTuple):
@@ -92,23 +93,22 @@ def _saved(trainer: Any) -> str | None:
 
 def _to_go_on(trainer: Any, path: str | None) -> list[str]:
     limit = _limit(trainer)
+    if limit and any(hasattr(config.scheduler, "total_steps") for config in trainer.lr_scheduler_configs):
+        return []  # torch: OneCycleLR refuses to take more steps than it was made for
     if trainer.flags.get("resume") == "auto":
         return [f"to go on: run it again{f' with a larger {limit}' if limit else ''} (resume='auto')"]
     if path is None:
         return []
     shown = shown_path(path)
     command = _command()
-    more = f", with a larger {limit}" if limit else ""
-    if command is None:
-        line = f"to go on{more}: engine.fit(..., ckpt_path={shown!r})"
-    else:
-        line = f"to go on{more}: {shlex.join([*command, '--ckpt_path', shown])}"
-        if len(line) > _WIDTH:
-            line = f"to go on{more}: the same command and --ckpt_path {shlex.quote(shown)}"
-    if len(line) > _WIDTH:
-        before, _, after = line.partition(": ")
-        return [f"{before}:", f"    {after}"]
-    return [line]
+    how = f"engine.fit(..., ckpt_path={shown!r})"
+    if command is not None:
+        how = shlex.join([*command, "--ckpt_path", shown])
+        if len(how) > _WIDTH - len(_INDENT):
+            how = f"the same command and --ckpt_path {shlex.quote(shown)}"
+    before = f"to go on, with a larger {limit}:" if limit else "to go on:"
+    line = f"{before} {how}"
+    return [line] if len(line) <= _WIDTH else [before, f"{_INDENT}{how}"]
 
 
 def _limit(trainer: Any) -> str | None:
@@ -140,7 +140,7 @@ def _to_load(trainer: Any, path: str | None) -> list[str]:
     shown, name = shown_path(path), _class_of(trainer.lightning_module).__name__
     builds_itself = _builds_itself(trainer.lightning_module)
     if os.path.isfile(path) and builds_itself:  # a file of Lightning's
-        return ["to load it elsewhere:", f"    {name}.load_from_checkpoint({shown!r})"]
+        return ["to load it elsewhere:", f"{_INDENT}{name}.load_from_checkpoint({shown!r})"]
     file = "model.ckpt" if builds_itself else "model.safetensors"
     load = (
         f"{name}.load_from_checkpoint({file!r})"
@@ -148,7 +148,7 @@ def _to_load(trainer: Any, path: str | None) -> list[str]:
         else f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
     )
     export = shlex.join(["polyphase", "ckpt", "export", shown, "--to", file])
-    return ["to load it elsewhere, in a shell and in Python:", f"    {export}", f"    {load}"]
+    return ["to load it elsewhere, in a shell and in Python:", f"{_INDENT}{export}", f"{_INDENT}{load}"]
 
 
 def _builds_itself(module: LightningModule) -> bool:

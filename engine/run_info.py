@@ -61,7 +61,7 @@ def _batch(trainer: Any) -> str | None:
         return None
     total, micro, num_micro_batches = found
     ranks = trainer.data_size
-    if not is_to_equal(trainer.strategy):  # each rank steps by its own samples
+    if getattr(trainer.strategy, "steps_alone", False) or not is_to_equal(trainer.strategy):
         return f"batch {micro * num_micro_batches} on each of {ranks} ranks"
     if total == ranks * micro * num_micro_batches:
         return f"global batch {total} = {ranks} x {micro} x {num_micro_batches}"

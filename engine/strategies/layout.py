@@ -35,6 +35,8 @@ class LayoutStrategy:
     """Whether a rank's module or optimizers lack tensors that another rank has: see `keeps_state_of`."""
     averages_gradients = True
     """Whether a step's gradients are the mean over all ranks; else each rank steps by its own."""
+    steps_alone = False
+    """Whether that is so in a part of the run at most: then a global batch is no single step's."""
 
     def __repr__(self) -> str:  # as a flag, in Lightning's messages
         suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""

@@ -47,6 +47,7 @@ class LocalSGD(DDP):
 
     # In a checkpoint, optimizers have the state that rank 0's have; that of the others is in `state_of_rank`.
     state_is_spread = True
+    steps_alone = True
     why_no_join = "whose ranks take their steps alone"
 
     def __init__(self, options: LocalSGDOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:

@@ -59,8 +59,9 @@ def test_the_methods_take_trainers_arguments_in_its_order(name):
 def test_the_default_logger_and_checkpoints_are_lightnings(tmp_path):
     flags = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "default_root_dir": tmp_path}
     ours, theirs = Engine(**flags), Trainer(**flags)
-    assert [type(logger) for logger in ours.loggers] == [type(logger) for logger in theirs.loggers]
-    assert ours.loggers
+    (our_logger,), (their_logger,) = ours.loggers, theirs.loggers
+    assert isinstance(our_logger, type(their_logger))
+    assert our_logger.log_dir == their_logger.log_dir
     assert [type(c) for c in ours.checkpoint_callbacks] == [ModelCheckpoint]
 
 

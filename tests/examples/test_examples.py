@@ -46,7 +46,7 @@ def test_gpt_on_one_node_needs_no_devices_flag():
     flags = ["--strategy", "fsdp", "--accelerator", "cpu", "--max_steps", "10"]
     finished = run_command(["env", HERE, EXAMPLES / "torchrun.sh", *flags])
     assert finished.returncode == 0, finished.output
-    assert "Starting with 2 processes" in finished.output
+    assert re.search(r"^polyphase \S+ \| fsdp, shard=2 on cpu \| ", finished.output, re.MULTILINE)
     assert finished.output.count("validation bits per byte") == 1, "rank 0 alone prints"
     assert "throughput/tokens_per_s" in finished.output
 
@@ -59,7 +59,7 @@ def test_gpt_on_two_nodes():
     for finished in agents:
         assert finished.returncode == 0, agents
     outputs = "".join(finished.output for finished in agents)
-    assert "Starting with 2 processes" in outputs
+    assert len(re.findall(r"^polyphase \S+ \| hsdp, replicate=2 on cpu \| ", outputs, re.MULTILINE)) == 1
     assert outputs.count("validation bits per byte") == 1, "rank 0 alone prints"
 
 

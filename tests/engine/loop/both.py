@@ -102,11 +102,13 @@ def outcome(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> di
 
 def files(folder: Path) -> dict[str, Any]:
     """All files below `folder` by their paths in it; checkpoints and tables with what is in them."""
-    # Engine's checkpoints are directories, Trainer's files; reports of failures are Engine's alone.
+    # Engine's checkpoints are directories, Trainer's files; reports of failures are Engine's alone. So are the
+    # hyperparameters of a module that has saved none: Engine logs its flags, see `test_run_log.py`.
     found = sorted(
         path
         for path in folder.rglob("*")
         if is_checkpoint(path) or (path.is_file() and not is_checkpoint(path.parent) and path.parent.name != "failures")
+        if path.name != "hparams.yaml"
     )
     return {str(path.relative_to(folder)): _content(path, folder) for path in found}
 
