@@ -195,7 +195,7 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
         ),
         ({"compression": "fp16", "strategy": "single"}, r"'single' can't do compression 'fp16': one process sends no"),
         ({"compression": "fp16", "strategy": "auto"}, "'single' can't do compression 'fp16'"),
-        ({"precision": "8-true"}, "unknown precision '8-true'"),
+        ({"precision": "8-true"}, "Precision '8-true' is invalid"),
         ({"precision": "bf16-mixe"}, r"Did you mean 'bf16-mixed'\?"),
         ({"precision": 16, "plugins": DoublePrecision()}, "Received both `precision=16-mixed` and `plugins="),
         ({"accelerator": "cpuu"}, r"unknown accelerator 'cpuu'\. Did you mean 'cpu'\?"),
