@@ -30,8 +30,8 @@ class Failure(NamedTuple):
     """The terminal has it already."""
     is_interrupt: bool = False
     """It is Ctrl-C, or a consequence."""
-    say: Callable[[], None] = lambda: None
-    """Called before the traceback is printed."""
+    say: Callable[[], None] | None = None
+    """Called before the traceback is printed; pickled with the exception, as it goes to a worker's parent."""
 
 
 def on_uncaught(exception: BaseException, failure: Failure) -> None:
@@ -60,7 +60,8 @@ def _print(kind: type[BaseException], exception: BaseException, trace: Traceback
     forget_failures()
     failures = [failure for each in _chain(exception) if (failure := failure_of(each)) is not None]
     for failure in failures:
-        failure.say()
+        if failure.say is not None:
+            failure.say()
     if not failures or not _is_plain(before) or shows_all_frames():
         before(kind, exception, trace)
         return

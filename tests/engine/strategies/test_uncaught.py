@@ -1,5 +1,6 @@
 """What Python prints of an exception that has ended a run and that nobody catches."""
 
+import pickle
 import sys
 
 import pytest
@@ -84,3 +85,10 @@ def test_an_exception_that_takes_no_attributes_is_left_alone(hook, capsys):
     on_uncaught(error, Failure(is_said=True))
     uncaught(error)
     assert capsys.readouterr().err.endswith("ClosedError: mine\n")
+
+
+def test_what_is_noted_goes_through_pickle():
+    error = raised()
+    on_uncaught(error, Failure(is_said=True))
+    forget()
+    assert failure_of(pickle.loads(pickle.dumps(error))) == Failure(is_said=True)  # noqa: S301 - our own
