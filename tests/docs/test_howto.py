@@ -75,6 +75,7 @@ def test_best_checkpoint_and_plain_torch(monkeypatch, capfd, strategy, devices):
     assert largest_difference(expected, net.state_dict()) == 0
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_other_process_counts(monkeypatch, capfd):
     page = Page("other-process-counts")
     page.run_here("train.py", monkeypatch, "20", strategy="ddp_fork", devices=2)
