@@ -96,7 +96,8 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         synchronises = self.model.require_backward_grad_sync
         self.model = self.lightning_module
         self.configure_ddp()
-        self.model.require_backward_grad_sync = synchronises
+        wrapped: Any = self.model
+        wrapped.require_backward_grad_sync = synchronises
         if hook is not None and hook is self.averaging:
             hook.load_state_dict(state)
 
