@@ -25,7 +25,7 @@ def folders_written_to(trainer: Trainer) -> dict[str, str]:
         name = type(callback).__name__
         if not isinstance(callback, ModelCheckpoint) and not hasattr(callback, "snapshot_folder"):
             continue
-        dirpath = callback.dirpath
+        dirpath = getattr(callback, "dirpath", None)
         folder = str(dirpath or trainer.default_root_dir)
         # Without a path of its own, a checkpoint lies with the first logger's files.
         if dirpath is not None or not trainer.loggers or not isinstance(callback, ModelCheckpoint):

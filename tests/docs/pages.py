@@ -1,5 +1,6 @@
 """The fenced blocks of a page under docs/howto, run as a reader would: saved to files, started as scripts."""
 
+import logging
 import os
 import re
 import runpy
@@ -48,7 +49,13 @@ class Page:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         monkeypatch.syspath_prepend(str(self.folder))
-        return runpy.run_path(str(self.folder / script), run_name="__main__")
+        # Lightning's own writes to the standard error of the time when it was imported.
+        handler = logging.StreamHandler(sys.stderr)
+        logging.getLogger("lightning.pytorch").addHandler(handler)
+        try:
+            return runpy.run_path(str(self.folder / script), run_name="__main__")
+        finally:
+            logging.getLogger("lightning.pytorch").removeHandler(handler)
 
     def clear(self, name: str) -> None:
         """Removes a file or folder that a script has left."""
