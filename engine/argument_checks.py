@@ -266,6 +266,7 @@ def _is_duration(value: Any) -> bool:
 
 
 _OWN_CHECKS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "benchmark": lambda value, flags: isinstance(value, bool),  # torch takes no 0 or 1 there
     "devices": _is_devices,
     "hang_timeout_s": _is_positive,
     "gradient_clip_val": _is_clip_val,

@@ -36,7 +36,7 @@ class Rows(LightningDataModule):
 
 
 def test_the_public_face():
-    assert set(polyphase.engine.__all__) == {"Engine", "__version__", "fit"}
+    assert set(polyphase.engine.__all__) == {"Engine", "__version__", "fit", "register_comm_hook", "register_strategy"}
     assert issubclass(Engine, Trainer)
 
 

@@ -90,5 +90,5 @@ def test_an_exception_that_takes_no_attributes_is_left_alone(hook, capsys):
 def test_what_is_noted_goes_through_pickle():
     error = raised()
     on_uncaught(error, Failure(is_said=True))
-    forget()
+    forget_failures()
     assert failure_of(pickle.loads(pickle.dumps(error))) == Failure(is_said=True)  # noqa: S301 - our own
