@@ -306,6 +306,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         trainer.fit_loop.epoch_loop.left_of_batch = left
         places = trainer._data_connector.places
         self.knows_place = places.load_state_dict([ranks[rank]["data"] for rank in with_samples(ours)])
+        # Lightning: Trainer.estimated_stepping_batches, asked for in `configure_optimizers`, has prepared the loaders
+        # already, at the start of their order.
+        trainer.fit_loop._combined_loader = None
         self._restore_compression([rank["compression"] for rank in ranks], ours.get("layout", {}))
         drawing, here = with_samples(ours), trainer.data_rank
         if ours.get("layout", {}) == self._layout:
