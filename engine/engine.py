@@ -149,7 +149,7 @@ class Engine(LoopTrainer):
         default_bar: Callback | None = None
         if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
             given.append(default_bar := _progress_bar())
-        if resume == "auto" and not any(hasattr(callback, "snapshot_folder") for callback in given):
+        if resume in ("auto", "fresh") and not any(hasattr(callback, "snapshot_folder") for callback in given):
             given.append(_snapshot())
         if mode is not None:
             given.insert(0, CompileSteps(mode))
@@ -176,7 +176,7 @@ class Engine(LoopTrainer):
             default_bar,
             hang_timeout_s=hang_timeout_s,
             async_checkpoints=async_checkpoints,
-            keeps_global_batch=resume == "auto",
+            keeps_global_batch=resume in ("auto", "fresh"),
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             uneven=uneven,

@@ -15,7 +15,7 @@ from .flags import did_you_mean
 
 __all__ = ["MissingCheckpointError", "RefusedError", "check_checkpoint", "check_nodes", "refusing"]
 
-_LOOKED_UP = ("auto", "best", "hpc", "last")
+_LOOKED_UP = ("auto", "fresh", "best", "hpc", "last")
 """What stands for a checkpoint without being the path of one."""
 
 

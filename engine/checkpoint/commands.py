@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from fsspec.core import url_to_fs
 from rich.console import Console
 from rich.table import Table
 
 from ..flags import choose, did_you_mean
 from .export import SUFFIXES, export
-from .files import Files
+from .files import Files, resolve
 from .folder import prune, survey
-from .saver import RANKS, REST, load_file
+from .manifest import METADATA, RANKS, REST, TENSORS, CheckpointError, Manifest, is_checkpoint, read_manifest
+from .saver import check_content, load_file
 from .shards import tensors_in
-from .store import CheckpointError, Manifest, check_files, is_checkpoint, read_manifest
+from .store import check_files
 
 __all__ = ["main"]
 
@@ -79,11 +79,13 @@ def _list(folder: str) -> int:
 def _inspect(path: str, tensors: bool) -> int:
     _check_exists(path)
     manifest, files = read_manifest(path), Files(path)
-    small = [name for name in (".metadata", REST, RANKS) if name in manifest.files]
-    wrong = [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
+    small = [name for name in (METADATA, TENSORS, REST, RANKS) if name in manifest.files]
+    wrong = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
+    wrong += [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
+    wrong = wrong or check_content(path, manifest, is_to_open=False)
     if wrong:
         raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
-    stored = tensors_in(files)
+    stored = tensors_in(files, manifest)
     console = _console()
     about = Table("what", "value", show_header=False)
     for name, value in {**_about(path, manifest, len(stored)), **_progress(files)}.items():
@@ -105,7 +107,9 @@ def _verify(paths: list[str]) -> int:
         if is_checkpoint(path):
             checkpoints.append((path, ""))
             continue
-        inside = [(entry.path, entry.problem) for entry in survey(path) if entry.kind in ("checkpoint", "damaged")]
+        inside = [
+            (entry.path, entry.problem) for entry in survey(path) if entry.kind in ("checkpoint", "damaged", "newer")
+        ]
         if not inside:
             raise ValueError(f"There is no checkpoint in {path}, and it is none.")
         checkpoints += inside
@@ -200,7 +204,9 @@ def _trained_on(files: Files) -> dict[str, str]:
 
 def _problems(path: str) -> list[str]:
     try:
-        return check_files(path, read_manifest(path))
+        manifest = read_manifest(path)
+        missing = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
+        return missing + check_files(path, manifest) or check_content(path, manifest)
     except CheckpointError as damage:
         return [str(damage)]
 
@@ -232,7 +238,7 @@ def _parent(path: str) -> str:
 
 
 def _check_exists(path: str) -> None:
-    fs, place = url_to_fs(path)
+    fs, place = resolve(path)
     if fs.exists(place):
         return
     folder, name = os.path.split(place)

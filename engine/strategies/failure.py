@@ -164,7 +164,9 @@ def _report(first: dict[str, Any], exception: BaseException, watchdog: Any, rank
             "traceback": _traceback(exception),
         }
     known = watchdog.known(exception=exception)
-    path = write_report(watchdog.folder, first, known, watchdog.heartbeat.resume_from, details)
+    path = write_report(
+        watchdog.folder, first, known, watchdog.heartbeat.resume_from, details, watchdog.heartbeat.run_id
+    )
     say(rank, f"the failure report is {path}")
 
 
@@ -174,6 +176,7 @@ def write_report(
     ranks: dict[int, dict[str, Any]],
     resume_from: str | None,
     details: dict[str, Any] | None = None,
+    run_id: str | None = None,
 ) -> str:
     """Writes the JSON that says how a run ended, without any collective.
 
@@ -183,6 +186,7 @@ def write_report(
         ranks: what is known of each rank.
         resume_from: the newest checkpoint.
         details: of the exception.
+        run_id: as the manifests of the run's checkpoints have it.
 
     Returns:
         Its path, or why there is none.
@@ -194,6 +198,7 @@ def write_report(
         "message": failure["message"],
         "exception": details or None,
         "resume_from": resume_from,
+        "run": run_id,
         "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
         "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),

@@ -236,7 +236,7 @@ class Watchdog:
         """Writes the report, and says so."""
         rank = self.heartbeat.rank
         failure = {"rank": culprit, "kind": kind, "by": rank, "message": message}
-        path = write_report(self.folder, failure, known, self.heartbeat.resume_from)
+        path = write_report(self.folder, failure, known, self.heartbeat.resume_from, None, self.heartbeat.run_id)
         text = f"{kind}, because of rank {culprit}: {message}. The failure report is {path}"
         say(rank, text)
         return text
