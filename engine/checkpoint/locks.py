@@ -82,10 +82,10 @@ def _take(root: str, folder: str | os.PathLike[str]) -> IO[str]:
         if os.path.islink(f"{root}/{_LOCK}") or os.path.isdir(f"{root}/{_LOCK}"):
             raise _not_ours(root) from None
         raise error
-    stream = os.fdopen(handle, "r+")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        stream.close()
+        os.close(handle)
         raise _not_ours(root)
+    stream = os.fdopen(handle, "r+")
     said = stream.read(1000)
     try:
         # A record lock: children that inherit the file (a loader's workers, say) do not hold it.

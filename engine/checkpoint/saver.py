@@ -66,6 +66,7 @@ class Saver:
         self._group = ALONE
         self._group_of: Any = None
         self._removals: list[str] = []
+        self._notes: list[str] = []
         self._has_checked_rest = False
         self.ranks: HostGroup | None = None
         """By what the ranks agree; None: a gloo group of their own. Without one rank 0 writes everything."""
@@ -116,6 +117,7 @@ class Saver:
         job = _Job(path, staged, content, _packed(of_rank), about, link)
         if not in_background:
             self._write(job, group)
+            self._tell_notes()
             return
         self._path = path
         self._thread = threading.Thread(target=self._run, args=(job, group), name="polyphase-save")
@@ -132,6 +134,7 @@ class Saver:
         if self._thread is None or self._thread.is_alive():
             return
         self._thread = None
+        self._tell_notes()
         error, self._error = self._error, None
         removals, self._removals = self._removals, []
         if error is None:
@@ -144,6 +147,12 @@ class Saver:
             f"The checkpoint {self._path} could not be saved: {error}. {newest}; training goes on.",
             category=RuntimeWarning,
         )
+
+    def _tell_notes(self) -> None:
+        """On the trainer's thread, where a warning that the user made an error does not undo a save."""
+        notes, self._notes = self._notes, []
+        for note in notes:
+            rank_zero_warn(note)
 
     def remove(self, path: str) -> None:
         """Removes a checkpoint; not before the save in flight, which may be to replace it, has succeeded."""
@@ -291,11 +300,12 @@ class Saver:
         manifest = Manifest(
             name=job.path.rstrip("/").rsplit("/", 1)[-1], time=time.time(), files=dict(files.written), **job.about
         )
-        publish(files.url, job.path, manifest)
+        notes = [publish(files.url, job.path, manifest)]
         if self.on_published is not None:
             self.on_published(job.path, manifest)
         if job.link is not None:
-            point(job.path, job.link)
+            notes.append(point(job.path, job.link))
+        self._notes += [note for note in notes if note is not None]
 
 
 class _Wants(NamedTuple):
@@ -381,20 +391,11 @@ def _making_sense(path: str, weights_only: bool | None = None) -> Iterator[None]
         raise
     except CheckpointError as error:
         raise CheckpointError(f"The checkpoint {path} is damaged: {str(error).rstrip('.')}.") from error
-    except (
-        OSError,
-        RecursionError,
-        MemoryError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as e:
-        if weights_only is False and not isinstance(e, OSError):
+    except Exception as error:
+        if weights_only is False and not isinstance(error, OSError):
             raise  # of the user's own classes, say
-        reason = str(e).splitlines()[0] if str(e) else ""
-        raise CheckpointError(f"The checkpoint {path} is damaged: {type(e).__name__}: {reason[:300]}") from e
+        reason = str(error).splitlines()[0][:300] if str(error) else ""
+        raise CheckpointError(f"The checkpoint {path} is damaged: {type(error).__name__}: {reason}") from error
 
 
 def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> list[str]:

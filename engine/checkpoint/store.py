@@ -79,10 +79,13 @@ def begin(path: str | os.PathLike[str]) -> str:
     return staging
 
 
-def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> None:
+def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> str | None:
     """Makes what is in `staging` the checkpoint `path`; an older one of that name is there until the new one is.
 
     A damaged one of that name is moved aside.
+
+    Returns:
+        What the user should know of it; None for nothing.
 
     Raises:
         CheckpointError: something that is not ours stands there.
@@ -91,17 +94,17 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> N
     with files.writing(MANIFEST) as stream:
         stream.write(manifest_bytes(manifest))
     if not files.is_local:
-        return
+        return None
     sync(staging)
     _, final = resolve(path)
-    replaced = None
+    replaced = note = None
     check_may_replace(final)
     if os.path.islink(final) or os.path.isfile(final):
         os.remove(final)
     elif standing_at(final).kind == "damaged":
         aside = f"{final}.damaged-{_random_name()}"
         os.rename(final, aside)
-        warnings.warn(f"{final} was damaged: it is called {aside} now, and a new one has its name.", stacklevel=2)
+        note = f"{final} was damaged: it is called {aside} now, and a new one has its name."
     elif os.path.isdir(final) and os.listdir(final):
         # A directory that is not empty can't be renamed onto; between the two renames `repair` finds the way back.
         replaced = f"{_parent(final)}/{_REPLACED}{_random_name()}"
@@ -110,20 +113,25 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> N
     sync(_parent(final))
     if replaced is not None:
         remove(replaced)
+    return note
 
 
-def point(path: str | os.PathLike[str], name: str = "last") -> None:
-    """Makes the link `name` beside a local checkpoint point at it; what has that name and is no link stays."""
+def point(path: str | os.PathLike[str], name: str = "last") -> str | None:
+    """Makes the link `name` beside a local checkpoint point at it; what has that name and is no link stays.
+
+    Returns:
+        What the user should know of it; None for nothing.
+    """
     fs, final = resolve(path)
     if not isinstance(fs, LocalFileSystem):
-        return
+        return None
     link = f"{_parent(final)}/{name}"
     if os.path.lexists(link) and not os.path.islink(link):
-        warnings.warn(f"{link} is no link, and stays as it is: it does not point at {final}.", stacklevel=2)
-        return
+        return f"{link} is no link, and stays as it is: it does not point at {final}."
     fresh = f"{_parent(final)}/{_LINK}{_random_name()}"
     os.symlink(os.path.basename(final), fresh)
     os.replace(fresh, link)
+    return None
 
 
 def discard(staging: str) -> None:
@@ -147,17 +155,12 @@ def remove(path: str | os.PathLike[str]) -> None:
         return
     if standing.kind == "foreign":
         warnings.warn(f"{path} is {standing.about}: that is not removed.", stacklevel=2)
-        if not is_checkpoint(path):
-            return
+        _remove_among_others(path, standing.extras)
+        return
     if not fs.isdir(folder):
         fs.rm_file(folder)
         return
     if fs.exists(f"{folder}/{MANIFEST}"):
-        if standing.extras:
-            for name in read_manifest(path).files.keys() - {*standing.extras}:
-                fs.rm_file(f"{folder}/{name}")
-            fs.rm_file(f"{folder}/{MANIFEST}")
-            return
         fs.rm_file(f"{folder}/{MANIFEST}")
     if isinstance(fs, LocalFileSystem):
         # Under a name that `repair` knows, should the process be killed in the middle of it.
@@ -165,6 +168,19 @@ def remove(path: str | os.PathLike[str]) -> None:
         os.rename(folder, leftover)
         folder = leftover
     fs.rm(folder, recursive=True)
+
+
+def _remove_among_others(path: str | os.PathLike[str], extras: tuple[str, ...]) -> None:
+    """Removes the files of a checkpoint, and not the `extras` beside them; nothing, if that is no checkpoint."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return
+    files = Files(path)
+    files.fs.rm_file(files.join(MANIFEST))
+    for name in manifest.files.keys() - {*extras}:
+        if files.fs.exists(files.join(name)):
+            files.fs.rm_file(files.join(name))
 
 
 def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -207,10 +223,11 @@ def is_leftover(path: str) -> bool:
     """Whether a local directory is what a save or a removal has left that was killed: by its name and all it holds."""
     if not _LEFTOVER.fullmatch(os.path.basename(path)) or os.path.islink(path) or not os.path.isdir(path):
         return False
-    return all(
-        (entry.name == MANIFEST or is_file_of_ours(entry.name)) and entry.is_file(follow_symlinks=False)
-        for entry in os.scandir(path)
-    )
+    with os.scandir(path) as entries:
+        return all(
+            (entry.name == MANIFEST or is_file_of_ours(entry.name)) and entry.is_file(follow_symlinks=False)
+            for entry in entries
+        )
 
 
 def repair(folder: str | os.PathLike[str]) -> list[str]:
