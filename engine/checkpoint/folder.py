@@ -26,6 +26,8 @@ class Entry(NamedTuple):
     """None if it is no checkpoint."""
     problem: str = ""
     """Why it is none."""
+    newer_sequence: int | None = None
+    """Of one of a newer format: its place in the order of saves, if it says so."""
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ def _entry(fs: AbstractFileSystem, place: str, path: str) -> Entry:
         try:
             read_manifest(path)
         except NewerFormatError as newer:
-            return Entry(path, "newer", problem=f"can't be opened: {newer}")
+            return Entry(path, "newer", problem=f"can't be opened: {newer}", newer_sequence=newer.sequence)
         except CheckpointError:
             pass  # as of any save that did not end
         problem = "is being saved or removed, or was when its process was killed"
@@ -76,7 +78,7 @@ def _entry(fs: AbstractFileSystem, place: str, path: str) -> Entry:
         if MANIFEST in files:
             return Entry(path, "checkpoint", read_manifest(path))
     except NewerFormatError as newer:
-        return Entry(path, "newer", problem=f"can't be opened: {newer}")
+        return Entry(path, "newer", problem=f"can't be opened: {newer}", newer_sequence=newer.sequence)
     except CheckpointError as damage:
         return Entry(path, "damaged", problem=f"can't be opened: {damage}")
     except OSError as error:

@@ -66,7 +66,8 @@ class Ledger:
         self._run = run
         self._lock = threading.Lock()
         manifests = [(entry.path, entry.manifest) for entry in entries if entry.manifest is not None]
-        self._sequence = max((manifest.sequence for _, manifest in manifests), default=0)
+        known = [manifest.sequence for _, manifest in manifests] + [entry.newer_sequence or 0 for entry in entries]
+        self._sequence = max(known, default=0)
         self._snapshots: dict[str, Snapshot] = {}
         for path, manifest in manifests:
             self.note_published(path, manifest)

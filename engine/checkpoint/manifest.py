@@ -64,6 +64,9 @@ class CheckpointError(ValueError):
 class NewerFormatError(CheckpointError):
     """A checkpoint was written by a newer version, which has to be installed to open it."""
 
+    sequence: int | None = None
+    """As in `Manifest`; None if it does not say."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -163,10 +166,12 @@ def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:
             raise ValueError("its checksum differs")
         if _count(said, "format") > FORMAT:
             newer = said["versions"].get("polyphase") if isinstance(said.get("versions"), dict) else None
-            raise NewerFormatError(
+            refusal = NewerFormatError(
                 f"The checkpoint {path} has format {said['format']}, this version of Polyphase opens formats up to"
                 f" {FORMAT}: install Polyphase {newer if isinstance(newer, str) else 'of a newer version'} or newer."
             )
+            refusal.sequence = said["sequence"] if type(said.get("sequence")) is int else None
+            raise refusal
         return _manifest(said)
     except CheckpointError:
         raise

@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     problems: list[str]
     """Why others can't be opened."""
     newer: str | None
-    """The message of one that a newer version has written."""
+    """The message of one that a newer version has written, after all that can be opened."""
     record: RunRecord | None
 
 
@@ -67,11 +67,12 @@ class RunHistory:
         fs, root = resolve(self._folder)
         if fs.isdir(root):
             self._entries = survey(self._folder)
+        newest = max((entry.manifest.sequence for entry in self._entries if entry.manifest is not None), default=0)
         unreadable = ("damaged", "unfinished") if os.path.isdir(root) else ("damaged",)
         return Seen(
             [entry.path for entry in self._entries if entry.manifest is not None and entry.manifest.kind != "weights"],
             [f"{entry.path} {entry.problem}" for entry in self._entries if entry.kind in unreadable],
-            next((f"{entry.path} {entry.problem}" for entry in self._entries if entry.kind == "newer"), None),
+            next((f"{entry.path} {entry.problem}" for entry in self._entries if _is_newer(entry, newest)), None),
             read_record(self._folder, self._trainer.default_root_dir),
         )
 
@@ -126,6 +127,11 @@ class RunHistory:
     def _removed(self, path: str) -> None:
         if self._ledger is not None:
             self._ledger.note_removed(path)
+
+
+def _is_newer(entry: Entry, newest: int) -> bool:
+    sequence = entry.newer_sequence
+    return entry.kind == "newer" and (sequence is None or sequence >= newest)
 
 
 def check_may_start_afresh(folder: str | None, seen: Seen, failures: list[str]) -> None:
