@@ -84,7 +84,7 @@ class Engine(LoopTrainer):
             (``"drop"``).
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
-            the number of processes changes.
+            the number of processes changes. ``"fresh"``: the same, but none, whatever is there.
         async_checkpoints: save while training goes on; a step waits until its state is copied.
         compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
         hang_timeout_s: how long a rank may stay at one batch and phase; then the run ends, with the culprit and all
