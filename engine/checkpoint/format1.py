@@ -52,7 +52,8 @@ class _Object:
     """What the pickle makes of a name."""
 
     def __init__(self, name: _Name, arguments: tuple[Any, ...]) -> None:
-        self.name, self.arguments, self.state = name.text, arguments, None
+        self.name, self.arguments = name.text, arguments
+        self.state: Any = None
 
 
 def parse_metadata(content: bytes) -> Index:

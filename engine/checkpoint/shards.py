@@ -42,7 +42,7 @@ _SAFETENSORS = {
 
 
 class _Piece(NamedTuple):
-    index: MetadataIndex
+    place: MetadataIndex
     tensor: Tensor
     is_whole: bool
 
@@ -98,7 +98,7 @@ class Writer(StorageWriter):
             for piece in pieces:
                 if piece.num_bytes:
                     stream.write(_bytes_of(piece.tensor))
-                results.append(WriteResult(piece.index, piece.num_bytes, (name, position, piece.num_bytes)))
+                results.append(WriteResult(piece.place, piece.num_bytes, (name, position, piece.num_bytes)))
                 position += piece.num_bytes
         return results
 
@@ -166,7 +166,7 @@ class Reader(StorageReader):
         target = planner.resolve_tensor(item).detach()
         dtype = self._index[item.storage_index.fqn].dtype
         if self._is_packed:
-            block, offsets = _unpacked(stream, chunk, dtype), item.storage_offsets
+            block, offsets = _unpacked(stream, chunk, dtype), list(item.storage_offsets)
         else:
             block, offsets = _rows(stream, chunk, dtype, item)
         for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
@@ -205,13 +205,14 @@ def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetad
 # --- writing
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _plain(tensor: Any) -> Tensor:
     """On the host, dense, and with its values as they are seen."""
+    assert isinstance(tensor, Tensor), "only tensors are saved"
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _dealt(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
@@ -230,9 +231,9 @@ def _header(pieces: list[_Piece]) -> bytes:
     entries: dict[str, Any] = {}
     position = 0
     for piece in pieces:
-        key = piece.index.fqn
+        key = piece.place.fqn
         if not piece.is_whole or key in entries:
-            key += "@" + ",".join(map(str, piece.index.offset or ()))
+            key += "@" + ",".join(map(str, piece.place.offset or ()))
         name = _SAFETENSORS.get(piece.tensor.dtype)
         end = position + piece.num_bytes
         shape = list(piece.tensor.shape) if name else [piece.num_bytes]
@@ -259,7 +260,7 @@ def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tupl
         return torch.empty(sizes, dtype=dtype), offsets
     content = torch.empty(num_bytes, dtype=torch.uint8)
     stream.seek(start)
-    _fill(stream, memoryview(content.numpy()), chunk.file)
+    _fill(stream, content.numpy().data, chunk.file)
     return content.view(dtype).view(sizes), offsets
 
 
