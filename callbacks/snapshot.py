@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from polyphase.engine.checkpoint import find, lock, repair
+from polyphase.engine.checkpoint import absolute, lock, repair
 from polyphase.engine.flags import check_count, check_number, choose
 
 __all__ = ["Snapshot", "default_snapshot"]
@@ -51,7 +51,9 @@ class Snapshot(Callback):
                 check_count(name, steps)
         if every_minutes is not None:
             check_number("every_minutes", every_minutes, above=0)
-        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        # Absolute at once, that a change of directory does not split a run over two folders.
+        self.dirpath = None if dirpath is None else absolute(dirpath)
+        self._default_dirpaths: dict[str, str] = {}
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes
         self.keep_last = check_count("keep_last", keep_last)
@@ -78,7 +80,12 @@ class Snapshot(Callback):
 
     def snapshot_folder(self, trainer: Trainer) -> str:
         """Where the snapshots of `trainer` are."""
-        return self.dirpath or os.path.join(trainer.default_root_dir, "snapshots")
+        if self.dirpath is not None:
+            return self.dirpath
+        root = trainer.default_root_dir
+        if root not in self._default_dirpaths:
+            self._default_dirpaths[root] = absolute(os.path.join(root, "snapshots"))
+        return self._default_dirpaths[root]
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Takes the folder for this run.
@@ -123,7 +130,7 @@ class Snapshot(Callback):
         """Saves what can be saved: all ranks agreed to stop, or there is only one."""
         if trainer.state.fn == "fit" and self._saved_step is not None:
             if isinstance(exception, SIGTERMException) or trainer.world_size == 1:
-                self._save(trainer)
+                self._save(trainer)  # not if `nonfinite="error"` has found that the state is of no use
             is_asked = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
             if not (is_asked and any(hasattr(c, "on_run_end") for c in trainer.callbacks)):  # which says the same
                 rank_zero_info(f"Stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
@@ -143,11 +150,11 @@ class Snapshot(Callback):
         if step == self._saved_step:
             return
         self._saved_step, self._saved_at = step, time.monotonic()
-        path = os.path.join(self.snapshot_folder(trainer), f"step={step}")
+        path = os.path.join(self.snapshot_folder(trainer), trainer.run_history.snapshot_name(step))
         self._note_best(trainer, path)
-        trainer.save_checkpoint(path, link="last")
+        trainer.save_checkpoint(path, link="last", kind="snapshot")
         if trainer.is_global_zero:
-            for old in self._superfluous(self.snapshot_folder(trainer), path):
+            for old in self._superfluous(trainer.run_history.snapshots(), path):
                 trainer.remove_checkpoint(old)
 
     def _note_best(self, trainer: Trainer, path: str) -> None:
@@ -160,14 +167,19 @@ class Snapshot(Callback):
         if not self._best or sign * float(value) < sign * self._best["value"]:
             self._best = {"path": path, "value": float(value)}
 
-    def _superfluous(self, folder: str, newest: str) -> list[str]:
-        """What is neither among the last few, nor to be kept for ever, nor the best; `newest` is on its way."""
-        older = [(path, manifest) for path, manifest in find(folder) if manifest.name != os.path.basename(newest)]
+    def _superfluous(self, snapshots: list[Any], newest: str) -> list[str]:
+        """What is neither among the last few, nor to be kept for ever, nor the best; `newest` is on its way.
+
+        Args:
+            snapshots: those of this run and of the ones it continues, the newest first: no other is removed.
+            newest: path.
+        """
+        older = [found for found in snapshots if found.name != os.path.basename(newest)]
         every, best = self.keep_every_n_steps, os.path.basename(self._best.get("path", ""))
         return [
-            path
-            for path, manifest in older[self.keep_last - 1 :]
-            if not (every and manifest.step % every == 0) and manifest.name != best
+            found.path
+            for found in older[self.keep_last - 1 :]
+            if not (every and found.step % every == 0) and found.name != best
         ]
 
 

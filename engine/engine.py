@@ -101,7 +101,7 @@ class Engine(LoopTrainer):
         compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
-            the number of processes changes.
+            the number of processes changes. ``"fresh"``: the same, but none, whatever is there.
         async_checkpoints: save while training goes on; a step waits until its state is copied.
         hang_timeout_s: how long a rank may stay at one batch and phase; then the run ends, with the culprit and all
             stacks named. Three times as long before the second batch. None: for ever.
@@ -237,7 +237,7 @@ class Engine(LoopTrainer):
         default_bar: Callback | None = None
         if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
             given.append(default_bar := _progress_bar())
-        if resume == "auto" and not any(hasattr(callback, "snapshot_folder") for callback in given):
+        if resume in ("auto", "fresh") and not any(hasattr(callback, "snapshot_folder") for callback in given):
             given.append(_snapshot())
         if mode is not None:
             given.insert(0, CompileSteps(mode))
@@ -263,7 +263,7 @@ class Engine(LoopTrainer):
             default_bar,
             hang_timeout_s=hang_timeout_s,
             async_checkpoints=async_checkpoints,
-            keeps_global_batch=resume == "auto",
+            keeps_global_batch=resume in ("auto", "fresh"),
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             uneven=uneven,

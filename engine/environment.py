@@ -26,6 +26,7 @@ __all__ = [
     "make_room_for_nodes",
     "port_is_ours",
     "resolve_sizes",
+    "restart_count",
     "share_threads",
     "shows_all_frames",
     "started_by",
@@ -61,6 +62,11 @@ def launched_sizes() -> tuple[int, int] | None:
 def is_started_again() -> bool:
     """Whether torchrun may start the processes again and again, over one key-value store that it keeps."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_count() -> int:
+    """How often the launcher has started this job again."""
+    return max(int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM"))
 
 
 def knows_where_nodes_meet(cluster_environment: Any) -> bool:

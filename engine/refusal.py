@@ -24,7 +24,7 @@ __all__ = [
     "refusing",
 ]
 
-_LOOKED_UP = ("auto", "best", "hpc", "last")
+_LOOKED_UP = ("auto", "fresh", "best", "hpc", "last")
 """What stands for a checkpoint without being the path of one."""
 
 

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 from ..lazy import import_on_access
 
 if TYPE_CHECKING:
+    from .files import absolute
     from .rng import draw_alone, get_random_state, set_random_state
     from .saver import Saver, load_checkpoint
-    from .store import CheckpointError, Manifest, find, is_checkpoint, lock, read_manifest, repair
+    from .store import CheckpointError, Manifest, NewerFormatError, find, is_checkpoint, lock, read_manifest, repair
     from .tree import NAMES, by_name, by_number, numbered
 
 __all__ = [
     "NAMES",
     "CheckpointError",
     "Manifest",
+    "NewerFormatError",
     "Saver",
+    "absolute",
     "by_name",
     "by_number",
     "draw_alone",
@@ -38,7 +41,9 @@ __getattr__ = import_on_access(
         "NAMES": "tree",
         "CheckpointError": "store",
         "Manifest": "store",
+        "NewerFormatError": "store",
         "Saver": "saver",
+        "absolute": "files",
         "by_name": "tree",
         "by_number": "tree",
         "draw_alone": "rng",

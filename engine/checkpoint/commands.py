@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from fsspec.core import url_to_fs
 from rich.console import Console
 from rich.table import Table
 
 from ..flags import choose, did_you_mean
 from .endings import SUFFIXES
-from .files import Files
+from .files import Files, resolve
 from .folder import prune, survey
-from .store import CheckpointError, Manifest, check_files, is_checkpoint, read_manifest
+from .manifest import METADATA, RANKS, REST, TENSORS, CheckpointError, Manifest, is_checkpoint, read_manifest
+from .store import check_files
 
 __all__ = ["main"]
 
@@ -78,16 +78,18 @@ def _list(folder: str) -> int:
 
 
 def _inspect(path: str, tensors: bool) -> int:
-    from .saver import RANKS, REST
+    from .saver import check_content
     from .shards import tensors_in
 
     _check_exists(path)
     manifest, files = read_manifest(path), Files(path)
-    small = [name for name in (".metadata", REST, RANKS) if name in manifest.files]
-    wrong = [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
+    small = [name for name in (METADATA, TENSORS, REST, RANKS) if name in manifest.files]
+    wrong = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
+    wrong += [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
+    wrong = wrong or check_content(path, manifest, is_to_open=False)
     if wrong:
         raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
-    stored = tensors_in(files)
+    stored = tensors_in(files, manifest)
     console = _console()
     about = Table("what", "value", show_header=False)
     for name, value in {**_about(path, manifest, len(stored)), **_progress(files)}.items():
@@ -109,7 +111,9 @@ def _verify(paths: list[str]) -> int:
         if is_checkpoint(path):
             checkpoints.append((path, ""))
             continue
-        inside = [(entry.path, entry.problem) for entry in survey(path) if entry.kind in ("checkpoint", "damaged")]
+        inside = [
+            (entry.path, entry.problem) for entry in survey(path) if entry.kind in ("checkpoint", "damaged", "newer")
+        ]
         if not inside:
             raise ValueError(f"There is no checkpoint in {path}, and it is none.")
         checkpoints += inside
@@ -176,7 +180,7 @@ def _about(path: str, manifest: Manifest, num_tensors: int) -> dict[str, str]:
 
 def _progress(files: Files) -> dict[str, str]:
     """What Lightning's part says."""
-    from .saver import REST, load_file
+    from .saver import load_file
 
     try:
         rest, trained_on = load_file(files, REST, True), _trained_on(files)
@@ -195,7 +199,7 @@ def _progress(files: Files) -> dict[str, str]:
 
 def _trained_on(files: Files) -> dict[str, str]:
     """Of each training loader, which part of the epoch's order was trained on, by how many ranks."""
-    from .saver import RANKS, load_file
+    from .saver import load_file
 
     said = {}
     ranks = load_file(files, RANKS, True)
@@ -209,8 +213,12 @@ def _trained_on(files: Files) -> dict[str, str]:
 
 
 def _problems(path: str) -> list[str]:
+    from .saver import check_content
+
     try:
-        return check_files(path, read_manifest(path))
+        manifest = read_manifest(path)
+        missing = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
+        return missing + check_files(path, manifest) or check_content(path, manifest)
     except CheckpointError as damage:
         return [str(damage)]
 
@@ -242,7 +250,7 @@ def _parent(path: str) -> str:
 
 
 def _check_exists(path: str) -> None:
-    fs, place = url_to_fs(path)
+    fs, place = resolve(path)
     if fs.exists(place):
         return
     folder, name = os.path.split(place)

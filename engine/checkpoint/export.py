@@ -12,15 +12,14 @@ from typing import Any
 import safetensors.torch
 import torch
 from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from ..flags import choose
 from .endings import SUFFIXES
-from .files import Files, sync
+from .files import Files, resolve, sync
+from .manifest import CheckpointError
 from .saver import Saver
-from .store import CheckpointError
 from .tree import NAMES, numbered
 
 __all__ = ["export"]
@@ -45,7 +44,7 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
         ValueError: another ending, or the file is there already.
     """
     suffix = choose("ending", os.path.splitext(to)[1], SUFFIXES)
-    fs, target = url_to_fs(to)
+    fs, target = resolve(to)
     if fs.isdir(target):
         raise ValueError(f"{to} is a folder: give the name of a file.")
     if fs.exists(target) and not overwrite:

@@ -1,6 +1,8 @@
 """The files of a checkpoint, on any filesystem: synced, and with their sizes and checksums."""
 
 import os
+import re
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +12,19 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["Files", "resolve", "sync"]
+__all__ = ["Files", "NotAPlainFileError", "absolute", "is_plain_name", "resolve", "sync"]
 
 _CHUNK_BYTES = 1 << 22
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
+
+
+class NotAPlainFileError(ValueError):
+    """What stands under a file's name is a link, a folder, a device or a pipe: it is not opened."""
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether `name` names something within a folder: it is no path, and does not lead out of it."""
+    return type(name) is str and 0 < len(name) <= 255 and name not in (".", "..") and not {*name} & {"/", "\\", "\0"}
 
 
 class Files:
@@ -46,22 +58,65 @@ class Files:
                 os.fsync(stream.fileno())
         self.written[name] = (checked.num_bytes, checked.crc)
 
-    def read(self, name: str) -> bytes:
-        """All of a file."""
-        return self.fs.cat_file(self.join(name))
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Any]:
+        """A file to read from. It has to be a plain file of this directory.
+
+        Raises:
+            NotAPlainFileError: it is a link, a folder, a device or a pipe, or `name` leads elsewhere.
+        """
+        if not is_plain_name(name):
+            raise NotAPlainFileError(f"{name!r} is no name of a file")
+        if not self.is_local:
+            with self.fs.open(self.join(name), "rb") as stream:
+                yield stream
+            return
+        path = self.join(name)
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise NotAPlainFileError(f"{name} is no plain file")
+        # Between the two it may become something else, of which a pipe would have us wait.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise NotAPlainFileError(f"{name} is no plain file")
+            yield stream
+
+    def read(self, name: str, most_bytes: int | None = None) -> bytes:
+        """All of a file.
+
+        Raises:
+            NotAPlainFileError: it is a link, a folder, a device or a pipe, or larger than `most_bytes`.
+        """
+        with self.reading(name) as stream:
+            if most_bytes is None:
+                return stream.read()
+            content = stream.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise NotAPlainFileError(f"{name} has more than {most_bytes} bytes")
+        return content
 
     def check(self, name: str, size: int, crc: int) -> str | None:
         """What is wrong with a file; None if nothing is."""
-        path = self.join(name)
-        if not self.fs.exists(path):
+        try:
+            return self._check(name, size, crc)
+        except FileNotFoundError:
             return f"{name} is missing"
-        found = self.fs.size(path)
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
-        seen = 0
-        with self.fs.open(path, "rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
+        except NotAPlainFileError as error:
+            return str(error)
+        except OSError as error:
+            return f"{name} can't be read: {error.strerror or error}"
+
+    def _check(self, name: str, size: int, crc: int) -> str | None:
+        if not self.is_local and not self.fs.exists(self.join(name)):
+            return f"{name} is missing"
+        with self.reading(name) as stream:
+            found = os.fstat(stream.fileno()).st_size if self.is_local else self.fs.size(self.join(name))
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
+            seen, left = 0, size
+            while chunk := stream.read(min(_CHUNK_BYTES, left)):
                 seen = zlib.crc32(chunk, seen)
+                left -= len(chunk)
         return None if seen == crc else f"the content of {name} was changed (its checksum differs)"
 
 
@@ -103,8 +158,22 @@ class _Checked:
 
 
 def resolve(path: str | os.PathLike[str]) -> tuple[AbstractFileSystem, str]:
-    """The filesystem of a path, and its absolute form there."""
-    return url_to_fs(os.fspath(path))
+    """The filesystem of a path, and its absolute form there.
+
+    A local path is taken as it is: fsspec would cut it at ``::``.
+    """
+    given = os.fspath(path)
+    if given.startswith("file://"):
+        given = given.removeprefix("file://")
+    elif _PROTOCOL.match(given) and "://" in given:
+        return url_to_fs(given)
+    return LocalFileSystem(), os.path.abspath(os.path.expanduser(given))
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A path that means the same after `os.chdir`; URLs stay as they are."""
+    fs, place = resolve(path)
+    return place if isinstance(fs, LocalFileSystem) else os.fspath(path)
 
 
 def sync(path: str) -> None:

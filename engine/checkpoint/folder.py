@@ -1,43 +1,33 @@
 """A folder of checkpoints: what is in it, and what of it may go."""
 
 import os
-from fnmatch import fnmatch
 from typing import Literal, NamedTuple
 
 from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ..flags import check_count
-from .store import (
-    LEFTOVERS,
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    check_files,
-    home_of,
-    lock,
-    read_manifest,
-    remove,
-    repair,
-)
+from .files import resolve
+from .locks import lock
+from .manifest import MANIFEST, CheckpointError, Manifest, NewerFormatError, is_file_of_ours, read_manifest
+from .store import LEFTOVERS, check_files, home_of, is_leftover, remove, repair
 
 __all__ = ["Entry", "Pruned", "prune", "survey"]
-
-_FILES_OF_A_SAVE = ("rest.pt", "ranks.pt", ".metadata*", "*.distcp")
-"""The first two are `saver.REST` and `saver.RANKS`, which need torch; a test compares them."""
 
 
 class Entry(NamedTuple):
     """A directory in a folder of checkpoints."""
 
     path: str
-    kind: Literal["checkpoint", "damaged", "unfinished", "other"]
-    """Unfinished is what a save or a removal has left that did not end, or has not ended yet."""
+    kind: Literal["checkpoint", "damaged", "newer", "unfinished", "other"]
+    """Newer: of a format that this version does not know. Unfinished is what a save or a removal has left that did not
+    end, or has not ended yet."""
     manifest: Manifest | None = None
     """None if it is no checkpoint."""
     problem: str = ""
     """Why it is none."""
+    newer_sequence: int | None = None
+    """Of one of a newer format: its place in the order of saves, if it says so."""
 
     @property
     def name(self) -> str:
@@ -58,7 +48,7 @@ class Pruned(NamedTuple):
 
 def survey(folder: str | os.PathLike[str]) -> list[Entry]:
     """The directories in a folder: its checkpoints, the newest first, and then what is none."""
-    fs, root = url_to_fs(os.fspath(folder))
+    fs, root = resolve(folder)
     fs.invalidate_cache(root)
     found = []
     for place in sorted(fs.ls(root, detail=False)):
@@ -69,21 +59,31 @@ def survey(folder: str | os.PathLike[str]) -> list[Entry]:
     return sorted(found, key=_age, reverse=True)
 
 
-def _age(entry: Entry) -> tuple[float, float]:
-    return (-1, 0) if entry.manifest is None else (entry.manifest.step, entry.manifest.time)
+def _age(entry: Entry) -> tuple[float, ...]:
+    return (-1,) if entry.manifest is None else entry.manifest.order
 
 
 def _entry(fs: AbstractFileSystem, place: str, path: str) -> Entry:
-    if os.path.basename(path).startswith(LEFTOVERS):
+    if os.path.basename(path).startswith(LEFTOVERS) and (not isinstance(fs, LocalFileSystem) or is_leftover(path)):
+        try:
+            read_manifest(path)
+        except NewerFormatError as newer:
+            return Entry(path, "newer", problem=f"can't be opened: {newer}", newer_sequence=newer.sequence)
+        except CheckpointError:
+            pass  # as of any save that did not end
         problem = "is being saved or removed, or was when its process was killed"
         return Entry(path, "unfinished", problem=problem)
-    files = [os.path.basename(file) for file in fs.ls(place, detail=False)]
-    if MANIFEST in files:
-        try:
+    try:
+        files = [os.path.basename(file.rstrip("/")) for file in fs.ls(place, detail=False)]
+        if MANIFEST in files:
             return Entry(path, "checkpoint", read_manifest(path))
-        except CheckpointError as damage:
-            return Entry(path, "damaged", problem=f"can't be opened: {damage}")
-    if files and all(any(fnmatch(file, pattern) for pattern in _FILES_OF_A_SAVE) for file in files):
+    except NewerFormatError as newer:
+        return Entry(path, "newer", problem=f"can't be opened: {newer}", newer_sequence=newer.sequence)
+    except CheckpointError as damage:
+        return Entry(path, "damaged", problem=f"can't be opened: {damage}")
+    except OSError as error:
+        return Entry(path, "damaged", problem=f"can't be read: {error.strerror or error}")
+    if files and all(is_file_of_ours(file) for file in files):
         return Entry(path, "unfinished", problem=f"was never finished, or only half removed: it has no {MANIFEST}")
     return Entry(path, "other", problem=f"is no checkpoint: it has no {MANIFEST}")
 
@@ -111,7 +111,7 @@ def prune(
     removed, renamed, notes = _prune_unfinished(folder, dry_run)
     entries = survey(folder)
     found = {entry.path: entry.manifest for entry in entries if entry.manifest is not None}
-    notes += [f"{each.path} {each.problem}" for each in entries if each.kind in ("damaged", "other")]
+    notes += [f"{each.path} {each.problem}" for each in entries if each.kind in ("damaged", "newer", "other")]
     kept = set(list(found)[:keep_last])
     kept |= {path for path, manifest in found.items() if keep_every and manifest.step % keep_every == 0}
     last = os.path.basename(os.path.realpath(os.path.join(folder, "last")))
@@ -139,7 +139,7 @@ def _prune_unfinished(folder: str | os.PathLike[str], dry_run: bool) -> tuple[li
     left = [entry.path for entry in survey(folder) if entry.kind == "unfinished"]
     if not left:
         return [], [], []
-    if not isinstance(url_to_fs(os.fspath(folder))[0], LocalFileSystem):
+    if not isinstance(resolve(folder)[0], LocalFileSystem):
         # Without locks nobody knows whether a run is about to finish it.
         return [], [], [f"{path} is unfinished: if no run saves there, remove it yourself" for path in left]
     try:

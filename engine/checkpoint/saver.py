@@ -15,8 +15,8 @@ import pickle
 import re
 import threading
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,23 +28,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..host_group import ALONE, HostGroup, num_ranks
-from .files import Files
+from .files import Files, NotAPlainFileError
+from .manifest import RANKS, REST, CheckpointError, Manifest, read_manifest
 from .pieces import LoadPlanner, SavePlanner
-from .shards import Reader, Writer, tensors_in
-from .store import CheckpointError, Manifest, begin, check_files, discard, point, publish, read_manifest, remove
+from .shards import Reader, Writer, read_index
+from .store import begin, check_files, discard, point, publish, remove
+from .tensor_index import Index
 from .tree import join, like, marks, merged, numbered, split
 
-__all__ = ["RANKS", "REST", "Saver", "load_checkpoint", "load_file"]
-
-REST = "rest.pt"
-"""What is not sharded: Lightning's own state, by `torch.save`."""
-RANKS = "ranks.pt"
-"""What each rank says of itself, in rank order."""
+__all__ = ["RANKS", "REST", "Saver", "check_content", "load_checkpoint", "load_file"]
 
 log = logging.getLogger("polyphase.engine")
-
-# torch says so whenever one process saves or loads; nothing a user could change.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class _Job(NamedTuple):
@@ -72,11 +66,16 @@ class Saver:
         self._group = ALONE
         self._group_of: Any = None
         self._removals: list[str] = []
+        self._notes: list[str] = []
         self._has_checked_rest = False
         self.ranks: HostGroup | None = None
         """By what the ranks agree; None: a gloo group of their own. Without one rank 0 writes everything."""
         self.newest: str | None = None
         """The last checkpoint that was published."""
+        self.on_published: Callable[[str, Manifest], None] | None = None
+        """Called on rank 0 by whichever thread has published one."""
+        self.on_removed: Callable[[str], None] | None = None
+        """Called when one was removed."""
 
     def save(
         self,
@@ -118,6 +117,7 @@ class Saver:
         job = _Job(path, staged, content, _packed(of_rank), about, link)
         if not in_background:
             self._write(job, group)
+            self._tell_notes()
             return
         self._path = path
         self._thread = threading.Thread(target=self._run, args=(job, group), name="polyphase-save")
@@ -134,12 +134,13 @@ class Saver:
         if self._thread is None or self._thread.is_alive():
             return
         self._thread = None
+        self._tell_notes()
         error, self._error = self._error, None
         removals, self._removals = self._removals, []
         if error is None:
             for path in removals:
                 if path != self._path:
-                    remove(path)
+                    self._remove(path)
             return
         newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint yet"
         rank_zero_warn(
@@ -147,12 +148,23 @@ class Saver:
             category=RuntimeWarning,
         )
 
+    def _tell_notes(self) -> None:
+        """On the trainer's thread, where a warning that the user made an error does not undo a save."""
+        notes, self._notes = self._notes, []
+        for note in notes:
+            rank_zero_warn(note)
+
     def remove(self, path: str) -> None:
         """Removes a checkpoint; not before the save in flight, which may be to replace it, has succeeded."""
         if self._thread is None:
-            remove(path)
+            self._remove(path)
         else:
             self._removals.append(path)
+
+    def _remove(self, path: str) -> None:
+        remove(path)
+        if self.on_removed is not None:
+            self.on_removed(path)
 
     def load(
         self,
@@ -187,39 +199,20 @@ class Saver:
         group = ALONE if alone else self._ranks()
         manifest = _on_rank_0(group, lambda: read_manifest(path))
         share = (group.rank, group.size)
-        wrong = sorted(chain.from_iterable(group.gathered(check_files(path, manifest, share))))
+        wrong = sorted(chain.from_iterable(group.gathered(_all_wrong(path, manifest, share))))
         if wrong:
             raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
-        files = Files(path)
-        rest = load_file(files, REST, weights_only)
-        for key in leave_out:
-            rest.pop(key, None)
-        ranks = load_file(files, RANKS, weights_only)
-        if manifest.world_size == share[1] and manifest.layout == layout:
-            of_ranks = marks(ranks[share[0]])
-        else:
-            # Each rank's are to be dealt anew.
-            of_ranks = marks([{key: each[key] for key in each.keys() - own} for each in ranks])
-        stored = tensors_in(files)
-        shared = marks(rest)
-        if absent := [key for key in (*shared, *of_ranks) if key not in stored]:
-            raise CheckpointError(f"The checkpoint {path} is damaged: it has no tensors {', '.join(absent)}.")
-        templates = {key: template(key) for key in shared} | dict.fromkeys(of_ranks)  # a rank's own are whole
-        elsewhere = {key: given for key, given in templates.items() if given is not None and given.is_meta}
-        tensors = {
-            key: like(given, stored[key].size, stored[key].properties.dtype)
-            for key, given in templates.items()
-            if key not in elsewhere
-        }
-        dcp.load(
-            tensors,
-            storage_reader=Reader(files),
-            planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,  # each rank reads what it needs; all of them have seen the same files
-        )
-        tensors.update(elsewhere)
-        checkpoint = join(rest, tensors)
-        checkpoint.setdefault("polyphase", {})["ranks"] = join(ranks, tensors)
+        wants = _Wants(template, leave_out, share[0], layout, own, weights_only)
+        checkpoint, error = None, None
+        try:
+            checkpoint = _load(path, manifest, share[1], wants)
+        except CheckpointError as raised:
+            error = raised
+        # What one rank can't read, none may take: they all go on to the same next one.
+        errors = [said for said in group.gathered(None if error is None else str(error)) if said is not None]
+        if errors:
+            raise error or CheckpointError(errors[0])
+        assert checkpoint is not None
         return checkpoint
 
     def gather(self, mine: Any) -> list[Any]:
@@ -307,9 +300,120 @@ class Saver:
         manifest = Manifest(
             name=job.path.rstrip("/").rsplit("/", 1)[-1], time=time.time(), files=dict(files.written), **job.about
         )
-        publish(files.url, job.path, manifest)
+        notes = [publish(files.url, job.path, manifest)]
+        if self.on_published is not None:
+            self.on_published(job.path, manifest)
         if job.link is not None:
-            point(job.path, job.link)
+            notes.append(point(job.path, job.link))
+        self._notes += [note for note in notes if note is not None]
+
+
+class _Wants(NamedTuple):
+    """What of a checkpoint a rank wants; see `Saver.load`."""
+
+    template: Callable[[str], Tensor | None] = lambda key: None
+    leave_out: tuple[str, ...] = ()
+    rank: int = 0
+    layout: dict[str, int] | None = None
+    own: tuple[str, ...] = ()
+    weights_only: bool | None = None
+
+
+def _all_wrong(path: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
+    missing = [f"{name} is missing in the manifest" for name in manifest.missing_files()] if share[0] == 0 else []
+    return missing + check_files(path, manifest, share)
+
+
+def _load(path: str, manifest: Manifest, num_ranks: int, wants: _Wants) -> dict[str, Any]:
+    """Opens a checkpoint whose files are as the manifest says; they may make no sense all the same."""
+    files = Files(path)
+    with _making_sense(path, wants.weights_only):
+        index = read_index(files, manifest)
+        rest, ranks = _states(files, manifest, wants.weights_only)
+        for key in wants.leave_out:
+            rest.pop(key, None)
+        if manifest.world_size == num_ranks and manifest.layout == wants.layout:
+            of_ranks = marks(ranks[wants.rank])
+        else:
+            # Each rank's are to be dealt anew.
+            of_ranks = marks([{key: each[key] for key in each.keys() - wants.own} for each in ranks])
+        shared = marks(rest)
+        _check_present([*shared, *of_ranks], index)
+    templates = {key: wants.template(key) for key in shared} | dict.fromkeys(of_ranks)  # a rank's own are whole
+    elsewhere = {key: given for key, given in templates.items() if given is not None and given.is_meta}
+    with _making_sense(path, wants.weights_only):
+        tensors = {
+            key: like(given, torch.Size(index[key].size), index[key].dtype)
+            for key, given in templates.items()
+            if key not in elsewhere
+        }
+        _read_tensors(tensors, Reader(files, index, is_packed=manifest.format < 2))
+        tensors.update(elsewhere)
+        checkpoint = join(rest, tensors)
+        checkpoint.setdefault("polyphase", {})["ranks"] = join(ranks, tensors)
+    return checkpoint
+
+
+def _read_tensors(tensors: dict[str, Tensor], reader: Reader) -> None:
+    """Each rank reads what it needs, by itself: `torch.distributed.checkpoint.load` of one rank, which would warn."""
+    planner = LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, reader.read_metadata(), is_coordinator=True)
+    (plan,) = planner.create_global_plan([planner.create_local_plan()])
+    reader.read_data(planner.finish_plan(plan), planner)
+
+
+def _states(files: Files, manifest: Manifest, weights_only: bool | None) -> tuple[dict[str, Any], list[Any]]:
+    """The rest, and what each rank said; they agree with the manifest."""
+    rest, ranks = load_file(files, REST, weights_only), load_file(files, RANKS, weights_only)
+    if type(rest) is not dict or type(ranks) is not list or any(type(each) is not dict for each in ranks):
+        raise CheckpointError(f"{REST} or {RANKS} holds something else")
+    if len(ranks) != manifest.world_size:
+        raise CheckpointError(f"{RANKS} is of {len(ranks)} ranks, {manifest.world_size} have saved it")
+    for key, said in (("global_step", manifest.step), ("epoch", manifest.epoch)):
+        if rest.get(key, said) != said:
+            raise CheckpointError(f"its {key} is {said} in the manifest, and {str(rest[key])[:50]} in {REST}")
+    return rest, ranks
+
+
+def _check_present(keys: list[str], index: Index) -> None:
+    if any(type(key) is not str for key in keys):
+        raise CheckpointError("it marks a tensor by what is no name")
+    if absent := [key for key in keys if key not in index]:
+        raise CheckpointError(f"it has no tensors {', '.join(absent)}")
+
+
+@contextmanager
+def _making_sense(path: str, weights_only: bool | None = None) -> Iterator[None]:
+    """Whatever goes wrong within is the checkpoint's fault; and says which one it is."""
+    try:
+        yield
+    except _RefusedError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"The checkpoint {path} is damaged: {str(error).rstrip('.')}.") from error
+    except Exception as error:
+        if weights_only is False and not isinstance(error, OSError):
+            raise  # of the user's own classes, say
+        reason = str(error).splitlines()[0][:300] if str(error) else ""
+        raise CheckpointError(f"The checkpoint {path} is damaged: {type(error).__name__}: {reason}") from error
+
+
+def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> list[str]:
+    """What is wrong with a checkpoint whose files are as the manifest says; none of its tensors is read.
+
+    Nothing of it is executed. What would have to be executed to open it counts as wrong, if `is_to_open`.
+    """
+    files = Files(path)
+    try:
+        with _making_sense(path):
+            index = read_index(files, manifest)
+            rest, ranks = _states(files, manifest, True)
+            _check_present([*marks(rest), *marks(ranks)], index)
+    except _RefusedError as refused:
+        return [str(refused)] if is_to_open else []
+    except CheckpointError as error:
+        return [str(error).removeprefix(f"The checkpoint {path} is damaged: ").rstrip(".")]
+    return []
 
 
 def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -327,14 +431,18 @@ def _writes_shards(group: HostGroup) -> bool:
 
 
 def _write_shards(tensors: dict[str, Tensor], files: Files, group: HostGroup) -> None:
+    writer, planner = Writer(files), SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    if group.process_group is None:  # what torch does for one rank, without its warning that there is one
+        planner.set_up_planner(tensors, is_coordinator=True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        (plan,) = writer.prepare_global_plan(plans)
+        try:
+            writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+        except OSError as error:
+            raise CheckpointError(f"rank 0 could not write: {error!r}") from error
+        return
     try:
-        dcp.save(
-            tensors,
-            storage_writer=Writer(files),
-            planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group.process_group,
-            no_dist=group.process_group is None,
-        )
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group.process_group)
     except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
         reasons = [f"rank {rank} could not write: {error!r}" for rank, (error, _) in sorted(failed.failures.items())]
         raise CheckpointError("; ".join(reasons)) from failed
@@ -347,17 +455,24 @@ def _packed(value: Any) -> bytes:
     return stream.getvalue()
 
 
+class _RefusedError(CheckpointError):
+    """A checkpoint is in order, but would run code if it was opened."""
+
+
 def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
     """Opens `REST` or `RANKS`, with marks in place of the tensors that are sharded.
 
     Raises:
         CheckpointError: there are objects in it that `weights_only` does not allow.
     """
-    stream = io.BytesIO(files.read(name))
+    try:
+        stream = io.BytesIO(files.read(name))
+    except NotAPlainFileError as error:
+        raise CheckpointError(str(error)) from None
     try:
         return torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
     except pickle.UnpicklingError as refused:
-        raise CheckpointError(
+        raise _RefusedError(
             f"The checkpoint {files.url} holds objects that are no plain values: {_first_line(refused)} If you trust"
             " it, pass weights_only=False, or name the classes: torch.serialization.add_safe_globals([...])."
         ) from None

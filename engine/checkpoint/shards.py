@@ -1,154 +1,285 @@
-"""The tensors of a checkpoint: torch.distributed.checkpoint, written and read through `Files`.
+"""The tensors of a checkpoint: planned by torch.distributed.checkpoint, written and read as plain bytes by `Files`.
 
-Differs from torch's filesystem storage: sizes and checksums are taken while writing, paths may be fsspec URLs, no path
-of the machine is recorded, and `.metadata`, which torch unpickles freely, may name nothing but torch's own metadata
-classes.
+Each rank writes two files in the format of safetensors, which other tools can read too, and rank 0 says in
+`tensors.json` where each chunk is. Nothing of it is a pickle. The files of format 1, which were, still open: their
+metadata is read without unpickling, and each tensor by ``torch.load(weights_only=True)``.
 """
 
-import contextlib
+import dataclasses
 import io
-import os
+import json
+import math
 import pickle
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .files import Files
-from .store import CheckpointError
+from .files import Files, NotAPlainFileError
+from .format1 import parse_metadata
+from .manifest import METADATA, TENSORS, CheckpointError, Manifest
+from .tensor_index import Chunk, Index, check_index, index_bytes, parse_index, to_metadata
 
-__all__ = ["Reader", "Writer", "tensors_in"]
+__all__ = ["Reader", "Writer", "read_index", "tensors_in"]
 
-_METADATA = ".metadata"
+_NUM_FILES = 2
+"""Of each rank: one is written while the other's checksum is taken, or the disk is waited for."""
 
-_CLASSES = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+_SAFETENSORS = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
+"""Names of dtypes in that format; all others are bytes there."""
 
 
-class _Storage(FileSystemBase):
-    """What torch's writer and reader ask of a filesystem."""
+class _Piece(NamedTuple):
+    place: MetadataIndex
+    tensor: Tensor
+    is_whole: bool
 
-    def __init__(self, files: Files) -> None:
-        self.files = files
-        self.error: OSError | None = None
-        """The first one while writing."""
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        if mode != "wb":
-            with self.files.fs.open(path, mode) as stream:
-                yield stream
-            return
-        try:
-            with self.files.writing(_name(path)) as stream:
-                yield stream
-        except OSError as error:  # for `check`: torch loses what is raised on a thread of its own
-            self.error = self.error or error
-
-    def check(self) -> None:
-        """Raises what went wrong while writing."""
-        if self.error is not None:
-            raise self.error
-
-    def concat_path(self, path: Any, suffix: str) -> str:
-        return f"{path}/{suffix}"
-
-    def init_path(self, path: Any) -> str:
-        return os.fspath(path)
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        self.check()
-        self.files.fs.mv(path, new_path)
-        self.files.written[_name(new_path)] = self.files.written.pop(_name(path))
-
-    def mkdir(self, path: Any) -> None:
-        self.files.fs.makedirs(path, exist_ok=True)
-
-    def exists(self, path: Any) -> bool:
-        return self.files.fs.exists(path)
-
-    def rm_file(self, path: Any) -> None:
-        self.files.fs.rm_file(path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
 
 
-class Writer(FileSystemWriter):
+class Writer(StorageWriter):
     """Writes this rank's shards into `files`."""
 
     def __init__(self, files: Files) -> None:
-        # By two threads: one writes while the other takes the checksum, or waits for the disk. `Files` syncs.
-        super().__init__(files.path, thread_count=2, sync_files=False)
-        self.fs: Any = _Storage(files)
-        self.path: Any = files.path
+        self._files = files
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Of torch's interface."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Of torch's interface."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Of torch's interface."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Numbers the ranks, for the names of their files."""
+        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Raises OSError, of whichever thread's file."""
-        written = super().write_data(plan, planner)
-        self.fs.check()
-        return written
-
-    def storage_meta(self) -> StorageMeta:
-        """Without the path."""
-        return StorageMeta(save_id=self.save_id)
-
-
-class Reader(FileSystemReader):
-    """Reads shards from `files`."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__(files.path)
-        self.fs: Any = _Storage(files)
-        self.path: Any = files.path
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is stored where.
+        """Writes all chunks of a plan.
 
         Raises:
-            CheckpointError: the file names anything else than torch's metadata classes.
+            OSError: of whichever file.
         """
-        return _Unpickler(io.BytesIO(self.fs.files.read(_METADATA))).load()
+        pieces = []
+        for item in plan.items:
+            assert item.type != WriteItemType.BYTE_IO, "only tensors are saved"
+            assert item.tensor_data is not None
+            is_whole = item.tensor_data.chunk.sizes == item.tensor_data.size
+            pieces.append(_Piece(item.index, _plain(planner.resolve_data(item)), is_whole))
+        buckets = [(f"shard-{plan.storage_data}-{i}.safetensors", part) for i, part in enumerate(_dealt(pieces))]
+        with ThreadPoolExecutor(_NUM_FILES) as threads:
+            results = list(threads.map(lambda bucket: self._write(*bucket), buckets))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([result for part in results for result in part])
+        return written
+
+    def _write(self, name: str, pieces: list[_Piece]) -> list[WriteResult]:
+        header, results = _header(pieces), []
+        position = len(header)
+        with self._files.writing(name) as stream:
+            stream.write(header)
+            for piece in pieces:
+                if piece.num_bytes:
+                    stream.write(_bytes_of(piece.tensor))
+                results.append(WriteResult(piece.place, piece.num_bytes, (name, position, piece.num_bytes)))
+                position += piece.num_bytes
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank, when all have written: says where everything is."""
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        with self._files.writing(TENSORS) as stream:
+            stream.write(index_bytes(metadata, places))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Of torch's interface."""
+        return True
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _CLASSES:
-            raise CheckpointError(
-                f"{_METADATA} of the checkpoint names {module}.{name}, which no checkpoint needs: it is not opened."
-            )
-        return super().find_class(module, name)
+class Reader(StorageReader):
+    """Reads shards from `files`.
+
+    Args:
+        files: of the checkpoint.
+        index: what `read_index` has found there.
+        is_packed: the checkpoint is of format 1.
+    """
+
+    def __init__(self, files: Files, index: Index, *, is_packed: bool = False) -> None:
+        self._files, self._is_packed = files, is_packed
+        self._metadata = to_metadata(index)
+        self._index = index
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Of torch's interface."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What is stored where."""
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Of torch's interface."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Of torch's interface."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Of torch's interface."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what a plan wants, file by file, in the order of the bytes."""
+        wanted: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                raise CheckpointError(f"{item.storage_index.fqn} is no tensor: it is not read")
+            chunk = self._metadata.storage_data[item.storage_index]
+            wanted.setdefault(chunk.file, []).append((chunk, item))
+        for name, items in wanted.items():
+            with self._files.reading(name) as stream:
+                for chunk, item in sorted(items, key=lambda pair: pair[0].start):
+                    self._read(stream, chunk, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, stream: Any, chunk: Chunk, item: ReadItem, planner: LoadPlanner) -> None:
+        target = planner.resolve_tensor(item).detach()
+        dtype = self._index[item.storage_index.fqn].dtype
+        if self._is_packed:
+            block, offsets = _unpacked(stream, chunk, dtype), list(item.storage_offsets)
+        else:
+            block, offsets = _rows(stream, chunk, dtype, item)
+        for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
+            block = block.narrow(dim, offset, length)
+        assert target.size() == block.size(), "as planned"
+        target.copy_(block)
+        planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Of torch's interface."""
+        return True
 
 
-def tensors_in(files: Files) -> dict[str, TensorStorageMetadata]:
+def read_index(files: Files, manifest: Manifest) -> Index:
+    """Where which tensor is, checked against the manifest.
+
+    Raises:
+        CheckpointError: it makes no sense, or does not fit the files.
+    """
+    is_packed = manifest.format < 2
+    try:
+        content = files.read(METADATA if is_packed else TENSORS)
+    except NotAPlainFileError as error:
+        raise CheckpointError(str(error)) from None
+    index = parse_metadata(content) if is_packed else parse_index(content)
+    check_index(index, manifest.files, is_packed=is_packed)
+    return index
+
+
+def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of each tensor in a checkpoint, by its key."""
-    stored = Reader(files).read_metadata().state_dict_metadata
-    return {key: about for key, about in stored.items() if isinstance(about, TensorStorageMetadata)}
+    return to_metadata(read_index(files, manifest)).state_dict_metadata  # type: ignore[return-value]
 
 
-def _name(path: Any) -> str:
-    return os.path.basename(os.fspath(path))
+# --- writing
+
+
+def _plain(tensor: Any) -> Tensor:
+    """On the host, dense, and with its values as they are seen."""
+    assert isinstance(tensor, Tensor), "only tensors are saved"
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _dealt(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+    """In files of about the same size; the widest dtypes first, so that all are aligned."""
+    buckets: list[list[_Piece]] = [[] for _ in range(_NUM_FILES)]
+    sizes = [0] * _NUM_FILES
+    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
+        smallest = sizes.index(min(sizes))
+        buckets[smallest].append(piece)
+        sizes[smallest] += piece.num_bytes
+    return [sorted(bucket, key=lambda piece: -piece.tensor.element_size()) for bucket in buckets if bucket]
+
+
+def _header(pieces: list[_Piece]) -> bytes:
+    """Of safetensors: the header's size in 8 bytes, and JSON, padded to a multiple of 8."""
+    entries: dict[str, Any] = {}
+    position = 0
+    for piece in pieces:
+        key = piece.place.fqn
+        if not piece.is_whole or key in entries:
+            key += "@" + ",".join(map(str, piece.place.offset or ()))
+        name = _SAFETENSORS.get(piece.tensor.dtype)
+        end = position + piece.num_bytes
+        shape = list(piece.tensor.shape) if name else [piece.num_bytes]
+        entries[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# --- reading
+
+
+def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tuple[Tensor, list[int]]:
+    """Of a chunk, those entries of its first dimension that are wanted, and where in them the wanted block begins."""
+    offsets, sizes = list(item.storage_offsets), list(chunk.sizes)
+    start = chunk.start
+    if sizes:
+        row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+        start += offsets[0] * row_bytes
+        sizes[0], offsets[0] = item.lengths[0], 0
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(sizes, dtype=dtype), offsets
+    content = torch.empty(num_bytes, dtype=torch.uint8)
+    stream.seek(start)
+    _fill(stream, content.numpy().data, chunk.file)
+    return content.view(dtype).view(sizes), offsets
+
+
+def _fill(stream: Any, room: memoryview, name: str) -> None:
+    while len(room):
+        count = stream.readinto(room)
+        if not count:
+            raise CheckpointError(f"{name} ends too early")
+        room = room[count:]
+
+
+def _unpacked(stream: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """A tensor that torch.save has written within a file."""
+    stream.seek(chunk.start)
+    content = io.BytesIO(stream.read(chunk.num_bytes))
+    try:
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise CheckpointError(f"a tensor in {chunk.file} can't be read: {str(error).splitlines()[0]}") from None
+    if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
+        raise CheckpointError(f"what {chunk.file} has in place of a tensor is something else")
+    return tensor

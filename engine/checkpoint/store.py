@@ -9,32 +9,42 @@ Whatever has no valid manifest does not exist. Object stores know no rename: the
 and the manifest alone makes them a checkpoint. Paths are local ones or fsspec URLs.
 """
 
-import dataclasses
-import fcntl
-import json
 import os
-import time
+import re
 import uuid
-import zlib
-from collections.abc import Callable
-from typing import Any
+import warnings
 
 from fsspec.implementations.local import LocalFileSystem
 
-from ..flags import did_you_mean
 from .files import Files, resolve, sync
+from .locks import keep_lock, lock
+from .manifest import (
+    MANIFEST,
+    README,
+    CheckpointError,
+    Manifest,
+    NewerFormatError,
+    is_checkpoint,
+    is_file_of_ours,
+    manifest_bytes,
+    read_manifest,
+)
+from .ownership import check_may_replace, standing_at
 
 __all__ = [
     "LEFTOVERS",
     "MANIFEST",
     "CheckpointError",
     "Manifest",
+    "NewerFormatError",
     "begin",
     "check_files",
+    "check_may_replace",
     "discard",
     "find",
     "home_of",
     "is_checkpoint",
+    "is_leftover",
     "lock",
     "point",
     "publish",
@@ -43,96 +53,85 @@ __all__ = [
     "repair",
 ]
 
-MANIFEST = "MANIFEST.json"
-FORMAT = 1
-"""Version of the directory's format; a larger one is refused."""
-
-_LOCK = ".lock"
 _STAGING = ".saving-"
 _REPLACED = ".replaced-"
 _LINK = ".link-"
 LEFTOVERS = (_STAGING, _REPLACED)
 """What the names of directories begin with that are only there while a checkpoint is saved or removed."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint can't be opened: it is none, or damaged, or does not fit; the message says which."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What `MANIFEST.json` says."""
-
-    name: str
-    """Name under which the directory was published."""
-    step: int
-    """Optimizer steps done."""
-    epoch: int
-    time: float
-    """Seconds since the epoch of UNIX."""
-    layout: dict[str, int]
-    """Sizes of the mesh axes larger than one."""
-    world_size: int
-    versions: dict[str, str]
-    files: dict[str, tuple[int, int]]
-    """Size in bytes and CRC-32 of each file, by its name."""
-    format: int = FORMAT
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files."""
-        return sum(size for size, _ in self.files.values())
-
-
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a directory that was published."""
-    fs, folder = resolve(path)
-    return fs.exists(f"{folder}/{MANIFEST}")
+_LEFTOVER = re.compile(r"\.(saving|replaced)-[0-9a-f]{1,12}")
+_LEFT_LINK = re.compile(r"\.link-[0-9a-f]{12}")
 
 
 def begin(path: str | os.PathLike[str]) -> str:
-    """Creates the directory to write to, for a checkpoint that will be `path`; called by one rank."""
+    """Creates the directory to write to, for a checkpoint that will be `path`; called by one rank.
+
+    Raises:
+        CheckpointError: something that is not ours stands there, or another run has taken the folder.
+    """
+    check_may_replace(path)
     fs, final = resolve(path)
     if not isinstance(fs, LocalFileSystem):
         remove(path)
         return fs.unstrip_protocol(final)
-    staging = f"{_parent(final)}/{_STAGING}{uuid.uuid4().hex[:12]}"
+    keep_lock(_parent(final))
+    staging = f"{_parent(final)}/{_STAGING}{_random_name()}"
     os.makedirs(staging)
     return staging
 
 
-def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Makes what is in `staging` the checkpoint `path`; an older one of that name is there until the new one is."""
+def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> str | None:
+    """Makes what is in `staging` the checkpoint `path`; an older one of that name is there until the new one is.
+
+    A damaged one of that name is moved aside.
+
+    Returns:
+        What the user should know of it; None for nothing.
+
+    Raises:
+        CheckpointError: something that is not ours stands there.
+    """
     files = Files(staging)
-    content = dataclasses.asdict(manifest)
-    content["crc32"] = _crc_of(content)
     with files.writing(MANIFEST) as stream:
-        stream.write(json.dumps(content, indent=1).encode())
+        stream.write(manifest_bytes(manifest))
     if not files.is_local:
-        return
+        return None
     sync(staging)
     _, final = resolve(path)
-    replaced = None
-    if os.path.isdir(final) and not os.path.islink(final):
-        # A directory that is not empty can't be renamed onto; between the two renames `repair` finds the way back.
-        replaced = f"{_parent(final)}/{_REPLACED}{uuid.uuid4().hex[:12]}"
-        os.rename(final, replaced)
-    elif os.path.lexists(final):
+    replaced = note = None
+    check_may_replace(final)
+    if os.path.islink(final) or os.path.isfile(final):
         os.remove(final)
+    elif standing_at(final).kind == "damaged":
+        aside = f"{final}.damaged-{_random_name()}"
+        os.rename(final, aside)
+        note = f"{final} was damaged: it is called {aside} now, and a new one has its name."
+    elif os.path.isdir(final) and os.listdir(final):
+        # A directory that is not empty can't be renamed onto; between the two renames `repair` finds the way back.
+        replaced = f"{_parent(final)}/{_REPLACED}{_random_name()}"
+        os.rename(final, replaced)
     os.rename(staging, final)
     sync(_parent(final))
     if replaced is not None:
         remove(replaced)
+    return note
 
 
-def point(path: str | os.PathLike[str], name: str = "last") -> None:
-    """Makes the link `name` beside a local checkpoint point at it."""
+def point(path: str | os.PathLike[str], name: str = "last") -> str | None:
+    """Makes the link `name` beside a local checkpoint point at it; what has that name and is no link stays.
+
+    Returns:
+        What the user should know of it; None for nothing.
+    """
     fs, final = resolve(path)
-    if isinstance(fs, LocalFileSystem):
-        link = f"{_parent(final)}/{name}"
-        fresh = f"{_parent(final)}/{_LINK}{uuid.uuid4().hex[:12]}"
-        os.symlink(os.path.basename(final), fresh)
-        os.replace(fresh, link)
+    if not isinstance(fs, LocalFileSystem):
+        return None
+    link = f"{_parent(final)}/{name}"
+    if os.path.lexists(link) and not os.path.islink(link):
+        return f"{link} is no link, and stays as it is: it does not point at {final}."
+    fresh = f"{_parent(final)}/{_LINK}{_random_name()}"
+    os.symlink(os.path.basename(final), fresh)
+    os.replace(fresh, link)
+    return None
 
 
 def discard(staging: str) -> None:
@@ -143,52 +142,45 @@ def discard(staging: str) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint: first its manifest, so that no half of it is ever taken for one."""
+    """Removes a checkpoint: first its manifest, so that no half of it is ever taken for one.
+
+    What is no checkpoint of ours stays, with a warning; so do files of others within one.
+    """
     fs, folder = resolve(path)
+    standing = standing_at(path)
     if isinstance(fs, LocalFileSystem) and os.path.islink(folder):
         os.remove(folder)
         return
     if not fs.exists(folder):
         return
+    if standing.kind == "foreign":
+        warnings.warn(f"{path} is {standing.about}: that is not removed.", stacklevel=2)
+        _remove_among_others(path, standing.extras)
+        return
+    if not fs.isdir(folder):
+        fs.rm_file(folder)
+        return
     if fs.exists(f"{folder}/{MANIFEST}"):
         fs.rm_file(f"{folder}/{MANIFEST}")
     if isinstance(fs, LocalFileSystem):
         # Under a name that `repair` knows, should the process be killed in the middle of it.
-        leftover = f"{_parent(folder)}/{_STAGING}{uuid.uuid4().hex[:12]}"
+        leftover = f"{_parent(folder)}/{_STAGING}{_random_name()}"
         os.rename(folder, leftover)
         folder = leftover
     fs.rm(folder, recursive=True)
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a checkpoint; its files are not looked at, see `check_files`.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it was written by a newer version.
-    """
-    fs, folder = resolve(path)
-    if not fs.exists(folder):
-        raise CheckpointError(f"There is no checkpoint at {path}.{_nearest(fs.unstrip_protocol(folder))}")
-    if not fs.exists(f"{folder}/{MANIFEST}"):
-        raise CheckpointError(
-            f"{path} is no checkpoint: it has no {MANIFEST}, so it was never finished or is something else."
-        )
+def _remove_among_others(path: str | os.PathLike[str], extras: tuple[str, ...]) -> None:
+    """Removes the files of a checkpoint, and not the `extras` beside them; nothing, if that is no checkpoint."""
     try:
-        content = json.loads(fs.cat_file(f"{folder}/{MANIFEST}"))
-        crc = content.pop("crc32")
-        if crc != _crc_of(content):
-            raise ValueError("its checksum differs")
-        if content["format"] > FORMAT:
-            raise CheckpointError(
-                f"The checkpoint {path} has format {content['format']}, this version of Polyphase opens formats up to"
-                f" {FORMAT}: install Polyphase {content['versions']['polyphase']} or newer."
-            )
-        content["files"] = {name: (size, crc) for name, (size, crc) in content["files"].items()}
-        return Manifest(**content)
+        manifest = read_manifest(path)
     except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as damage:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {MANIFEST} can't be trusted ({damage}).") from None
+        return
+    files = Files(path)
+    files.fs.rm_file(files.join(MANIFEST))
+    for name in manifest.files.keys() - {*extras}:
+        if files.fs.exists(files.join(name)):
+            files.fs.rm_file(files.join(name))
 
 
 def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -203,8 +195,8 @@ def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[i
     mine = sorted(manifest.files)[share[0] :: share[1]]
     wrong = [problem for name in mine if (problem := files.check(name, *manifest.files[name]))]
     if share[0] == 0:
-        present = {os.path.basename(entry) for entry in files.fs.ls(files.path, detail=False)}
-        wrong += [f"{name} does not belong there" for name in sorted(present - {*manifest.files, MANIFEST})]
+        present = {os.path.basename(entry.rstrip("/")) for entry in files.fs.ls(files.path, detail=False)}
+        wrong += [f"{name} does not belong there" for name in sorted(present - {*manifest.files, MANIFEST, README})]
     return wrong
 
 
@@ -224,7 +216,18 @@ def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
                 found.append((path, read_manifest(path)))
         except CheckpointError:
             continue
-    return sorted(found, key=lambda each: (each[1].step, each[1].time), reverse=True)
+    return sorted(found, key=lambda each: each[1].order, reverse=True)
+
+
+def is_leftover(path: str) -> bool:
+    """Whether a local directory is what a save or a removal has left that was killed: by its name and all it holds."""
+    if not _LEFTOVER.fullmatch(os.path.basename(path)) or os.path.islink(path) or not os.path.isdir(path):
+        return False
+    with os.scandir(path) as entries:
+        return all(
+            (entry.name == MANIFEST or is_file_of_ours(entry.name)) and entry.is_file(follow_symlinks=False)
+            for entry in entries
+        )
 
 
 def repair(folder: str | os.PathLike[str]) -> list[str]:
@@ -240,12 +243,15 @@ def repair(folder: str | os.PathLike[str]) -> list[str]:
     if not isinstance(fs, LocalFileSystem) or not os.path.isdir(root):
         return back
     for entry in os.listdir(root):
-        if entry.startswith(_LINK):  # killed before it got its name
+        if _LEFT_LINK.fullmatch(entry) and os.path.islink(f"{root}/{entry}"):  # killed before it got its name
             os.remove(f"{root}/{entry}")
-    left = [f"{root}/{entry}" for entry in sorted(os.listdir(root)) if entry.startswith(LEFTOVERS)]
+    left = [f"{root}/{entry}" for entry in sorted(os.listdir(root)) if is_leftover(f"{root}/{entry}")]
     # Staged ones first: they are newer than what they were to replace.
     for path in sorted(left, key=lambda path: os.path.basename(path).startswith(_REPLACED)):
-        final = home_of(path)
+        try:
+            final = home_of(path)
+        except NewerFormatError:
+            continue  # the version that wrote it knows what to do
         if final is None:
             discard(path)
         else:
@@ -259,55 +265,23 @@ def home_of(leftover: str) -> str | None:
 
     Args:
         leftover: a local path whose name begins with one of `LEFTOVERS`.
+
+    Raises:
+        NewerFormatError: a newer version wrote it.
     """
     try:
         manifest = read_manifest(leftover)
+    except NewerFormatError:
+        raise
     except CheckpointError:
         return None
     final = f"{_parent(leftover)}/{manifest.name}"
     return None if os.path.lexists(final) or check_files(leftover, manifest) else final
 
 
-def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
-    """Holds `folder` for this process, until the function returned is called or the process ends, however it ends.
-
-    Raises:
-        CheckpointError: another process holds it.
-    """
-    fs, root = resolve(folder)
-    if not isinstance(fs, LocalFileSystem):
-        return lambda: None  # object stores have no locks
-    os.makedirs(root, exist_ok=True)
-    handle = open(f"{root}/{_LOCK}", "a+")  # noqa: SIM115 - held until released
-    try:
-        # A record lock: children that inherit the file (a loader's workers, say) do not hold it.
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # how systems say that another process has it
-        handle.seek(0)
-        holder = handle.read().strip() or "another process"
-        handle.close()
-        raise CheckpointError(
-            f"{folder} is in use: {holder} writes its checkpoints there. Give each run a folder of its own, or end the"
-            " other one first."
-        ) from None
-    handle.truncate(0)
-    handle.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    handle.flush()
-    return handle.close
-
-
 def _parent(path: str) -> str:
     return os.path.dirname(path)
 
 
-def _crc_of(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _nearest(path: str) -> str:
-    """Names the checkpoint beside a path that does not exist which is called most like it, and the newest one."""
-    parent, name = os.path.split(path)
-    beside = [os.path.basename(found) for found, _ in find(parent)]
-    if not beside:
-        return ""
-    return f"{did_you_mean(name, beside, str)} The newest one in {parent.removeprefix('file://')} is {beside[0]}."
+def _random_name() -> str:
+    return uuid.uuid4().hex[:12]

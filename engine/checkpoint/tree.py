@@ -35,6 +35,8 @@ def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Ten
 
     def visit(value: Any, path: str, takes_all: bool) -> Any:
         if isinstance(value, Tensor):
+            if not _is_plain(value):
+                return value
             if takes_all or isinstance(value, DTensor) or value.numel() * value.element_size() >= _MANY_BYTES:
                 while path in tensors:
                     path += "'"  # {"a.b": ...} beside {"a": {"b": ...}}
@@ -48,6 +50,11 @@ def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Ten
         return value
 
     return tensors, {key: visit(value, under + key, key in _ALWAYS) for key, value in checkpoint.items()}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes are all there is to it; one that is sparse, say, is saved by `torch.save` with the rest."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -33,6 +33,7 @@ from .noise import quiet
 from .nonfinite import NonFiniteWatch
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
+from .run_history import RunHistory
 from .run_log import check_run_name, logging_run_parameters, use_run_logger
 from .runs import checked, says_how_it_ends
 from .signals import SignalConnector
@@ -210,6 +211,11 @@ class LoopTrainer(Trainer):
         """The newest checkpoint that this run has saved, once it is on the disk."""
         return self._checkpoint_connector.saver.newest  # type: ignore[attr-defined]
 
+    @property
+    def run_history(self) -> RunHistory:
+        """Which run this is, and which snapshots are its own."""
+        return self._checkpoint_connector.history  # type: ignore[attr-defined]
+
     def remove_checkpoint(self, path: str) -> None:
         """Removes a checkpoint, as soon as the save in flight has succeeded; called by one rank."""
         self._checkpoint_connector.saver.remove(path)  # type: ignore[attr-defined]
@@ -221,6 +227,7 @@ class LoopTrainer(Trainer):
         storage_options: Any = None,
         *,
         link: str | None = None,
+        kind: Literal["snapshot", "checkpoint"] = "checkpoint",
     ) -> None:
         """Saves the state of the run as the directory `filepath`; all ranks call it.
 
@@ -231,6 +238,11 @@ class LoopTrainer(Trainer):
             weights_only: leave out what only training needs.
             storage_options: for a CheckpointIO of the user's.
             link: name of a link beside `filepath` that shall point at it.
+            kind: a ``"snapshot"`` may be removed by this run, and by one that continues it.
+
+        Raises:
+            CheckpointError: something that is no checkpoint stands at `filepath`.
+            NonFiniteError: with ``nonfinite="error"``, a loss or gradient norm was not finite.
         """
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         as_one = getattr(self.strategy, "as_one", nullcontext)
@@ -244,7 +256,7 @@ class LoopTrainer(Trainer):
                 " one, name the storage by an fsspec URL as the path."
             )
         with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"), as_one():  # type: ignore[attr-defined]
-            checkpoints.save(str(filepath), weights_only, link=link)
+            checkpoints.save(str(filepath), weights_only, link=link, kind=kind)
 
 
 class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector

@@ -28,7 +28,6 @@ from ..checkpoint import (
     Saver,
     by_name,
     draw_alone,
-    find,
     get_random_state,
     is_checkpoint,
     load_checkpoint,
@@ -36,15 +35,19 @@ from ..checkpoint import (
     read_manifest,
     set_random_state,
 )
+from ..checkpoint.ownership import is_torch_file, standing_at
+from ..checkpoint.run_record import RunRecord
+from ..checkpoint.store import check_may_replace
 from ..compression import deal_residuals
+from ..environment import restart_count
 from ..strategies import LayoutStrategy
 from ..version import __version__
+from .nonfinite import NonFiniteError
 from .restoring import Templates, in_order_of, matching_accumulation, to_last_step, with_samples
+from .run_history import AUTO, FRESH, RunHistory, Seen, check_may_start_afresh
 
 __all__ = ["CheckpointConnector", "DirectoryIO"]
 
-AUTO = "auto"
-"""In place of a path: the newest checkpoint of the run."""
 OURS = "polyphase"
 """Key of what Lightning's checkpoints do not have."""
 STRATEGY = "strategy"
@@ -66,8 +69,12 @@ class DirectoryIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes either kind; a directory not before its successor is there."""
-        self._saver.remove(str(path))
+        """Removes either kind; a checkpoint not before its successor is there."""
+        # Lightning: its launchers leave the weights for the first process in a file that is no whole checkpoint.
+        if is_torch_file(path) and standing_at(path).kind != "ours":
+            super().remove_checkpoint(path)
+        else:
+            self._saver.remove(str(path))
 
 
 class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoint_connector
@@ -84,6 +91,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     def __init__(self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool) -> None:
         super().__init__(trainer)
         self.saver = Saver()
+        self.history = RunHistory(trainer, self.saver)
+        """Which run this is."""
         self._in_background = in_background
         self._keeps_global_batch = keeps_global_batch
         # Others, the resumption among them, may change it while training.
@@ -111,9 +120,18 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     # --- saving
 
-    def save(self, path: str, weights_only: bool | None = None, *, link: str | None = None) -> None:
-        """Saves the state of the run; all ranks call it at the same time."""
+    def save(
+        self, path: str, weights_only: bool | None = None, *, link: str | None = None, kind: str = "checkpoint"
+    ) -> None:
+        """Saves the state of the run; all ranks call it at the same time.
+
+        Raises:
+            CheckpointError: something that is no checkpoint of ours stands at `path`.
+            NonFiniteError: the state is not to be saved.
+        """
         trainer = self.trainer
+        if not self._may_save(path):
+            return
         checkpoint = self.dump_checkpoint(bool(weights_only))
         if trainer.data_rank:  # BatchNorm's statistics are each rank's own: those of the first count, as in evaluation
             for name in checkpoint["state_dict"].keys() & dict(trainer.lightning_module.named_buffers()).keys():
@@ -129,6 +147,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             "layout": self._layout,
             "world_size": trainer.world_size,
             "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
+            "kind": "weights" if weights_only else kind,
+            **self.history.about(),
         }
         self.saver.save(
             checkpoint,
@@ -139,6 +159,30 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             in_background=self._in_background and self._is_training,
             spread=frozenset({"optimizer_states"} if self._state_is_spread else ()),
         )
+
+    def _may_save(self, path: str) -> bool:
+        """Whether the state is fit to be saved, and there is room for it at `path`; the ranks agree, by one exchange.
+
+        False where the run has failed already: what it has failed of is not to be hidden.
+        """
+        trainer = self.trainer
+        watch = trainer.fit_loop.epoch_loop.automatic_optimization.watch
+        poison = watch.read_before_save(trainer) if trainer.state.fn == TrainerFn.FITTING else None
+        taken = None
+        if trainer.is_global_zero:
+            try:
+                check_may_replace(path)
+            except CheckpointError as error:
+                taken = error
+        said = self.saver.gather((poison, taken))
+        poisons = [each for each, _ in said if each is not None]
+        taken = next((error for _, error in said if error is not None), None)
+        if not poisons and taken is None:
+            return True
+        if self.is_ending or (poisons and poison is None):  # another rank is about to raise it
+            rank_zero_warn(f"{path} is not saved: {poisons[0] if poisons else taken}")
+            return False
+        raise NonFiniteError(f"{path} is not saved: {poison}") if poison is not None else taken  # type: ignore[misc]
 
     @property
     def _state_is_spread(self) -> bool:
@@ -182,6 +226,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "accumulation_asked": self._accumulation_asked,
             "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+            "run": self.history.run.as_dict(),
         }
         if isinstance(trainer.strategy, LayoutStrategy):
             checkpoint[OURS][STRATEGY] = trainer.strategy.shared_state()
@@ -231,8 +276,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Opens a checkpoint, whose files are all checked before anything is changed."""
         self.saver.finish()
-        if checkpoint_path == AUTO:
-            self._resume_newest(weights_only)
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        seen = self.history.look() if is_fit else None
+        is_same = False
+        if seen is not None and checkpoint_path in (AUTO, FRESH):
+            is_same = self._resume_newest(seen, checkpoint_path, weights_only)
         elif checkpoint_path and is_checkpoint(checkpoint_path):
             rank_zero_info(f"Restoring states from the checkpoint path at {checkpoint_path}")
             self._open(str(checkpoint_path), weights_only)
@@ -240,6 +288,24 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             if self.is_portable and checkpoint_path and _is_foreign(checkpoint_path):
                 read_manifest(checkpoint_path)  # says what is missing
             super().resume_start(checkpoint_path, weights_only)
+        if is_fit:
+            self._begin_run(is_same)
+
+    def _begin_run(self, is_same: bool) -> None:
+        trainer = self.trainer
+        trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
+        ours = (self._loaded_checkpoint or {}).get(OURS)
+        # Of format 1, and of Lightning's own files, the run is not known; they are continued all the same.
+        continues = (ours or {}).get("run") or ({} if self._loaded_checkpoint else None)
+        self.history.begin(continues, is_same=is_same)
+        self.history.record(
+            {
+                "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                "accumulation_asked": self._accumulation_asked,
+                "world_size": trainer.world_size,
+                "layout": self._layout,
+            }
+        )
 
     def _open(self, path: str, weights_only: bool | None) -> None:
         trainer = self.trainer
@@ -257,23 +323,48 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         )
         self._ckpt_path = path
 
-    def _resume_newest(self, weights_only: bool | None) -> None:
-        """Opens the newest checkpoint of the run that is not damaged; none is a fresh start."""
+    def _resume_newest(self, seen: Seen, how: str, weights_only: bool | None) -> bool:
+        """Opens the newest checkpoint that is not damaged, of the newest run; whether there is one.
+
+        Raises:
+            CheckpointError: there is none, but there are some that can't be read, or there were some.
+        """
         folder = self.trainer.snapshots_path
         self._ckpt_path = None
-        for path in self.saver.agree(lambda: [found for found, _ in find(folder)]):
-            try:
-                self._open(path, weights_only)
-            except CheckpointError as damage:
-                rank_zero_warn(f"{damage} An older one is taken.")
-                continue
-            rank_zero_info(f"resume='auto': goes on from {path}")
-            return
-        rank_zero_info(f"resume='auto': no checkpoint in {folder} yet, so training starts afresh")
+        if how == FRESH and not restart_count():
+            return False
+        if seen.newer is None:
+            for problem in seen.problems if seen.candidates else []:
+                rank_zero_warn(f"{problem} It is passed over.")
+            failures: list[str] = []
+            for path in seen.candidates:
+                try:
+                    self._open(path, weights_only)
+                except CheckpointError as damage:
+                    failures.append(str(damage))
+                    rank_zero_warn(f"{damage} An older one is taken, if there is one.")
+                    continue
+                rank_zero_info(f"resume='auto': goes on from {path}")
+                return True
+        else:
+            failures = []
+        if how == AUTO:
+            check_may_start_afresh(folder, seen, failures)
+            self._keep_global_batch(seen.record)
+        return False
+
+    def _keep_global_batch(self, record: RunRecord | None) -> None:
+        """That of the same run, which was stopped before it could save anything."""
+        if record is not None and self._keeps_global_batch:
+            trainer = self.trainer
+            asked = self._accumulation_asked
+            trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, record.batches)
 
     # Lightning: _CheckpointConnector._parse_ckpt_path, before there are any processes to agree with.
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-        return ckpt_path if ckpt_path == AUTO else super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kwargs)
+        return (
+            ckpt_path if ckpt_path in (AUTO, FRESH) else super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kwargs)
+        )
 
     def restore_model(self) -> None:
         """Loads the weights, after the module's hook has seen the checkpoint.

@@ -4,6 +4,7 @@ A step only keeps a reference to its scalar; the values are looked at together, 
 an epoch, so that no step waits for the device.
 """
 
+import contextlib
 import logging
 
 import torch
@@ -41,6 +42,7 @@ class NonFiniteWatch:
         self._unread: list[tuple[str, int, Tensor]] = []
         self._since = 0  # the optimizer step at which the values were last read
         self._said: set[str] = set()  # what was reported in this epoch
+        self._failure: str | None = None
 
     def observe(self, trainer: Trainer, name: str, value: Tensor | None, step: int) -> None:
         """Keeps a 0-d tensor of optimizer step `step`; reads what was kept once a logging interval has passed."""
@@ -50,6 +52,19 @@ class NonFiniteWatch:
             self._read(trainer)
             self._since = step
         self._unread.append((name, step, value))
+
+    def begin_run(self) -> None:
+        """Knows of no failure."""
+        self._failure = None
+
+    def read_before_save(self, trainer: Trainer) -> str | None:
+        """Reads what was kept; returns why the state is not to be saved, None if it may be.
+
+        Under the policy ``"warn"`` the run is to go on, and its state is saved as it is.
+        """
+        with contextlib.suppress(NonFiniteError):  # is in `_failure`
+            self._read(trainer)
+        return self._failure
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Forgets an epoch that was cut off, and what was said."""
@@ -77,6 +92,7 @@ class NonFiniteWatch:
             " float16 that overflowed."
         )
         if self.policy == "error":
+            self._failure = message
             raise NonFiniteError(message)
         log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)
 

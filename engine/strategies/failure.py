@@ -296,7 +296,7 @@ def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> "
         }
     else:  # of another rank, which this one has found
         known[first["by"]] |= {"message": _message(exception), "traceback": _traceback(exception)}
-    return Report(watchdog.folder, first, known, watchdog.heartbeat.resume_from, details)
+    return Report(watchdog.folder, first, known, watchdog.heartbeat.resume_from, details, watchdog.heartbeat.run_id)
 
 
 class Report:
@@ -308,6 +308,7 @@ class Report:
         ranks: what is known of each rank.
         resume_from: the newest checkpoint.
         details: of the exception.
+        run_id: as the manifests of the run's checkpoints have it.
     """
 
     def __init__(
@@ -317,6 +318,7 @@ class Report:
         ranks: dict[int, dict[str, Any]],
         resume_from: str | None,
         details: dict[str, Any] | None = None,
+        run_id: str | None = None,
     ) -> None:
         now = time.time()
         self._content = {
@@ -325,6 +327,7 @@ class Report:
             "message": failure["message"],
             "exception": details or None,
             "resume_from": resume_from,
+            "run": run_id,
             "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
             "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),

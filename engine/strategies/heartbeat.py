@@ -78,6 +78,12 @@ class Heartbeat:
         path = trainer.last_checkpoint or trainer.ckpt_path
         return None if path is None else str(path)
 
+    @property
+    def run_id(self) -> str | None:
+        """Of the run, as the manifests of its checkpoints have it; None before it is known."""
+        trainer: Any = self._trainer
+        return trainer.run_history.run.id or None
+
     def place(self) -> dict[str, Any]:
         """Step, batch, batch of the evaluation and phase: one of them changes as long as the run gets on."""
         # Lightning: the progress of Trainer.fit_loop.epoch_loop, of its val_loop, and of the loops for other stages.

@@ -249,7 +249,7 @@ class Watchdog:
         """Writes the report, and says so."""
         rank = self.heartbeat.rank
         failure = {"rank": culprit, "kind": kind, "by": rank, "message": message}
-        path = Report(self.folder, failure, known, self.heartbeat.resume_from).write()
+        path = Report(self.folder, failure, known, self.heartbeat.resume_from, run_id=self.heartbeat.run_id).write()
         text = f"{kind}, because of rank {culprit}: {message}. The failure report is {path}"
         say(rank, text)
         return text

@@ -129,11 +129,11 @@ def test_a_run_that_is_over_stays_over(tmp_path):
 
 def test_a_damaged_snapshot_is_passed_over(tmp_path):
     whole, _ = resumed(tmp_path)
-    newest = tmp_path / "snapshots" / "step=10"
-    train(tmp_path, Snapshot(every_n_steps=4))
-    shards = next(newest.glob("*.distcp"))
+    train(tmp_path, Snapshot(every_n_steps=4))  # a run of its own, whose snapshots are not called like the first one's
+    newest = tmp_path / "snapshots" / "step=10-v1"
+    shards = next(newest.glob("*.safetensors"))
     shards.write_bytes(shards.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match=r"step=10 is damaged: .*distcp has .* An older one is taken"):
+    with pytest.warns(UserWarning, match=r"step=10-v1 is damaged: .*safetensors has .* An older one is taken"):
         again, _ = resumed(tmp_path)
     assert again == whole
     assert read_manifest(newest).step == 10

@@ -31,7 +31,3 @@ def test_none_of_them_imports_torch():
 def test_a_reference_is_imported_when_it_is_called():
     assert Reference("fractions:Fraction")(1, 2).denominator == 2
     assert Reference(".lazy:Reference", "polyphase.engine").load() is Reference
-
-
-def test_the_files_of_a_save_go_by_the_savers_names():
-    assert folder._FILES_OF_A_SAVE[:2] == (saver.REST, saver.RANKS)

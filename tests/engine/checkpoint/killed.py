@@ -70,8 +70,8 @@ def storm(folder: Path, has_one_path: bool, seed: int) -> None:
         assert all(is_whole(path, manifest.step) for path, manifest in found)
         assert found[0][1].step >= int(told[-1]), f"step {told[-1]} was saved, but is lost"
         newest = found[0][1].step
-        prune(folder, keep_last=KEPT)
         release()
+        prune(folder, keep_last=KEPT)
         assert {entry.kind for entry in survey(folder)} == {"checkpoint"}
         assert set(os.listdir(folder)) - {".lock", "last"} == {os.path.basename(path) for path, _ in found[:KEPT]}
     print(f"survived {NUM_KILLS} kills, {newest} steps")

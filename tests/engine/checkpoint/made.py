@@ -1,12 +1,20 @@
 """Checkpoints to test with: of each step, the content is known."""
 
+import json
 import os
+import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from polyphase.engine.checkpoint import Manifest, Saver, read_manifest
+from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.checkpoint.tree import split
 
 LARGE = 300_000
 """Elements of a tensor that is taken out of the rest by its size."""
@@ -55,6 +63,44 @@ def save(path: str | os.PathLike[str], step: int = 1, saver: Saver | None = None
     checkpoint = {**content(step), **changes}
     (saver or Saver()).save(checkpoint, path, about=about(step), of_rank={"seed": step}, in_background=False)
     return path
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Without the path."""
+        return StorageMeta(save_id=self.save_id)
+
+
+def save_format1(path: str | os.PathLike[str], step: int = 1) -> str:
+    """Saves the content of `step` as Polyphase 0.1.0 did: torch's own storage, its metadata a pickle."""
+    path = os.fspath(path)
+    tensors, rest = split(content(step))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(tensors, storage_writer=_Writer(path), no_dist=True)
+    torch.save(rest, f"{path}/rest.pt")
+    torch.save([{"seed": step}], f"{path}/ranks.pt")
+    seal(path, {"name": os.path.basename(path), "time": 1.0, **about(step), "format": 1})
+    return path
+
+
+def seal(path: str | os.PathLike[str], said: dict[str, Any] | None = None) -> None:
+    """Writes a manifest that fits the files as they are, as an attacker would.
+
+    Args:
+        path: of the checkpoint.
+        said: what else the manifest says; None: as it is.
+    """
+    file = Path(path, MANIFEST)
+    said = dict(said or json.loads(file.read_bytes()))
+    said.pop("crc32", None)
+    said["files"] = {
+        found.name: (found.stat().st_size, zlib.crc32(found.read_bytes()))
+        for found in sorted(Path(path).iterdir())
+        if found.name != MANIFEST
+    }
+    said["crc32"] = zlib.crc32(json.dumps(said, sort_keys=True).encode())
+    file.write_text(json.dumps(said))
 
 
 def saved(folder: Path, *steps: int) -> list[str]:

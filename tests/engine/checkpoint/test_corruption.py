@@ -12,7 +12,7 @@ from polyphase.engine.checkpoint.store import MANIFEST, check_files
 
 from .made import is_whole, saved
 
-FILES = (".metadata", "__0_0.distcp", "__0_1.distcp", "rest.pt", "ranks.pt", MANIFEST)
+FILES = ("tensors.json", "shard-0-0.safetensors", "shard-0-1.safetensors", "rest.pt", "ranks.pt", MANIFEST)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_these_are_all_files(whole):
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_found_before_anything_is_read(folder, name, damage, monkeypatch):
     damage(folder / "step=2" / name)
-    for reader in ("load_file", "tensors_in"):
+    for reader in ("load_file", "read_index"):
         monkeypatch.setattr(saving, reader, lambda *_, reader=reader: pytest.fail(f"{reader} of a damaged checkpoint"))
     with pytest.raises(CheckpointError, match=name):
         Saver().load(str(folder / "step=2"))
@@ -75,15 +75,15 @@ def newest_valid(folder: Path) -> str:
 
 
 def test_a_file_that_does_not_belong_there_is_found(folder):
-    (folder / "step=2" / "__1_0.distcp").write_bytes(b"of another save")
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp does not belong there"):
+    (folder / "step=2" / "shard-1-0.safetensors").write_bytes(b"of another save")
+    with pytest.raises(CheckpointError, match=r"shard-1-0\.safetensors does not belong there"):
         Saver().load(str(folder / "step=2"))
     assert newest_valid(folder) == str(folder / "step=1")
 
 
 def test_files_of_another_checkpoint_are_found(folder):
-    shutil.copy(folder / "step=1" / "__0_0.distcp", folder / "step=2")
-    with pytest.raises(CheckpointError, match=r"the content of __0_0\.distcp was changed"):
+    shutil.copy(folder / "step=1" / "shard-0-0.safetensors", folder / "step=2")
+    with pytest.raises(CheckpointError, match=r"the content of shard-0-0\.safetensors was changed"):
         Saver().load(str(folder / "step=2"))
 
 

@@ -142,8 +142,9 @@ def test_shards_open_whole_in_one_process_and_as_shards_again(tmp_path):
         assert same(found["callbacks"], content(1)["callbacks"])
     run_ranks(open_sharded, 2, tmp_path / "background", tmp_path / "expected.pt", 2)
     assert sorted(path.name for path in (tmp_path / "background").iterdir()) == [
-        *(".metadata", "MANIFEST.json", "__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp"),
-        *("ranks.pt", "rest.pt"),
+        *("MANIFEST.json", "ranks.pt", "rest.pt"),
+        *(f"shard-{rank}-{number}.safetensors" for rank in range(2) for number in range(2)),
+        "tensors.json",
     ]
 
 
@@ -194,7 +195,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(failing, ranks, 
 def refuse_damage(rank: int, folder: Path) -> None:
     saver = Saver()
     for path, says in (
-        (folder / "x", r"x is damaged: __0_0.distcp has .*; rest\.pt is missing\.$"),
+        (folder / "x", r"x is damaged: rest\.pt is missing; shard-0-0.safetensors has .*\.$"),
         (folder / "y", r"There is no checkpoint at \S+/y\."),
     ):
         with pytest.raises(CheckpointError, match=says):
@@ -207,7 +208,7 @@ def refuse_damage(rank: int, folder: Path) -> None:
 def test_what_is_damaged_is_refused_by_all_with_the_same_words(tmp_path):
     path = Path(save(tmp_path / "x"))
     (path / "rest.pt").unlink()
-    os.truncate(path / "__0_0.distcp", 100)
+    os.truncate(path / "shard-0-0.safetensors", 100)
     run_ranks(refuse_damage, 2, tmp_path)
 
 

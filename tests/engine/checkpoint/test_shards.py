@@ -10,10 +10,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from polyphase.engine.checkpoint import CheckpointError, Saver, read_manifest
 from polyphase.engine.checkpoint.files import Files
-from polyphase.engine.checkpoint.shards import Reader, tensors_in
-from polyphase.engine.checkpoint.store import publish
+from polyphase.engine.checkpoint.shards import tensors_in
 
-from .made import about, save
+from .made import about, is_whole, save, save_format1, seal
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
@@ -42,7 +41,8 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, where):
 
 
 def test_shapes_and_dtypes_are_known_without_reading(tmp_path):
-    stored = tensors_in(Files(save(tmp_path / "x")))
+    path = save(tmp_path / "x")
+    stored = tensors_in(Files(path), read_manifest(path))
     about_bias = stored["state_dict.net.bias"]
     assert (about_bias.size, about_bias.properties.dtype) == (torch.Size([4]), torch.float32)
     assert "callbacks.Average.large" in stored
@@ -66,18 +66,16 @@ class Evil:
 
 def forge(path: str, name: str, content: bytes) -> None:
     """Replaces a file and makes the manifest fit, as an attacker would."""
-    manifest = read_manifest(path)
-    staging = os.path.join(os.path.dirname(path), "forged")
-    os.rename(path, staging)
-    files = Files(staging)
-    with files.writing(name) as stream:
-        stream.write(content)
-    manifest.files.update(files.written)
-    publish(staging, path, manifest)
+    Path(path, name).write_bytes(content)
+    seal(path)
+
+
+def test_a_checkpoint_of_0_1_0_opens(tmp_path):
+    assert is_whole(save_format1(tmp_path / "x", 3), 3)
 
 
 def test_metadata_that_names_anything_else_is_not_opened(tmp_path):
-    path = save(tmp_path / "x")
+    path = save_format1(tmp_path / "x")
     forge(path, ".metadata", pickle.dumps(Evil(tmp_path / "executed")))
     with pytest.raises(CheckpointError, match=r"names \w+\.system, which no checkpoint needs"):
         Saver().load(path)
@@ -88,15 +86,15 @@ def test_metadata_that_names_anything_else_is_not_opened(tmp_path):
     "function", [eval, torch.load, torch.hub.load, pickle.loads, torch.nn.Linear], ids=lambda f: f.__name__
 )
 def test_nothing_but_metadata_is_allowed_not_even_of_torch(tmp_path, function):
-    path = save(tmp_path / "x")
+    path = save_format1(tmp_path / "x")
     forge(path, ".metadata", pickle.dumps(function))
     with pytest.raises(CheckpointError, match="which no checkpoint needs: it is not opened"):
-        Reader(Files(path)).read_metadata()
+        tensors_in(Files(path), read_manifest(path))
 
 
 def test_objects_in_place_of_tensors_are_not_opened(tmp_path):
-    path = save(tmp_path / "x")
-    metadata = Reader(Files(path)).read_metadata()
+    path = save_format1(tmp_path / "x")
+    metadata = pickle.loads(Path(path, ".metadata").read_bytes())  # noqa: S301 - our own
     metadata.state_dict_metadata["state_dict.net.bias"] = BytesStorageMetadata()  # which torch unpickles
     forge(path, ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"is damaged: it has no tensors state_dict\.net\.bias"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 
 from polyphase.engine.checkpoint import CheckpointError, find, is_checkpoint, lock, read_manifest, repair
 from polyphase.engine.checkpoint.files import Files
@@ -28,6 +29,9 @@ def folder(request, tmp_path):
         fs.rm(root, recursive=True)
 
 
+FILE = "rest.pt"
+
+
 def make(path: str, content: bytes = b"content", **about) -> str:
     """Publishes a checkpoint with one file."""
     publish(staged(path, content, **about), path, manifest(**final(path, content), **about))
@@ -36,13 +40,13 @@ def make(path: str, content: bytes = b"content", **about) -> str:
 
 def staged(path: str, content: bytes = b"content", **_) -> str:
     staging = begin(path)
-    with Files(staging).writing("a") as stream:
+    with Files(staging).writing(FILE) as stream:
         stream.write(content)
     return staging
 
 
 def final(path: str, content: bytes) -> dict:
-    return {"name": os.path.basename(path), "files": {"a": (len(content), zlib.crc32(content))}}
+    return {"name": os.path.basename(path), "files": {FILE: (len(content), zlib.crc32(content))}}
 
 
 def names(folder: str) -> list[str]:
@@ -52,7 +56,7 @@ def names(folder: str) -> list[str]:
 
 def read(path: str) -> bytes:
     assert not check_files(path, read_manifest(path))
-    return Files(path).read("a")
+    return Files(path).read(FILE)
 
 
 def test_what_was_published_is_found_with_all_that_the_manifest_says(folder):
@@ -94,8 +98,8 @@ def test_one_of_the_same_name_is_replaced(folder):
     assert names(folder) == ["x"]
 
 
-def test_a_file_or_a_folder_in_the_way_is_replaced(tmp_path):
-    (tmp_path / "file").write_text("of Lightning's, say")
+def test_a_file_of_lightnings_an_empty_folder_and_a_link_that_leads_nowhere_are_replaced(tmp_path):
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "file")  # as each file of Lightning's says
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "absent")
     for name in ("file", "folder", "link"):
@@ -115,7 +119,7 @@ def test_a_link_or_a_file_can_be_removed_too(tmp_path):
     point(path)
     remove(f"{tmp_path}/last")
     assert read(path) == b"content"
-    (tmp_path / "file.ckpt").write_text("of Lightning's")
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "file.ckpt")
     remove(f"{tmp_path}/file.ckpt")
     assert names(str(tmp_path)) == ["x"]
 
@@ -167,7 +171,7 @@ def test_one_that_was_moved_away_comes_back_if_the_newer_is_damaged(tmp_path):
     path = make(f"{tmp_path}/x", b"old")
     os.rename(path, tmp_path / ".replaced-0123")
     os.rename(make(path, b"new"), tmp_path / ".saving-4567")
-    (tmp_path / ".saving-4567" / "a").write_text("nex")
+    (tmp_path / ".saving-4567" / FILE).write_text("nex")
     assert repair(tmp_path) == [path]
     assert read(path) == b"old"
 
@@ -221,8 +225,8 @@ def rewrite(path: str, **changes) -> None:
 
 def test_a_newer_format_says_what_to_install(tmp_path):
     path = make(f"{tmp_path}/x")
-    rewrite(path, format=2, versions={"polyphase": "9.8.7"})
-    with pytest.raises(CheckpointError, match=r"format 2, .* up to 1: install Polyphase 9\.8\.7 or newer"):
+    rewrite(path, format=3, versions={"polyphase": "9.8.7"})
+    with pytest.raises(CheckpointError, match=r"format 3, .* up to 2: install Polyphase 9\.8\.7 or newer"):
         read_manifest(path)
     assert find(tmp_path) == []
 

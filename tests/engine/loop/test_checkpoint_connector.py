@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from polyphase.engine.checkpoint import CheckpointError, commands, find, is_checkpoint, load_checkpoint
-from polyphase.engine.checkpoint.store import MANIFEST, _crc_of
+from polyphase.engine.checkpoint.manifest import MANIFEST, _crc_of
 
 from ..tiny import Positions, Regression, Seen, Stream, engine, rows
 
@@ -88,13 +88,13 @@ def test_a_newer_format(tmp_path):
     content["format"] = 99
     content["versions"]["polyphase"] = "9.1"
     (path / MANIFEST).write_text(json.dumps({**content, "crc32": _crc_of(content)}))
-    with pytest.raises(CheckpointError, match=r"format 99, .* formats up to 1: install Polyphase 9.1 or newer"):
+    with pytest.raises(CheckpointError, match=r"format 99, .* formats up to 2: install Polyphase 9.1 or newer"):
         engine().fit(Regression(), rows(), ckpt_path=path)
 
 
 def test_nothing_is_changed_by_a_damaged_one(tmp_path):
     path, module = saved(tmp_path), Regression()
-    shards = next(path.glob("*.distcp"))
+    shards = next(path.glob("*.safetensors"))
     content = bytearray(shards.read_bytes())
     content[len(content) // 2] ^= 1
     shards.write_bytes(content)

@@ -1,0 +1,91 @@
+"""A few bytes about the run that saves into a folder, written before its first checkpoint is.
+
+They stand in the folder, and beside the failure reports in the run's directory, so that a folder that is gone (a disk
+that is not mounted) is noticed. They also keep the global batch of a run that has not saved anything yet.
+"""
+
+import json
+import logging
+import os
+import uuid
+import zlib
+from typing import Any, NamedTuple
+
+from fsspec.implementations.local import LocalFileSystem
+
+from .files import absolute, resolve
+
+__all__ = ["RunRecord", "read_record", "write_record"]
+
+_IN_FOLDER = ".run.json"
+_OUTSIDE = ".polyphase"
+_MOST_BYTES = 1 << 16
+
+log = logging.getLogger("polyphase.engine")
+
+
+class RunRecord(NamedTuple):
+    """What is known of the run that was last in a folder."""
+
+    run: str
+    lineage: tuple[str, ...]
+    has_saved: bool
+    """Whether there was a checkpoint in the folder."""
+    step: int
+    """Of the newest one that the run knew."""
+    batches: dict[str, Any]
+    """Ranks, layout and accumulation, of which the global batch follows."""
+
+
+def read_record(folder: str, root: str) -> RunRecord | None:
+    """The record of a folder of checkpoints; None if there is none that makes sense.
+
+    Args:
+        folder: of the checkpoints, local or a URL.
+        root: the run's directory.
+    """
+    for path in _paths(folder, root):
+        try:
+            fs, place = resolve(path)
+            said = json.loads(fs.cat_file(place, end=_MOST_BYTES))
+            batches = said["batches"]
+            for name in ("accumulate_grad_batches", "accumulation_asked", "world_size"):
+                if type(batches[name]) is not int or batches[name] < 1:
+                    raise ValueError(name)
+            sizes = batches["layout"].values()
+            if any(type(size) is not int or size < 1 for size in sizes):
+                raise ValueError("layout")
+            lineage = tuple(str(run) for run in said["lineage"])
+            return RunRecord(str(said["run"]), lineage, bool(said["has_saved"]), int(said["step"]), batches)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            log.debug("the record %s is not read: %r", path, error)
+    return None
+
+
+def write_record(folder: str, root: str, record: RunRecord) -> None:
+    """Replaces the record of a folder; where that can't be written to, nothing is lost but the record."""
+    content = json.dumps(record._asdict(), indent=1).encode()
+    for path in _paths(folder, root):
+        try:
+            _write(path, content)
+        except OSError as error:
+            log.debug("the record %s is not written: %r", path, error)
+
+
+def _paths(folder: str, root: str) -> tuple[str, str]:
+    name = f"{zlib.crc32(absolute(folder).encode()):08x}.json"
+    return f"{folder.rstrip('/')}/{_IN_FOLDER}", f"{absolute(root).rstrip('/')}/{_OUTSIDE}/{name}"
+
+
+def _write(path: str, content: bytes) -> None:
+    fs, place = resolve(path)
+    if not isinstance(fs, LocalFileSystem):
+        fs.pipe_file(place, content)
+        return
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    fresh = f"{place}.{uuid.uuid4().hex[:12]}"
+    with open(fresh, "xb") as stream:
+        stream.write(content)
+    os.replace(fresh, place)

@@ -1,0 +1,212 @@
+"""A checkpoint from a stranger executes nothing, whichever way it is opened, and is never called whole."""
+
+import builtins
+import io
+import pickle
+import random
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from polyphase.engine.checkpoint import CheckpointError, Saver, commands, load_checkpoint
+from polyphase.engine.checkpoint.files import Files
+from polyphase.engine.checkpoint.format1 import parse_metadata
+
+from ..tiny import Regression, engine, rows
+from .made import is_whole, save, save_format1, seal
+
+NUM_MUTATIONS = 2000
+MARKER = "polyphase_executed"
+META = "torch.distributed.checkpoint.metadata"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    return b"c" + f"{module}\n{name}\n".encode()
+
+
+# What sets MARKER in `builtins`, if it is executed.
+SET = named("builtins", "setattr") + b"(" + named("builtins", "__import__")
+RUNS = named("builtins", "exec") + b"(" + text(f"import builtins; builtins.{MARKER} = 1") + b"tR"
+# A state of (None, {...}) is set attribute by attribute, on classes too: so isinstance(anything, that class) is true.
+PATCHES = named(META, "TensorStorageMetadata") + b"(N}" + text("__marker__") + text("x") + b"stb"
+INSTALLS = named(META, "Metadata") + b"(N}" + text("__setstate__") + named("builtins", "exec") + b"stb"
+EVIL = [
+    RUNS,
+    PATCHES,
+    INSTALLS,
+    named("os", "system") + b"(" + text("true") + b"tR",
+    b"(" + text("x") + b"ios\nsystem\n",
+]
+INSTRUCTIONS = b"cRbo\x81\x93\x92iPQ\x82(t}]us0123.h\x94"
+
+
+def has_run() -> bool:
+    return hasattr(builtins, MARKER) or hasattr(TensorStorageMetadata, "__marker__")
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs():
+    yield
+    assert not has_run()
+
+
+def mutated(pickled: bytes, draw: random.Random) -> bytes:
+    """A pickle with something put in, taken out or exchanged."""
+    content = bytearray(pickled)
+    for _ in range(draw.choice([1, 1, 2, 5])):
+        place = draw.randrange(len(content))
+        kind = draw.random()
+        if kind < 0.5:
+            content[place:place] = draw.choice(EVIL) + draw.choice([b"", b"0", b"\x94"])
+        elif kind < 0.7:
+            content[place] = draw.randrange(256)
+        elif kind < 0.85:
+            del content[place : place + draw.randrange(1, 9)]
+        else:
+            content[place:place] = bytes(
+                draw.choices(b"cRbo\x81\x93\x92iPQ\x82(t}]us0123.h\x94", k=draw.randrange(1, 6))
+            )
+    return bytes(content)
+
+
+def test_two_thousand_mutated_pickles_run_nothing(tmp_path):
+    """Half of them the metadata of format 1, the rest what `weights_only` reads."""
+    draw = random.Random(0)
+    path = Path(save_format1(tmp_path / "x", 1))
+    metadata = (path / ".metadata").read_bytes()
+    refused = 0
+    for _ in range(NUM_MUTATIONS // 2):
+        try:
+            parse_metadata(mutated(metadata, draw))
+        except CheckpointError:
+            refused += 1
+    assert refused > NUM_MUTATIONS // 4
+    assert not has_run()
+    path = Path(save(tmp_path / "y", 1))
+    originals = {name: (path / name).read_bytes() for name in ("rest.pt", "ranks.pt")}
+    for _ in range(NUM_MUTATIONS // 2):
+        name = draw.choice([*originals])
+        (path / name).write_bytes(repacked(originals[name], draw))
+        seal(path)
+        try:
+            Saver().load(str(path))
+        except CheckpointError:
+            refused += 1
+        (path / name).write_bytes(originals[name])
+    assert refused > NUM_MUTATIONS // 2
+    seal(path)
+    assert is_whole(str(path), 1)
+
+
+def repacked(archive: bytes, draw: random.Random) -> bytes:
+    """A file of torch.save with another pickle in it."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(stream, "w") as new:
+        for info in old.infolist():
+            content = old.read(info)
+            new.writestr(info.filename, mutated(content, draw) if info.filename.endswith("data.pkl") else content)
+    return stream.getvalue()
+
+
+def of_metadata(path: Path, evil: bytes) -> None:
+    """An evil prefix, and then the metadata as it was."""
+    pickled = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(pickled[:2] + evil + b"0" + pickled[2:])
+    seal(path)
+
+
+@pytest.mark.parametrize("evil", EVIL, ids=["runs", "patches a class", "installs", "system", "inst"])
+def test_evil_metadata_of_format_1_opens_nowhere(tmp_path, capsys, evil):
+    path = Path(save_format1(tmp_path / "x", 1))
+    of_metadata(path, evil)
+    for opens in (Saver().load, load_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):
+        with pytest.raises(CheckpointError, match="x is damaged"):
+            opens(str(path))
+    assert_commands_refuse(path, tmp_path, capsys)
+    if evil is RUNS:  # it is as dangerous as it looks
+        pickle.loads((path / ".metadata").read_bytes())  # noqa: S301
+        assert has_run()
+        delattr(builtins, MARKER)
+
+
+def assert_commands_refuse(path: Path, folder: Path, capsys: Any) -> None:
+    for words in (["verify", path], ["inspect", path], ["export", path, "--to", folder / "out.ckpt"]):
+        assert commands.main([str(word) for word in words]) == 1 or words[0] == "inspect"
+    assert not (folder / "out.ckpt").exists()
+    assert "whole" not in capsys.readouterr().out
+
+
+class Evil:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self):
+        return exec, (f"import builtins; builtins.{MARKER} = 1",)
+
+
+@pytest.mark.parametrize("name", ["rest.pt", "ranks.pt"])
+def test_evil_states_open_nowhere(tmp_path, capsys, name):
+    path = Path(save(tmp_path / "x", 1))
+    torch.save({"a": Evil()} if name == "rest.pt" else [{"a": Evil()}], path / name)
+    seal(path)
+    for opens in (Saver().load, load_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):
+        with pytest.raises(CheckpointError, match="holds objects that are no plain values"):
+            opens(str(path))
+    assert_commands_refuse(path, tmp_path, capsys)
+
+
+def test_an_evil_tensor_of_format_1_is_not_opened(tmp_path):
+    """Its chunk is a file of torch.save: one that holds something else in place of a tensor."""
+    path = Path(save_format1(tmp_path / "x", 1))
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301 - our own
+    stream = io.BytesIO()
+    torch.save({"a": Evil()}, stream)
+    content = stream.getvalue()
+    for info in metadata.storage_data.values():
+        if len(content) <= info.length:
+            with (path / info.relative_path).open("r+b") as file:
+                file.seek(info.offset)
+                file.write(content.ljust(info.length, b"\0"))
+    seal(path)
+    with pytest.raises(CheckpointError, match="x is damaged"):
+        Saver().load(str(path))
+
+
+@pytest.mark.parametrize("escape", ["../../etc/passwd", "/dev/zero", "/etc/passwd"])
+def test_metadata_of_format_1_names_no_other_files(tmp_path, escape):
+    path = Path(save_format1(tmp_path / "x", 1))
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301 - our own
+    for info in metadata.storage_data.values():
+        info.relative_path = escape
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(path)
+    with pytest.raises(CheckpointError, match="which the manifest does not list"):
+        Saver().load(str(path))
+
+
+def test_no_pickle_is_left_but_what_torch_reads_as_plain_values(tmp_path):
+    path = Path(save(tmp_path / "x"))
+    assert sorted(file.name for file in path.iterdir()) == [
+        *("MANIFEST.json", "ranks.pt", "rest.pt"),
+        *("shard-0-0.safetensors", "shard-0-1.safetensors", "tensors.json"),
+    ]
+    for name in ("rest.pt", "ranks.pt"):
+        torch.load(path / name, weights_only=True)
+    assert Files(path).read("tensors.json").startswith(b"{")
+
+
+@pytest.mark.parametrize("pickled", [b"\x85" * 100_000 + b"}\x8c\x01xs.", b"]" * 200_000, b"(" * 1000 + b".", b""])
+def test_a_pickle_can_not_end_the_process(pickled):
+    with pytest.raises(CheckpointError):
+        parse_metadata(b"N" + pickled)
+    nest = b"N" + b"\x85" * 100_000 + b"q\x00" + b"}h\x00Ns."  # as the key of a dict
+    with pytest.raises(CheckpointError):
+        parse_metadata(nest)
