@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from .files import resolve
 from .manifest import MANIFEST, README, CheckpointError, is_file_of_ours, read_manifest
 
-__all__ = ["Standing", "check_may_replace", "standing_at"]
+__all__ = ["Standing", "check_may_replace", "is_torch_file", "standing_at"]
 
 _LIGHTNING = b"pytorch-lightning_version"
 """A key that every checkpoint of Lightning's has; it stands in the pickle as it is."""
@@ -106,14 +106,23 @@ def _is_checkpoint_file(place: str) -> bool:
         return _has_lightnings_key(stream)
 
 
+def is_torch_file(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a local file of `torch.save`, with whatever in it."""
+    if not os.path.isfile(path) or os.path.islink(path):
+        return False
+    with open(path, "rb") as stream:
+        return _holds(stream, b"")
+
+
 def _has_lightnings_key(stream: object) -> bool:
+    return _holds(stream, _LIGHTNING)
+
+
+def _holds(stream: object, text: bytes) -> bool:
+    """Whether a stream is a file of `torch.save`, whose pickle, which is not opened, has `text` in it."""
     try:
         with zipfile.ZipFile(stream) as archive:  # type: ignore[call-overload]
             pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-            return (
-                len(pickles) == 1
-                and pickles[0].file_size <= _PICKLE_MOST_BYTES
-                and _LIGHTNING in archive.read(pickles[0])
-            )
+            return len(pickles) == 1 and pickles[0].file_size <= _PICKLE_MOST_BYTES and text in archive.read(pickles[0])
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError):
         return False

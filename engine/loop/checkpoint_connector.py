@@ -35,6 +35,7 @@ from ..checkpoint import (
     read_manifest,
     set_random_state,
 )
+from ..checkpoint.ownership import is_torch_file, standing_at
 from ..checkpoint.run_record import RunRecord
 from ..checkpoint.store import check_may_replace
 from ..compression import deal_residuals
@@ -68,8 +69,12 @@ class DirectoryIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes either kind; a directory not before its successor is there."""
-        self._saver.remove(str(path))
+        """Removes either kind; a checkpoint not before its successor is there."""
+        # Lightning: its launchers leave the weights for the first process in a file that is no whole checkpoint.
+        if is_torch_file(path) and standing_at(path).kind != "ours":
+            super().remove_checkpoint(path)
+        else:
+            self._saver.remove(str(path))
 
 
 class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoint_connector

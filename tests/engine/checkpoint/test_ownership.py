@@ -9,8 +9,9 @@ import torch
 from polyphase.engine.checkpoint import CheckpointError, Saver, lock, repair
 from polyphase.engine.checkpoint import store as stores
 from polyphase.engine.checkpoint.manifest import MANIFEST
-from polyphase.engine.checkpoint.ownership import standing_at
+from polyphase.engine.checkpoint.ownership import is_torch_file, standing_at
 from polyphase.engine.checkpoint.store import begin, publish, remove
+from polyphase.engine.loop.checkpoint_connector import DirectoryIO
 
 from .made import about, content, is_whole, manifest, save, save_format1, seal
 
@@ -228,3 +229,16 @@ def test_a_folder_that_was_removed_comes_back_with_its_lock(tmp_path):
     assert not child_can_lock(folder)
     release()
     assert child_can_lock(folder)
+
+
+def test_a_file_that_lightnings_launchers_pass_weights_in_is_removed(tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / ".temp.ckpt")
+    (tmp_path / "thesis.tex").write_text("three years")
+    (tmp_path / "link").symlink_to(tmp_path / "thesis.tex")
+    assert is_torch_file(tmp_path / ".temp.ckpt")
+    assert not is_torch_file(tmp_path / "thesis.tex")
+    assert not is_torch_file(tmp_path / "link")
+    DirectoryIO(Saver()).remove_checkpoint(str(tmp_path / ".temp.ckpt"))
+    with pytest.warns(UserWarning, match="that is not removed"):
+        DirectoryIO(Saver()).remove_checkpoint(str(tmp_path / "thesis.tex"))
+    assert sorted(os.listdir(tmp_path)) == ["link", "thesis.tex"]
