@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-import polyphase.engine.checkpoint.folder as folder
-from polyphase.engine.checkpoint import saver
 from polyphase.engine.lazy import Reference
 
 PACKAGES = ["polyphase.engine", *(f"polyphase.engine.{name}" for name in ("checkpoint", "compression", "strategies"))]
