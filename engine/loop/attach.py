@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ..exiting import as_shells_have_it
 from ..flags import check_count
 from ..host_group import ALONE, EVERYONE, HostGroup
 from ..strategies import Heartbeat, Watchdog, announce
@@ -46,8 +47,24 @@ _LAST_SAVE_S = 5.0
 """How long a rank that failed waits for the save in flight, which is its peers' as well."""
 
 
+def _interruptible(entry_point: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method of a trainer, after which the exit code of Ctrl-C is the one that shells have."""
+
+    @functools.wraps(entry_point)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with as_shells_have_it():
+            return entry_point(*args, **kwargs)
+
+    return called
+
+
 class LoopTrainer(Trainer):
     """A trainer that saves in the background, and names a failed rank before any callback can wait for the others."""
+
+    fit = _interruptible(Trainer.fit)
+    validate = _interruptible(Trainer.validate)
+    test = _interruptible(Trainer.test)
+    predict = _interruptible(Trainer.predict)
 
     heartbeat: Heartbeat
     """Where this process is in its run."""

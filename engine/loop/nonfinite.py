@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from ..flags import choose
+from .blame import earliest
 
 __all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
 
@@ -23,7 +24,16 @@ log = logging.getLogger("polyphase.engine")
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient norm was infinite or not a number, and the flag `nonfinite` says to stop then."""
+    """A loss or gradient norm was infinite or not a number, and the flag `nonfinite` says to stop then.
+
+    Args:
+        message: says where.
+        rank: on which rank it was so first.
+    """
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class NonFiniteWatch:
@@ -40,6 +50,7 @@ class NonFiniteWatch:
         self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
         self._unread: list[tuple[str, int, Tensor]] = []
         self._since = 0  # the optimizer step at which the values were last read
+        self._names: dict[str, int] = {}  # in the order in which a step has them
         self._said: set[str] = set()  # what was reported in this epoch
 
     def observe(self, trainer: Trainer, name: str, value: Tensor | None, step: int) -> None:
@@ -49,6 +60,7 @@ class NonFiniteWatch:
         if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):  # type: ignore[attr-defined]
             self._read(trainer)
             self._since = step
+        self._names.setdefault(name, len(self._names))
         self._unread.append((name, step, value))
 
     def begin_epoch(self, trainer: Trainer) -> None:
@@ -71,14 +83,19 @@ class NonFiniteWatch:
             self._report(trainer, name, next(step for other, step in bad if other == name))
 
     def _report(self, trainer: Trainer, name: str, step: int) -> None:
-        message = (
-            f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank"
-            f" {trainer.global_rank}. Often a learning rate that is too high, a logarithm or division of zero, or"
-            " float16 that overflowed."
-        )
         if self.policy == "error":
-            raise NonFiniteError(message)
+            order = self._names[name]
+            first = earliest({"rank": trainer.global_rank, "step": step, "name": name, "order": order})
+            raise NonFiniteError(_message(trainer, first["name"], first["step"], first["rank"]), first["rank"])
+        message = _message(trainer, name, step, trainer.global_rank)
         log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)
+
+
+def _message(trainer: Trainer, name: str, step: int, rank: int) -> str:
+    return (
+        f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank {rank}. Often a learning"
+        " rate that is too high, a logarithm or division of zero, or float16 that overflowed."
+    )
 
 
 def _scalar(value: Tensor) -> Tensor:

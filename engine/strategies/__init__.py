@@ -5,6 +5,7 @@ from .failure import announce
 from .heartbeat import Heartbeat
 from .layout import LayoutStrategy
 from .materialize import has_meta_tensors
+from .meeting import current_job
 from .precision import PRECISIONS
 from .registry import STRATEGIES
 from .select import Parts, select
@@ -21,6 +22,7 @@ __all__ = [
     "Watchdog",
     "announce",
     "check_join",
+    "current_job",
     "has_meta_tensors",
     "make_plan",
     "prepare_to_repeat",

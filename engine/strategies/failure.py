@@ -39,13 +39,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitE
 from torch.autograd.graph import _engine_run_backward  # torch: what each backward goes through
 
 from ..version import __version__
+from .job_store import JobStore
+from .meeting import current_job
 
-__all__ = ["DIED", "FIRST_FAILURE", "announce", "record_failure", "say", "write_report"]
+__all__ = ["DIED", "announce", "say", "write_report"]
 
 DIED = "its process has ended without a word"
-
-FIRST_FAILURE = "polyphase/first_failure"
-"""Key of the store under which the first failure of the job is recorded."""
 
 _GRACE_S = 2.0
 """How long a rank that stops because of another waits for its launcher to see the other's exit first."""
@@ -77,22 +76,26 @@ def announce(
         return
     if watchdog is not None:
         watchdog.let_end()
-    is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-    rank = 0 if is_alone else dist.get_rank()
+    is_connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    is_alone = not is_connected and (watchdog is None or watchdog.world_size == 1)
+    rank = dist.get_rank() if is_connected else 0 if watchdog is None else watchdog.heartbeat.rank
     if leaves and not is_alone:
         say(rank, f"failed, and leaves the other ranks to go on:\n{_traceback(exception)}")
         finish()
         _end_group(exception)  # its watchdog goes on until the process ends, and so does not say that it is done
         return
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
+    is_interrupt = isinstance(exception, KeyboardInterrupt)
     if watchdog is not None:
-        if is_mine and not isinstance(exception, KeyboardInterrupt):
+        if is_mine and not is_alone and not is_interrupt:  # of a process alone, the traceback says all there is
             _report(first, exception, watchdog, rank)
         watchdog.stop()
     finish()
-    if is_alone:
+    if not is_connected:
         return
-    if first["rank"] != rank:
+    if is_interrupt:  # the launcher ends the others, which have been interrupted as well
+        pass
+    elif not is_mine or first["rank"] != rank:
         say(rank, f"stops because rank {first['rank']} failed first: {first['message']}")
         if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
@@ -115,21 +118,19 @@ def _end_group(exception: BaseException) -> None:
         dist.destroy_process_group()
 
 
-def record_failure(store: dist.Store, failure: dict[str, Any]) -> dict[str, Any]:
-    """The job's first failure: `failure`, unless there is one already."""
-    return json.loads(store.compare_set(FIRST_FAILURE, "", json.dumps(failure)))
-
-
 def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone: bool) -> tuple[dict[str, Any], bool]:
     """The first failure of the job, and whether it is this rank's to report."""
-    mine = {"rank": rank, "kind": "exception", "by": rank, "message": f"{type(exception).__name__}: {exception}"[:1000]}
+    message = f"{type(exception).__name__}: {exception}"[:1000]
+    mine = {"rank": getattr(exception, "rank", rank), "kind": "exception", "by": rank, "message": message}
     if is_alone:
         return mine, True
     try:
-        store = dist.distributed_c10d._get_default_store()
+        job = current_job()
+        if job is None:
+            return mine, True
         if _LOST.search(str(exception)) and watchdog is not None:
-            mine = _cause(store, watchdog, rank) or mine
-        first = record_failure(store, mine)
+            mine = _cause(job, watchdog, rank) or mine
+        first = job.record_failure(mine)
     except RuntimeError:  # the store's host is gone
         gone = _gone(watchdog)
         first = mine = _death(gone[0], rank) if gone else mine
@@ -140,10 +141,10 @@ def _gone(watchdog: Any) -> list[int]:
     return watchdog.peers.gone() if watchdog is not None and watchdog.peers is not None else []
 
 
-def _cause(store: dist.Store, watchdog: Any, rank: int) -> dict[str, Any] | None:
+def _cause(job: JobStore, watchdog: Any, rank: int) -> dict[str, Any] | None:
     """Who is to blame for a broken connection, if that turns out in time."""
     deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and not store.check([FIRST_FAILURE]):
+    while time.monotonic() < deadline and job.first_failure() is None:
         gone = _gone(watchdog)
         if gone:
             return _death(gone[0], rank)

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -23,19 +24,24 @@ import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 
-# Lightning: the two private launchers are the ones its own DDPStrategy uses.
+# Lightning: the private launcher is the one that its own DDPStrategy uses.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ..environment import port_is_ours
+from ..environment import child_environment, port_is_ours
+from ..exiting import end_tree
 from ..flags import LAUNCHERS
 from .failure import announce
+from .parent import watch_parent
+from .scripts import ScriptLauncher
 
 __all__ = ["end_group_at_exit", "make_launcher"]
 
+_INTERRUPTED_S = 3.0
+"""How long workers have to end after Ctrl-C."""
+_TICK_S = 0.05
 _STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop, as shells have it."""
 
@@ -64,7 +70,7 @@ def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: i
     start_method = LAUNCHERS[suffix]
     # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
     if start_method == "popen" or environment.creates_processes_externally:
-        return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+        return ScriptLauncher(environment, num_processes, num_nodes)
     if start_method not in mp.get_all_start_methods():
         raise ValueError(
             f"strategy {strategy!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
@@ -191,6 +197,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         try:
             with (
                 _port_reserved(self._strategy.cluster_environment),
+                child_environment(),
                 _sigterm_calls(self._stop),
                 _joining(self._strategy.can_lose),  # type: ignore[attr-defined]
             ):
@@ -202,7 +209,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
                 raise SIGTERMException(_STOPPED) from None
             raise
         except KeyboardInterrupt:
-            raise  # the workers have got it, too; Lightning gives them time
+            self._end_workers(_INTERRUPTED_S)  # they have got it, too, unless it was sent to this process alone
+            raise
         except BaseException:
             self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may for each other
             raise
@@ -214,9 +222,19 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             raise SIGTERMException(_STOPPED)
         self.kill(signum)
 
+    def _end_workers(self, patience_s: float) -> None:
+        """Waits for the workers to end, and ends those that don't."""
+        deadline = time.monotonic() + patience_s
+        while any(worker.is_alive() for worker in self.procs) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        for worker in self.procs:
+            if worker.is_alive() and worker.pid is not None:
+                end_tree(worker.pid)
+
     # Lightning: _MultiProcessingLauncher._wrapping_function runs in each worker, outside of the trainer's own handling
     # of exceptions, so callbacks don't see them there.
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        watch_parent(args[0], grace_s=0.0)
         if _before:  # a fork of the process that has started it
             _restore_sigterm()
         try:

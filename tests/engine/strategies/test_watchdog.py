@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies.heartbeat import describe, stack_of
-from polyphase.engine.strategies.peers import LEFT, Peers
+from polyphase.engine.strategies.meeting import current_job
+from polyphase.engine.strategies.peers import LEFT, Peers, process_key
 from polyphase.engine.strategies.watchdog import _behind
 from tests.distributed import run_ranks
 
@@ -188,7 +189,8 @@ def test_the_timeout_is_a_number_of_seconds(value):
 
 
 def report(batch: int, pending: str | None = None, **changed) -> dict:
-    return {"step": batch, "batch": batch, "evaluated": 0, "phase": "train", "pending": pending, "line": None} | changed
+    where = {"step": batch, "batch": batch, "evaluated": 0, "phase": "train", "pending": pending, "line": None}
+    return {**where, "is_debugged": False, "resume_from": None, **changed}
 
 
 @pytest.mark.parametrize(
@@ -219,9 +221,10 @@ def test_a_place_in_words(known, text):
 
 
 def _two_machines(rank: int) -> None:
-    peers = Peers("test")
+    job = current_job()
+    peers = Peers("test", job)
     peers.me = {**peers.me, "host": f"host {rank}"}
-    peers.publish("process", peers.me)
+    job.write(process_key(rank), peers.me)
     torch.distributed.barrier()
     peers.beat(report(1))
     assert not peers.is_local(1 - rank)

@@ -1,0 +1,76 @@
+"""The default launcher: rank 0 is the user's process, and starts its own command once more for each other rank."""
+
+import atexit
+import sys
+import threading
+from typing import Any
+
+# Lightning: the private launcher is the one that its own DDPStrategy uses, and the thread by which it watches them.
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from ..environment import child_environment, share_job_secret
+from ..exiting import LAST_WORDS_S, await_ranks, end_tree, exit_at_once, started_ranks
+from .failure import say
+from .parent import watch_parent
+
+__all__ = ["ScriptLauncher"]
+
+_LAST_WORDS_S = 8.0
+"""How long a rank outlives its parent, which is one too: it finds out what has become of it, and writes the report."""
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the ranks as Lightning does; none outlives rank 0.
+
+    Rank 0's process is the last to end: the job's store is in it, and whoever has started it sees its exit code alone.
+    """
+
+    _hang_timeout_s: float | None = None
+    """How long rank 0 waits for the others at its exit; None for ever."""
+    _has_ended_them = False
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts the other ranks, where nobody else has, and calls the function."""
+        self._hang_timeout_s = getattr(kwargs.get("trainer"), "hang_timeout_s", None)
+        watch_parent(self._first_rank + self.cluster_environment.local_rank(), _LAST_WORDS_S)
+        return super().launch(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Sends all of them a signal."""
+        self._has_ended_them = True
+        super().kill(signum)
+
+    @property
+    def _first_rank(self) -> int:
+        """Of those on this machine."""
+        return self.cluster_environment.node_rank() * self.num_processes
+
+    # Lightning: _SubprocessScriptLauncher._call_children_scripts, called by `launch` on the first rank of a machine.
+    def _call_children_scripts(self) -> None:
+        share_job_secret()
+        with child_environment():
+            super()._call_children_scripts()
+        started_ranks.update(enumerate(self.procs, self._first_rank + 1))
+        atexit.register(self._see_out)
+
+    def _see_out(self) -> None:
+        for thread in threading.enumerate():
+            if isinstance(thread, _ChildProcessObserver):
+                thread._child_processes = []  # Lightning: it would kill this process, too
+        has_failed = getattr(sys, "last_value", None) is not None  # CPython: by which exception the program has ended
+        longest_s = LAST_WORDS_S if has_failed or self._has_ended_them else self._hang_timeout_s
+        late = await_ranks(longest_s)
+        for rank in late:
+            end_tree(started_ranks[rank].pid)
+            started_ranks[rank].wait()
+        codes = {rank: process.returncode for rank, process in started_ranks.items()}
+        started_ranks.clear()
+        if has_failed or self._has_ended_them or not any(codes.values()):
+            return
+        for rank, code in codes.items():
+            if rank in late:
+                say(rank, f"still ran {longest_s:g} s after rank 0 had come to its end, and was ended")
+            elif code:
+                say(rank, f"has ended with exit code {code}, after rank 0 had come to its end")
+        exit_at_once(max(1, *codes.values()))
