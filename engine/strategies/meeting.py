@@ -24,11 +24,25 @@ from .job_store import JobStore
 from .peers import absent_ranks, process_key, this_process
 from .signing import opened, signed
 
-__all__ = ["connect", "current_job", "missing_ranks", "name_of_start", "open_store", "wait_for_all"]
+__all__ = ["AbsentError", "connect", "current_job", "missing_ranks", "name_of_start", "open_store", "wait_for_all"]
 
 _PERIOD_S = 0.02
 _NAME = re.compile(rb"start/[0-9a-f]{32}")
 _QUESTION = re.compile(rb"[0-9a-f]{32}")
+
+
+class AbsentError(TimeoutError):
+    """Ranks did not come.
+
+    Args:
+        message: says which.
+        rank: the first of them.
+    """
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+
 
 _servers: dict[tuple[str, int], Any] = {}
 """The stores that this process has opened, which others may need until it ends."""
@@ -60,7 +74,7 @@ def wait_for_all(job: JobStore, timeout: timedelta) -> None:
     """Waits until all ranks have come.
 
     Raises:
-        TimeoutError: some did not; names them.
+        AbsentError: some did not; names them.
     """
     _await(lambda: absent_ranks(job), job.num_ranks, timeout)
 
@@ -114,7 +128,7 @@ def _await(absent: Callable[[], list[int]], world_size: int, timeout: timedelta)
         while missing := absent():
             _missing[:] = missing
             if time.monotonic() > deadline:
-                raise TimeoutError(f"ranks {missing} of {world_size} have not come within {timeout}.")
+                raise AbsentError(f"ranks {missing} of {world_size} have not come within {timeout}.", missing[0])
             time.sleep(_PERIOD_S)
     finally:
         _missing.clear()
@@ -130,7 +144,7 @@ def name_of_start(store: dist.Store, rank: int, world_size: int, timeout: timede
         timeout: how long to wait for the others.
 
     Raises:
-        TimeoutError: some ranks did not come.
+        AbsentError: some ranks did not come.
     """
     if rank > 0:
         return _name_from_rank_0(store, rank, world_size, timeout)
