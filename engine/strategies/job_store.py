@@ -6,6 +6,7 @@ order is as if it weren't there, and a warning says so once.
 
 import json
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch.distributed as dist
 
 from .signing import MOST_BYTES, Fields, opened, parsed, signed
 
-__all__ = ["FIRST_FAILURE", "JobStore"]
+__all__ = ["FIRST_FAILURE", "JobStore", "SignedStore"]
 
 FIRST_FAILURE = "polyphase/first_failure"
 """Key under which the first failure of the job is recorded."""
 
 log = logging.getLogger("polyphase.engine")
 
+_TICK_S = 0.05
 _ATTEMPTS = 100
 """To write over what others write."""
 _FAILURE: Fields = {"rank": int, "by": int, "kind": str, "message": str}
@@ -84,10 +86,49 @@ class JobStore:
         word = None if content is None else parsed(content, fields, self.num_ranks)
         if word is None and not self._has_warned:
             self._has_warned = True
-            log.warning(
-                "Rank %d ignores what stands in the job's key-value store under %r: no rank of this job has written it."
-                " See docs/security.md.",
-                self.rank,
-                key,
-            )
+            _warn(self.rank, key)
         return word
+
+
+class SignedStore:
+    """A store of short texts, for what ranks agree on; the methods are those of `torch.distributed.Store`.
+
+    Args:
+        store: in which there may be other things, too.
+        rank: this one.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store: Any = store
+        self._rank = rank
+        self._has_warned = False
+
+    def set(self, key: str, text: str) -> None:
+        """Writes a text."""
+        self._store.set(key, signed(key, text.encode()))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether there are texts under all keys."""
+        return self._store.check(keys) and all(self._text(key) is not None for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """The text under a key, as soon as there is one; waits as long as torch does."""
+        while (text := self._text(key)) is None:
+            time.sleep(_TICK_S)
+        return text
+
+    def _text(self, key: str) -> bytes | None:
+        text = opened(key, self._store.get(key))
+        if text is None and not self._has_warned:
+            self._has_warned = True
+            _warn(self._rank, key)
+        return text
+
+
+def _warn(rank: int, key: str) -> None:
+    log.warning(
+        "Rank %d ignores what stands in the job's key-value store under %r: no rank of this job has written it. See"
+        " docs/security.md.",
+        rank,
+        key,
+    )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyphase.engine.strategies.job_store import FIRST_FAILURE, JobStore
+from polyphase.engine.strategies.job_store import FIRST_FAILURE, JobStore, SignedStore
 from polyphase.engine.strategies.peers import Peers
 from polyphase.engine.strategies.signing import opened, parsed, signed
 
@@ -98,3 +98,14 @@ def test_a_changed_word_is_not_opened(content, change, at):
 def test_only_objects_with_the_fields_are_words(value):
     assert parsed(json.dumps(value).encode(), {"rank": int}, 2) is None
     assert parsed(json.dumps({"rank": 1, "more": value}).encode(), {"rank": int}, 2) == {"rank": 1, "more": value}
+
+
+def test_texts_that_ranks_agree_on_are_signed(store, caplog):
+    ours, theirs = SignedStore(store, 0), SignedStore(store, 1)
+    store.set("requested", "1")
+    assert not ours.check(["requested"])
+    assert not ours.check(["requested", "absent"])
+    assert caplog.text.count("no rank of this job has written it") == 1
+    theirs.set("requested", "1")
+    assert ours.check(["requested"])
+    assert ours.get("requested") == b"1"
