@@ -76,7 +76,7 @@ def test_workers_that_are_stuck_end_with_their_rank():
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_ranks_end_with_the_process_that_started_them(strategy):
-    started = subprocess.Popen(command(strategy, 1, "sleep", 300), start_new_session=True)
+    started = subprocess.Popen(command(strategy, 1, "sleep_deaf", 300), start_new_session=True)
     try:
         wait_for(lambda: len(list(Path().glob("rank*.pid"))) == 2, "rank")
         time.sleep(3)  # rank 1 sleeps, and rank 0 waits for it

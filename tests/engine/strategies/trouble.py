@@ -67,6 +67,9 @@ class Troubled(LightningModule):
         me = os.getpid()
         if self._meets("sleep"):
             time.sleep(100)
+        elif self._meets("sleep_deaf"):  # torch has workers sent SIGINT when their parent ends
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            time.sleep(100)
         elif self._meets("raise"):
             raise ValueError("this rank has had enough")
         elif self._meets("loader"):
@@ -89,6 +92,10 @@ class Troubled(LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.trouble == "kill_unnoticed":
             time.sleep(100)  # no collective tells this rank
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 31 and self._meets("nan"):
+            time.sleep(2)  # the others look first
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if self._meets("validation") and batch_idx == 2:
