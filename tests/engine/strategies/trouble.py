@@ -60,7 +60,7 @@ class Troubled(LightningModule):
         Path(f"rank{self.global_rank}.pid").write_text(str(os.getpid()))
         if batch_idx == AT:
             self._trouble()
-        factor = float("nan") if batch_idx == AT and self._meets("nan") else 1.0
+        factor = float("nan") if batch_idx == AT - 7 and self._meets("nan") else 1.0
         return factor * self.layer(batch).sum()
 
     def _trouble(self) -> None:
@@ -94,8 +94,8 @@ class Troubled(LightningModule):
             time.sleep(100)  # no collective tells this rank
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx == 31 and self._meets("nan"):
-            time.sleep(2)  # the others look first
+        if batch_idx == AT - 1 and self._meets("nan"):
+            time.sleep(2)  # the others look first, who have it too by now
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if self._meets("validation") and batch_idx == 2:
