@@ -3,7 +3,9 @@
 import gc
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,3 +247,36 @@ def _two_machines(rank: int) -> None:
 
 def test_silence_is_measured_by_the_listeners_own_clock():
     run_ranks(_two_machines, 2)
+
+
+class Pruned(Callback):
+    """As a sweep's callback ends a trial."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        raise ValueError("not worth going on")
+
+
+def test_what_a_process_alone_raises_leaves_no_report():
+    rows = Rows()
+    with pytest.raises(ValueError, match="not worth going on"):
+        engine(callbacks=Pruned()).fit(Notes(rows), loader(rows))
+    assert not Path("failures").exists()
+
+
+def test_no_exception_ends_the_watchdog(monkeypatch, capsys):
+    rows = Rows()
+    monkeypatch.setattr("polyphase.engine.strategies.watchdog._PERIOD_S", 0.05)
+    trainer = engine(callbacks=Broken())
+    trainer.fit(Notes(rows), loader(rows))
+    assert trainer.callbacks[0].is_alive
+    assert capsys.readouterr().err.count("the watchdog failed, and goes on") == 1
+
+
+class Broken(Callback):
+    """Takes from the watchdog what it looks at."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        trainer.heartbeat.place = None
+        time.sleep(0.5)
+        self.is_alive = any(thread.name == "polyphase-watchdog" for thread in threading.enumerate())
+        del trainer.heartbeat.place
