@@ -3,6 +3,7 @@
 import atexit
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 # Lightning: the private launcher is the one that its own DDPStrategy uses, and the thread by which it watches them.
@@ -29,10 +30,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     _hang_timeout_s: float | None = None
     """How long rank 0 waits for the others at its exit; None for ever."""
     _has_ended_them = False
+    _can_lose: Callable[[int], bool] = staticmethod(lambda rank: False)
+    """Which ranks the run can go on without: how they ended says nothing of it."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         """Starts the other ranks, where nobody else has, and calls the function."""
-        self._hang_timeout_s = getattr(kwargs.get("trainer"), "hang_timeout_s", None)
+        trainer = kwargs.get("trainer")
+        self._hang_timeout_s = getattr(trainer, "hang_timeout_s", None)
+        self._can_lose = getattr(getattr(trainer, "strategy", None), "can_lose", self._can_lose)
         watch_parent(self._first_rank + self.cluster_environment.local_rank(), _LAST_WORDS_S)
         return super().launch(*args, **kwargs)
 
@@ -64,7 +69,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         for rank in late:
             end_tree(started_ranks[rank].pid)
             started_ranks[rank].wait()
-        codes = {rank: process.returncode for rank, process in started_ranks.items()}
+        codes = {rank: p.returncode for rank, p in started_ranks.items() if rank in late or not self._can_lose(rank)}
         started_ranks.clear()
         if has_failed or self._has_ended_them or not any(codes.values()):
             return
