@@ -5,6 +5,7 @@ torchrun and SLURM start the processes themselves and say how many. Lightning wa
 """
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +18,22 @@ from .flags import check_count
 
 __all__ = [
     "ALL_FRAMES",
+    "child_environment",
     "given_seed",
     "global_seed",
     "is_started_again",
+    "job_secret",
     "knows_where_nodes_meet",
     "launched_sizes",
+    "listen_on_loopback",
     "listening_on",
     "make_room_for_nodes",
+    "parent_pid",
+    "place_on_one_machine",
     "port_is_ours",
     "resolve_sizes",
     "restart_count",
+    "share_job_secret",
     "share_threads",
     "shows_all_frames",
     "started_by",
@@ -37,6 +44,8 @@ ALL_FRAMES = "POLYPHASE_TRACEBACK"
 """The variable that is ``full`` where the terminal shall get each traceback whole."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_SECRET = "POLYPHASE_JOB_SECRET"
+_PARENT = "POLYPHASE_PARENT_PID"
 
 
 def started_by() -> str | None:
@@ -141,6 +150,60 @@ def listening_on(interface: str | None) -> Iterator[None]:
 def shows_all_frames() -> bool:
     """Whether tracebacks are printed with the frames of libraries."""
     return os.environ.get(ALL_FRAMES, "").strip().lower() == "full"
+
+
+def listen_on_loopback() -> None:
+    """Has gloo listen on the loopback interface from now on, unless the user has named another.
+
+    Otherwise it takes the one that has the address of the machine's name.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+
+
+def place_on_one_machine(environment: Any) -> str | None:
+    """The address at which ranks that are all on this machine meet; None where that is another's to say."""
+    if type(environment) is LightningEnvironment:
+        return environment.main_address
+    # Lightning: SLURM's own is the machine's name, which other machines can reach, too.
+    return "127.0.0.1" if isinstance(environment, SLURMEnvironment) else None
+
+
+def job_secret() -> bytes | None:
+    """The secret that the processes of this job have in common; None if nobody has given them one."""
+    return os.environ.get(_SECRET, "").encode() or None
+
+
+def share_job_secret() -> None:
+    """Gives the processes that this one starts a secret, unless the user has."""
+    if not os.environ.get(_SECRET):
+        os.environ[_SECRET] = secrets.token_hex(32)
+
+
+@contextmanager
+def child_environment() -> Iterator[None]:
+    """Processes that are started in here have the job's secret, and know which process has started them."""
+    before = {name: os.environ.get(name) for name in (_SECRET, _PARENT)}
+    share_job_secret()
+    os.environ[_PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def parent_pid() -> int | None:
+    """The process that has started this one as a rank of its job, without which it is not to go on; None if none has.
+
+    SLURM ends its processes itself.
+    """
+    if started_by() == "torchrun":
+        return os.getppid()
+    pid = os.environ.get(_PARENT, "")
+    return int(pid) if pid.isdecimal() and int(pid) != os.getpid() else None
 
 
 def global_seed() -> int:

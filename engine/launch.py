@@ -48,10 +48,16 @@ def main(words: Sequence[str]) -> int:
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
-    from .environment import make_room_for_nodes, share_threads  # with torch, which a wrong command need not wait for
+    from .environment import (  # with torch, which a wrong command need not wait for
+        make_room_for_nodes,
+        share_job_secret,
+        share_threads,
+    )
 
     share_threads(num_processes)
-    if "--nnodes=1" not in arguments:
+    if "--nnodes=1" in arguments:
+        share_job_secret()
+    else:  # on several machines it is the user's to give
         make_room_for_nodes()
     # This process becomes torchrun's: signals reach it without our help.
     return os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
@@ -83,7 +89,7 @@ def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items()]
     meets_elsewhere = any(re.match("--(rdzv|master|node|standalone)", option) for option in theirs)
     if options.nnodes == "1" and not meets_elsewhere:
-        arguments.append("--standalone")
+        arguments += ["--standalone", "--local-addr=127.0.0.1"]
     arguments[0] = f"--nproc-per-node={options.nproc}"
     from torch.distributed.run import determine_local_world_size
 

@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from ..flags import choose
+from ..strategies.job_store import CausedByRank
+from .blame import earliest
 
 __all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
 
@@ -23,8 +25,8 @@ _INTERVAL_STEPS = 50
 log = logging.getLogger("polyphase.engine")
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient norm was infinite or not a number, and the flag `nonfinite` says to stop then."""
+class NonFiniteError(CausedByRank, RuntimeError):
+    """A loss or gradient norm was infinite or not a number, first on `rank`, and `nonfinite` says to stop then."""
 
 
 class NonFiniteWatch:
@@ -41,6 +43,7 @@ class NonFiniteWatch:
         self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
         self._unread: list[tuple[str, int, Tensor]] = []
         self._since = 0  # the optimizer step at which the values were last read
+        self._names: dict[str, int] = {}  # in the order in which a step has them
         self._said: set[str] = set()  # what was reported in this epoch
         self._failure: str | None = None
 
@@ -51,6 +54,7 @@ class NonFiniteWatch:
         if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):  # type: ignore[attr-defined]
             self._read(trainer)
             self._since = step
+        self._names.setdefault(name, len(self._names))
         self._unread.append((name, step, value))
 
     def begin_run(self) -> None:
@@ -86,15 +90,20 @@ class NonFiniteWatch:
             self._report(trainer, name, next(step for other, step in bad if other == name))
 
     def _report(self, trainer: Trainer, name: str, step: int) -> None:
-        message = (
-            f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank"
-            f" {trainer.global_rank}. Often a learning rate that is too high, a logarithm or division of zero, or"
-            " float16 that overflowed."
-        )
         if self.policy == "error":
-            self._failure = message
-            raise NonFiniteError(message)
+            order = self._names[name]
+            first = earliest({"rank": trainer.global_rank, "step": step, "name": name, "order": order})
+            self._failure = _message(trainer, first["name"], first["step"], first["rank"])
+            raise NonFiniteError(self._failure, first["rank"])
+        message = _message(trainer, name, step, trainer.global_rank)
         log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)
+
+
+def _message(trainer: Trainer, name: str, step: int, rank: int) -> str:
+    return (
+        f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank {rank}. Often a learning"
+        " rate that is too high, a logarithm or division of zero, or float16 that overflowed."
+    )
 
 
 def _scalar(value: Tensor) -> Tensor:

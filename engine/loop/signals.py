@@ -27,6 +27,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ..strategies.job_store import SignedStore
+
 __all__ = ["Agreement", "SignalConnector"]
 
 log = logging.getLogger("polyphase.engine")
@@ -51,7 +53,7 @@ class Agreement:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store | SignedStore,
         rank: int,
         world_size: int,
         lost: Callable[[], Collection[int]] = frozenset,
@@ -153,8 +155,9 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
             return None
         # torch: the store under the default process group; there is no public way to it.
         store = dist.PrefixStore(f"polyphase/{subject}", dist.distributed_c10d._get_default_store())
+        words = SignedStore(store, dist.get_rank())  # whoever else writes there stops nothing
         strategy = self.trainer.strategy
-        return Agreement(store, dist.get_rank(), dist.get_world_size(), lambda: getattr(strategy, "lost_ranks", ()))
+        return Agreement(words, dist.get_rank(), dist.get_world_size(), lambda: getattr(strategy, "lost_ranks", ()))
 
     def request_snapshot(self) -> None:
         """Asks all ranks to save after the same step."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .heartbeat import Heartbeat
     from .layout import LayoutStrategy
     from .materialize import has_meta_tensors
+    from .meeting import current_job
     from .tensor import make_plan
     from .uncaught import Failure, failure_of, forget_failures, on_uncaught
     from .units import shard_units
@@ -29,6 +30,7 @@ __all__ = [
     "Watchdog",
     "announce",
     "check_join",
+    "current_job",
     "failure_of",
     "forget_failures",
     "has_meta_tensors",
@@ -48,6 +50,7 @@ __getattr__ = import_on_access(
         "Watchdog": "watchdog",
         "announce": "failure",
         "check_join": "compressing",
+        "current_job": "meeting",
         "failure_of": "uncaught",
         "forget_failures": "uncaught",
         "has_meta_tensors": "materialize",

@@ -15,7 +15,7 @@ A rank that finds another's name in the store is silent, and waits for its launc
 the culprit's. One whose connection broke finds out who is gone, and reports that. A peer that doesn't notice (a GPU
 waits in a collective) is ended by its watchdog, or by the launcher, as each does when one of its processes fails.
 
-A process alone leaves the printing to Python, which does it if nobody catches the exception; so it is with the report.
+A process alone leaves the printing to Python, which does it if nobody catches the exception, and writes no report.
 """
 
 import contextlib
@@ -45,17 +45,17 @@ from torch.autograd.graph import _engine_run_backward  # torch: what each backwa
 
 from ..version import __version__
 from .frames import shown
+from .job_store import FIRST_FAILURE, CausedByRank, JobStore
+from .meeting import current_job
 from .uncaught import Failure, on_uncaught
 
-__all__ = ["DIED", "FIRST_FAILURE", "SEEN", "Report", "announce", "record_failure", "say"]
+__all__ = ["DIED", "SEEN", "Report", "announce", "say"]
 
 DIED = "its process has ended without a word"
 
-FIRST_FAILURE = "polyphase/first_failure"
-"""Key of the store under which the first failure of the job is recorded."""
-
 SEEN = f"{FIRST_FAILURE}/seen"
-"""How many ranks' watchdogs have seen it there, if it is an exception."""
+"""How many ranks' watchdogs have seen it there, if it is an exception. A counter says for how long to wait, no more:
+who writes to it who is no rank makes a rank wait for less, or until it has waited long enough."""
 
 _GRACE_S = 2.0
 """How long a rank that stops because of another waits for its launcher to see the other's exit first."""
@@ -66,6 +66,9 @@ _COLLECT_S = 1.0
 _HOST_S = 3.0
 """How long it waits for the others' watchdogs to have seen its failure, where its process may have the store."""
 _POLL_S = 0.05
+_TOLD = f"{FIRST_FAILURE}/told"
+_NUMBER, _HEARD = f"{FIRST_FAILURE}/number", f"{FIRST_FAILURE}/heard"
+"""Counters of the ranks that have left their tracebacks, and of those that know that all is said."""
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
 """What the errors say that a peer's end causes."""
 
@@ -94,8 +97,9 @@ def announce(
         return
     if watchdog is not None:
         watchdog.let_end()
-    is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-    rank = 0 if is_alone else dist.get_rank()
+    is_connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    is_alone = not is_connected and (watchdog is None or watchdog.world_size == 1)
+    rank = dist.get_rank() if is_connected else 0 if watchdog is None else watchdog.heartbeat.rank
     if leaves and not is_alone:
         say(rank, f"failed, and leaves the other ranks to go on:\n{shown(exception).rstrip()}")
         on_uncaught(exception, Failure(is_said=True))
@@ -104,42 +108,42 @@ def announce(
         return
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
     is_interrupt = first["message"].startswith("KeyboardInterrupt")
-    report = None if watchdog is None or is_interrupt or not is_mine else _report(first, exception, watchdog)
-    if report is not None and not is_alone:
+    # Of a process alone the traceback says all there is, to its caller too: the trials of a sweep leave no reports.
+    is_silent = watchdog is None or is_interrupt or is_alone or not is_mine
+    report = None if is_silent else _report(first, exception, watchdog)
+    if report is not None:
         report.write()  # at once: this process may be ended
     if watchdog is not None:
         watchdog.stop()
-    if is_alone:
+    job = None if is_alone else current_job()
+    if job is None:  # alone; or the ranks have not met yet
         finish()
-        on_uncaught(exception, Failure(is_interrupt=is_interrupt, say=partial(_say_where, report)))
+        on_uncaught(exception, Failure(is_interrupt=is_interrupt, say=partial(_say_where, rank, report)))
         return
-    store = dist.distributed_c10d._get_default_store()  # torch: that of the default group
     if is_mine:
         finish()
-        size = dist.get_world_size()
         _end_group(exception)
-        _tell(store, first, exception, report, size, print_traceback=print_traceback)
+        _tell(job, first, exception, report, print_traceback=print_traceback)
     else:
         # A rank that is gone has said all, and it may have taken the store along.
         peers = None if watchdog is None else watchdog.peers
         is_gone = peers is not None and peers.has_ended(first["by"])
-        _stop_because_of(None if is_gone else store, rank, first, exception, finish)
+        _stop_because_of(None if is_gone else job, rank, first, exception, finish)
     on_uncaught(exception, Failure(is_said=True, is_interrupt=is_interrupt))
 
 
 def _tell(
-    store: dist.Store,
+    job: JobStore,
     first: dict[str, Any],
     exception: BaseException,
     report: "Report | None",
-    world_size: int,
     *,
     print_traceback: bool,
 ) -> None:
     """Collects what the others say of themselves, completes the report and prints."""
-    me, culprit = first["by"], first["rank"]
+    me, culprit, world_size = first["by"], first["rank"], job.num_ranks
     others = [rank for rank in range(world_size) if rank not in (me, culprit)]
-    said = _collected(store, [rank for rank in range(world_size) if rank != me])
+    said = _collected(job, [rank for rank in range(world_size) if rank != me])
     if report is not None and said:
         report.add(said)
     same = [rank for rank, each in said.items() if each["message"] == first["message"] and rank in others]
@@ -154,61 +158,62 @@ def _tell(
         say(me, "was interrupted (Ctrl-C), and so the run ends")
     else:
         text = f"\n{shown(exception).rstrip()}" if print_traceback else ""
-        say(me, f"failed and ends the run{because}{where}{text}")
+        ends = "failed and ends the run" if me == culprit else f"ends the run because of rank {culprit}"
+        say(me, f"{ends}{because}{where}{text}")
     with contextlib.suppress(RuntimeError):  # the store's host is gone
-        store.set(f"{FIRST_FAILURE}/told", "")
+        job.write(_TOLD, {"by": me})
         if me == 0:
-            _await(store, "heard", len(said), _COLLECT_S)
-            _await(store, "seen", world_size - 1, _HOST_S)  # later failures are known as consequences without the store
+            _await(job, _HEARD, len(said), _COLLECT_S)
+            _await(job, SEEN, world_size - 1, _HOST_S)  # later failures are known as consequences without the store
 
 
-def _collected(store: dist.Store, ranks: list[int]) -> dict[int, dict[str, Any]]:
+def _collected(job: JobStore, ranks: list[int]) -> dict[int, dict[str, Any]]:
     """What those of `ranks` say that fail as well, within a moment."""
+    keys = {f"{FIRST_FAILURE}/{rank}": rank for rank in ranks}
     try:
-        _await(store, "number", len(ranks), _COLLECT_S)
-        there = [rank for rank in ranks if store.check([f"{FIRST_FAILURE}/{rank}"])]
-        return {rank: json.loads(store.get(f"{FIRST_FAILURE}/{rank}")) for rank in there}
+        _await(job, _NUMBER, len(ranks), _COLLECT_S)
+        return {keys[key]: word for key, word in job.read_all(keys, {"message": str, "traceback": str}).items()}
     except RuntimeError:  # the store's host is gone
         return {}
 
 
-def _await(store: dist.Store, counter: str, number: int, patience_s: float) -> None:
+def _await(job: JobStore, counter: str, number: int, patience_s: float) -> None:
     """Waits until so many ranks have raised a counter."""
     deadline = time.monotonic() + patience_s
-    while store.add(f"{FIRST_FAILURE}/{counter}", 0) < number and time.monotonic() < deadline:
+    while job.count(counter) < number and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def _stop_because_of(
-    store: dist.Store | None, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any]
+    job: JobStore | None, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any]
 ) -> None:
     """Hands over this rank's traceback, and waits until the rank that failed first has said all."""
     mine = {"message": _message(exception), "traceback": _traceback(exception)}
-    has_told = store is None
+    has_told = job is None
     with contextlib.suppress(RuntimeError):  # the store's host is gone
-        if store is not None:
-            store.set(f"{FIRST_FAILURE}/{rank}", json.dumps(mine))
-            store.add(f"{FIRST_FAILURE}/number", 1)
+        if job is not None:
+            job.write(f"{FIRST_FAILURE}/{rank}", mine)
+            job.count(_NUMBER, 1)
     finish()
     if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
     with contextlib.suppress(RuntimeError):
-        if store is not None:
-            has_told = _has_told(store)
+        if job is not None:
+            has_told = _has_told(job)
     if not has_told:
         say(rank, f"stops because rank {first['rank']} failed first: {first['message']}")
     time.sleep(_GRACE_S)
     _end_group(exception)
 
 
-def _has_told(store: dist.Store) -> bool:
+def _has_told(job: JobStore) -> bool:
     """Whether the rank that failed first says what happened, as one may expect of it soon."""
     deadline = time.monotonic() + _TELLING_S
-    while not store.check([f"{FIRST_FAILURE}/told"]):
+    while job.read(_TOLD, {"by": int}) is None:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
-    store.add(f"{FIRST_FAILURE}/heard", 1)
+    job.count(_HEARD, 1)
     return True
 
 
@@ -223,11 +228,11 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
-def _say_where(report: "Report | None") -> None:
-    """What a process alone says before Python prints the traceback."""
+def _say_where(rank: int, report: "Report | None") -> None:
+    """What a rank that has not met the others says before Python prints the traceback."""
     if report is not None:
         report.write()
-        say(0, f"failed. The failure report, with all frames: {report.where}")
+        say(rank, f"failed. The failure report, with all frames: {report.where}")
 
 
 def _end_group(exception: BaseException) -> None:
@@ -240,26 +245,25 @@ def _end_group(exception: BaseException) -> None:
         for group in list(dist.distributed_c10d._world.pg_map):  # torch: all groups that this process is in
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     with contextlib.suppress(RuntimeError):  # a group whose connections are gone already may refuse to shut down
-        dist.destroy_process_group()
-
-
-def record_failure(store: dist.Store, failure: dict[str, Any]) -> dict[str, Any]:
-    """The job's first failure: `failure`, unless there is one already."""
-    return json.loads(store.compare_set(FIRST_FAILURE, "", json.dumps(failure)))
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone: bool) -> tuple[dict[str, Any], bool]:
     """The first failure of the job, and whether it is this rank's to report."""
-    mine = {"rank": rank, "kind": "exception", "by": rank, "message": _message(exception)}
+    culprit = exception.rank if isinstance(exception, CausedByRank) else rank
+    mine = {"rank": culprit, "kind": "exception", "by": rank, "message": _message(exception)}
     if is_alone:
         return mine, True
     if watchdog is not None and watchdog.first_failure is not None:
         return watchdog.first_failure, False
     try:
-        store = dist.distributed_c10d._get_default_store()
+        job = current_job()
+        if job is None:
+            return mine, True
         if _LOST.search(str(exception)) and watchdog is not None:
-            mine = _cause(store, watchdog, rank) or mine
-        first = record_failure(store, mine)
+            mine = _cause(job, watchdog, rank) or mine
+        first = job.record_failure(mine)
     except RuntimeError:  # the store's host is gone
         gone = _gone(watchdog)
         first = mine = _death(gone[0], rank) if gone else mine
@@ -270,10 +274,10 @@ def _gone(watchdog: Any) -> list[int]:
     return watchdog.peers.gone() if watchdog is not None and watchdog.peers is not None else []
 
 
-def _cause(store: dist.Store, watchdog: Any, rank: int) -> dict[str, Any] | None:
+def _cause(job: JobStore, watchdog: Any, rank: int) -> dict[str, Any] | None:
     """Who is to blame for a broken connection, if that turns out in time."""
     deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and not store.check([FIRST_FAILURE]):
+    while time.monotonic() < deadline and job.first_failure() is None:
         gone = _gone(watchdog)
         if gone:
             return _death(gone[0], rank)

@@ -20,6 +20,8 @@ __all__ = ["Call", "Heartbeat", "describe", "stack_of"]
 _SAVER = "polyphase.engine.checkpoint.saver."
 _RPC = "polyphase.engine.strategies.ps.rpc."
 _SIGNALS = "polyphase.engine.loop.signals."
+_MEETING = "polyphase.engine.strategies.meeting."
+_STORE = ("polyphase.engine.strategies.job_store.", "polyphase.engine.strategies.peers.")
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
@@ -170,12 +172,14 @@ def _pending(stack: list[Call]) -> str | None:
             return "the end of the parameter server"
         if (module, name) == (_SIGNALS, "part"):
             return "the stop of all"
+        if module == _MEETING:
+            return "the meeting of all"
         # The collectives of DDP's backward are torch's C++ alone.
         if number == 0 and (module, name) == ("torch.autograd.graph.", "_engine_run_backward"):
             return "backward"
         if module.startswith("torch.distributed.") and not name.startswith(("_", "<")) and name not in _WRAPPERS:
             return name
-        if not module.startswith(("torch.", "contextlib.", "functools.", "threading.")):
+        if not module.startswith(("torch.", "contextlib.", "functools.", "threading.", *_STORE)):
             return None
     return None
 

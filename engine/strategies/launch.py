@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
@@ -25,20 +26,25 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 
-# Lightning: the two private launchers are the ones its own DDPStrategy uses.
+# Lightning: the private launcher is the one that its own DDPStrategy uses.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ..environment import port_is_ours, shows_all_frames
+from ..environment import child_environment, port_is_ours, shows_all_frames
+from ..exiting import end_tree
 from ..flags import LAUNCHERS
 from .failure import announce
 from .frames import shorten
+from .parent import watch_parent
+from .scripts import ScriptLauncher
 
 __all__ = ["end_group_at_exit", "make_launcher"]
 
+_INTERRUPTED_S = 3.0
+"""How long workers have to end after Ctrl-C."""
+_TICK_S = 0.05
 _STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop, as shells have it."""
 _UNGUARDED = 96
@@ -46,9 +52,6 @@ _UNGUARDED = 96
 _NO_GUARD = """\
 strategy {strategy!r} starts workers that run this script from its first line, and so came to this call themselves:
 put what starts training under `if __name__ == "__main__":`, or leave out _spawn."""
-_NO_SCRIPT = """\
-strategy {strategy!r} starts the script once more per device, but there is no script file ({found}): choose the suffix
-_fork or _notebook, or put the code into a file."""
 
 
 def end_group_at_exit() -> None:
@@ -75,33 +78,13 @@ def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: i
     start_method = LAUNCHERS[suffix]
     # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
     if start_method == "popen" or environment.creates_processes_externally:
-        return _ScriptLauncher(strategy, environment, num_processes, num_nodes)
+        return ScriptLauncher(strategy, environment, num_processes, num_nodes)
     if start_method not in mp.get_all_start_methods():
         raise ValueError(
             f"strategy {strategy!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
             " none."
         )
     return _WorkerLauncher(strategy, start_method=start_method)
-
-
-class _ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's; says so where there is no script that could be started once more."""
-
-    def __init__(self, strategy: Any, environment: Any, num_processes: int, num_nodes: int) -> None:
-        super().__init__(environment, num_processes, num_nodes)
-        self._strategy = strategy
-
-    # Lightning: _SubprocessScriptLauncher._check_can_spawn_children, called before it starts the script by sys.argv[0].
-    def _check_can_spawn_children(self) -> None:
-        super()._check_can_spawn_children()
-        main: Any = sys.modules["__main__"]
-        if self.num_processes > 1 and main.__spec__ is None and not os.path.exists(sys.argv[0]):
-            found = {"-c": "python -c", "-": "standard input", "": "a prompt"}.get(sys.argv[0], repr(sys.argv[0]))
-            raise RefusedLaunchError(_NO_SCRIPT.format(strategy=self._strategy, found=found))
-
-
-class RefusedLaunchError(ValueError, MisconfigurationException):
-    """The processes can't be started in this way; both ours and Lightning's kind of error."""
 
 
 class _Stored:
@@ -244,6 +227,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         try:
             with (
                 _port_reserved(self._strategy.cluster_environment),
+                child_environment(),
                 _sigterm_calls(self._stop),
                 _joining(self._strategy.can_lose),  # type: ignore[attr-defined]
             ):
@@ -258,7 +242,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
                 raise ProcessExitedException(reason, ended.error_index, ended.error_pid, ended.exit_code) from None
             raise
         except KeyboardInterrupt:
-            raise  # the workers have got it, too; Lightning gives them time
+            self._end_workers(_INTERRUPTED_S)  # they have got it, too, unless it was sent to this process alone
+            raise
         except BaseException:
             self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may for each other
             raise
@@ -270,9 +255,19 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             raise SIGTERMException(_STOPPED)
         self.kill(signum)
 
+    def _end_workers(self, patience_s: float) -> None:
+        """Waits for the workers to end, and ends those that don't."""
+        deadline = time.monotonic() + patience_s
+        while any(worker.is_alive() for worker in self.procs) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        for worker in self.procs:
+            if worker.is_alive() and worker.pid is not None:
+                end_tree(worker.pid)
+
     # Lightning: _MultiProcessingLauncher._wrapping_function runs in each worker, outside of the trainer's own handling
     # of exceptions, so callbacks don't see them there.
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
+        watch_parent(process_idx, grace_s=0.0)
         if _before:  # a fork of the process that has started it
             _restore_sigterm()
         try:

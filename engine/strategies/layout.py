@@ -1,17 +1,19 @@
 """What all multi-process strategies share: a layout, who has which samples, and what else the engine asks them."""
 
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
-from ..environment import is_started_again
+from ..environment import is_started_again, listen_on_loopback, place_on_one_machine
 from ..flags import Layout
 from ..host_group import EVERYONE, HostGroup
 from .launch import make_launcher
-from .meeting import name_of_start
+from .meeting import connect, name_of_start, open_store, wait_for_all
 
 __all__ = ["LayoutStrategy"]
 
@@ -164,23 +166,37 @@ class LayoutStrategy:
         return votes == EVERYONE.size if all else votes > 0
 
     def meet(self) -> None:
-        """Starts the process group of a job that torchrun may start again; of others Lightning starts it."""
-        if not is_started_again() or dist.is_initialized():
+        """Connects the ranks: opens the job's store, and starts the process group in it."""
+        if dist.is_initialized():
             return
         strategy: Any = self
         strategy.accelerator.setup_device(strategy.root_device)
         strategy.set_world_ranks()
-        environment, timeout = strategy.cluster_environment, strategy._timeout
-        store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=timeout)
-        name = name_of_start(store, strategy.global_rank, strategy.world_size, timeout)
+        rank, world_size, timeout = strategy.global_rank, strategy.world_size, strategy._timeout or default_pg_timeout
+        store = self._job_store(rank, world_size, timeout)
+        job = connect(store, rank, world_size)
+        if rank == 0:  # the one that can say who is missing
+            wait_for_all(job, timeout)
         dist.init_process_group(
             strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
-            store=dist.PrefixStore(name, store),
-            rank=strategy.global_rank,
-            world_size=strategy.world_size,
+            store=store,
+            rank=rank,
+            world_size=world_size,
             timeout=timeout,
             device_id=strategy.root_device if strategy.root_device.type != "cpu" else None,
         )
+
+    def _job_store(self, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+        strategy: Any = self
+        environment = strategy.cluster_environment
+        if strategy.num_nodes == 1:
+            listen_on_loopback()
+        address, port = environment.main_address, environment.main_port
+        if is_started_again():
+            store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+            return dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
+        place = place_on_one_machine(environment) if strategy.num_nodes == 1 else None
+        return open_store(place or address, port, rank, timeout, is_local=place is not None)
 
     def derive_layout(self, world_size: int) -> Layout:
         """The layout of `world_size` processes.

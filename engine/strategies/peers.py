@@ -4,23 +4,55 @@ Everything goes through the key-value store of the job, over a connection of its
 trainer's one would block it. Each rank writes its own keys, and reads the others' when it has reason to.
 """
 
-import json
 import os
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from types import NoneType
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
-__all__ = ["LEFT", "Peers", "this_process"]
+from .job_store import JobStore
+from .signing import Fields
+
+__all__ = ["LEFT", "Peers", "absent_ranks", "has_ended", "process_key", "this_process"]
 
 LEFT = "left"
 """The phase of a rank whose run is over: nobody is to wait for it."""
 
 _STORE_TIMEOUT_S = 10.0
+
+
+_PROCESS: Fields = {"host": str, "space": str, "pid": int}
+_PLACE: Fields = {
+    "step": int,
+    "batch": int,
+    "evaluated": int,
+    "phase": str,
+    "pending": (str, NoneType),
+    "line": (str, NoneType),
+    "is_debugged": bool,
+    "resume_from": (str, NoneType),
+}
+_FIELDS: dict[str, Fields] = {
+    "beat": {**_PLACE, **_PROCESS, "number": int},
+    "answer": {**_PLACE, "stack": str},
+    "verdict": {"text": str},
+    "heard": {},
+}
+"""By kind of word, what it must have."""
+
+
+def process_key(rank: int) -> str:
+    """Under which a rank says which process it is, as soon as it comes."""
+    return f"polyphase/process/{rank}"
+
+
+def absent_ranks(job: JobStore) -> list[int]:
+    """Those that have not come yet."""
+    return [rank for rank in range(job.num_ranks) if not job.has(process_key(rank))]
 
 
 class Peers:
@@ -30,47 +62,54 @@ class Peers:
 
     Args:
         run: name of the run, the same on all ranks.
+        job: the store of the job, of which each run has a part.
     """
 
-    def __init__(self, run: str) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, run: str, job: JobStore) -> None:
+        self.rank, self.world_size = job.rank, job.num_ranks
         self.others = [rank for rank in range(self.world_size) if rank != self.rank]
-        # torch: the store under the default process group; there is no public way to it.
-        store: Any = dist.distributed_c10d._get_default_store()
-        self.job = store.clone()
-        """The job's store, of which each run has a part."""
-        self.job.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        self._store = dist.PrefixStore(f"polyphase/watch/{run}", self.job)
+        self.job = job.clone()
+        self.job.store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        self._run = run
         self._number = 0
         self._heard: dict[int, tuple[int, float]] = {}
         self.processes: dict[int, dict[str, Any]] = {}
-        """Host and process id by rank, of those that have said so."""
+        """Host and process id by rank, of those that have come."""
         self._there: dict[int, psutil.Process] = {}
         """Those of this machine. They are known by what psutil has seen of them, as the clock may be set meanwhile."""
         self.last: dict[int, dict[str, Any]] = {}
         """The newest beat that was read of each rank."""
         self.me = this_process()
-        self.publish("process", self.me)
+        self.job.write(process_key(self.rank), self.me)
 
-    def publish(self, kind: str, content: dict[str, Any]) -> None:
+    def publish(self, kind: str, word: dict[str, Any]) -> None:
         """Says something of this rank."""
-        self._store.set(f"{kind}/{self.rank}", json.dumps(content))
+        self.job.write(self._key(kind, self.rank), word)
 
     def read(self, kind: str, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         """What those of `ranks` said that have said something; waits for nobody."""
-        there = [rank for rank in ranks if self._store.check([f"{kind}/{rank}"])]
-        values = self._store.multi_get([f"{kind}/{rank}" for rank in there]) if there else []
-        return {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}
+        return self._read({self._key(kind, rank): rank for rank in ranks}, _FIELDS[kind])
 
     def beat(self, report: dict[str, Any]) -> None:
         """Publishes where this rank is."""
         self._number += 1
         self.publish("beat", {"number": self._number, **self.me, **report})
         if len(self.processes) < len(self.others):
-            self.processes = self.read("process", self.others)
+            self.processes = self._read({process_key(rank): rank for rank in self.others}, _PROCESS)
             for rank in filter(self.is_local, self.processes.keys() - self._there.keys()):
-                with suppress(psutil.NoSuchProcess):
+                with suppress(psutil.NoSuchProcess, ValueError, OverflowError):
                     self._there[rank] = psutil.Process(self.processes[rank]["pid"])
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"polyphase/watch/{self._run}/{kind}/{rank}"
+
+    def _read(self, keys: dict[str, int], fields: Fields) -> dict[int, dict[str, Any]]:
+        return {keys[key]: word for key, word in self.job.read_all(keys, fields).items()}
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return [rank for rank in self.others if rank not in self.processes]
 
     def beats(self) -> dict[int, dict[str, Any]]:
         """Where the other ranks are, or were when they could last be read."""
@@ -80,12 +119,12 @@ class Peers:
 
     def gone(self) -> list[int]:
         """The ranks on this machine whose process has ended, though their run had not."""
-        gone = [rank for rank in self.processes if self.is_local(rank) and _has_ended(self._there.get(rank))]
+        gone = [rank for rank in self.processes if self.is_local(rank) and has_ended(self._there.get(rank))]
         return [rank for rank in gone if self.beats().get(rank, {}).get("phase") != LEFT] if gone else []
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is one of this machine and has ended; the store is not asked."""
-        return self.is_local(rank) and _has_ended(self._there.get(rank))
+        return self.is_local(rank) and has_ended(self._there.get(rank))
 
     def silent(self, clock: float, longest_s: float) -> list[int]:
         """The ranks of other machines that have not been heard of for too long, by the caller's clock."""
@@ -93,6 +132,15 @@ class Peers:
             if beat["phase"] == LEFT or self.is_local(rank) or self._heard.get(rank, (0,))[0] != beat["number"]:
                 self._heard[rank] = beat["number"], clock
         return [rank for rank, (_, at) in self._heard.items() if clock - at > longest_s]
+
+    def kill(self, rank: int) -> None:
+        """Ends the process of a rank of this machine."""
+        process = self._there.get(rank)
+        # One that has the same parent, or is that parent: a number that somebody else has put there is no rank's.
+        with suppress(psutil.Error):
+            me = psutil.Process()
+            if process is not None and (me.ppid() in (process.ppid(), process.pid) or process.ppid() == me.pid):
+                process.kill()
 
     def forget(self, ranks: list[int]) -> None:
         """The run goes on without these."""
@@ -115,7 +163,8 @@ def this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "space": space, "pid": os.getpid()}
 
 
-def _has_ended(process: psutil.Process | None) -> bool:
+def has_ended(process: psutil.Process | None) -> bool:
+    """Whether a process is no more, or only waits to be counted out."""
     try:
         return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -8,31 +8,33 @@ Each second, each rank
 3. A failure on record has every rank print and publish its stack. The one that recorded it names the culprit, writes
    the report and publishes the verdict; then all end with exit code 1, so that a launcher starts them again.
 
-The culprit is the rank that is gone, else the one that does not answer, else the one with the smallest progress, else
-the one that waits for nobody. Time in which the thread itself did not run (a machine that was suspended) does not
-count, nor does time under a debugger.
+All of that goes through the job's store, from before the ranks are connected until the run is over. Where the store is
+gone, or can't be reached, each rank that stands still ends by itself, with a report of its own.
+
+The culprit is the rank that is gone, or has not come; else the one that does not answer, else the one with the smallest
+progress, else the one that waits for nobody. Time in which the thread itself did not run (a machine that was suspended)
+does not count, nor does time under a debugger.
 """
 
 import itertools
-import json
-import os
-import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, NoReturn
 
 # Lightning: the thread by which the process that started the others watches them.
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from ..environment import started_by
-from ..exiting import exit_at_once
-from .failure import DIED, FIRST_FAILURE, SEEN, Report, record_failure, say
+from ..exiting import exit_at_once, started_ranks
+from .failure import DIED, SEEN, Report, say
 from .heartbeat import Heartbeat, describe
+from .job_store import FIRST_FAILURE
+from .meeting import current_job, missing_ranks
+from .parent import watch_parent
 from .peers import LEFT, Peers, this_process
 
 __all__ = ["Watchdog"]
@@ -51,8 +53,13 @@ _VERDICT_S = 8.0
 _SILENCE_S = (10.0, 60.0)
 """A peer of another machine counts as dead after the timeout, but not before the first nor later than the second:
 opening a large pickle holds Python's lock for tens of seconds."""
+_PARENT_S = 8.0
+"""How long this process outlives the one that has started it: time to find out what has become of it."""
 _SLOW_START = 3.0
 """How much longer the place may stay the same until the second batch: downloads, checkpoints, compilation."""
+
+_COMING_S = 60.0
+"""How long the ranks that have come wait for the others at the least: these may still import what they need."""
 
 _runs = itertools.count()
 
@@ -77,7 +84,7 @@ class Watchdog:
         """The other ranks, from when the processes are connected."""
         self._timeout_s = timeout_s
         self._silence_s = min(max(_SILENCE_S[0], timeout_s or _SILENCE_S[1]), _SILENCE_S[1])
-        self._world_size = world_size
+        self.world_size = world_size
         self._can_lose: Callable[[int], bool] = getattr(strategy, "can_lose", lambda rank: False)
         self._go_on_without: Callable[[list[int]], bool] = getattr(strategy, "go_on_without", lambda ranks: False)
         self._may_lose_some = any(map(self._can_lose, range(world_size)))
@@ -87,7 +94,7 @@ class Watchdog:
         self._clock = self._since = 0.0
         self._failed_at: float | None = None
         self._lost_at: float | None = None
-        self._has_warned = self._is_ending = False
+        self._has_warned = self._is_ending = self._has_stumbled = False
         self.first_failure: dict[str, Any] | None = None
         """The exception of another rank that is on record, once it was seen there."""
         self._stop = threading.Event()
@@ -96,6 +103,7 @@ class Watchdog:
     def start(self) -> None:
         """Begins to watch the thread that calls this."""
         self.heartbeat.begin()
+        watch_parent(self.heartbeat.rank, _PARENT_S)
         _delay_the_kill(self.heartbeat.rank, self._can_lose)
         self._thread.start()
 
@@ -121,60 +129,78 @@ class Watchdog:
             now = time.monotonic()
             self._clock += min(now - before, _PERIOD_S)
             before = now
-            self._look()
+            try:
+                self._look()
+            except Exception:  # a run that nobody watches is worse than one that is watched by halves
+                self._stumble()
         if self.peers is not None and self.first_failure is None:
             with suppress(RuntimeError):
                 self.peers.beat({**self.heartbeat.report(), "phase": LEFT})
 
     def _period_s(self) -> float:
         has_met = self.peers is not None and len(self.peers.processes) == len(self.peers.others)
-        return _PERIOD_S if has_met or self._world_size == 1 else _MEETING_PERIOD_S
+        return _PERIOD_S if has_met or self.world_size == 1 else _MEETING_PERIOD_S
 
     def _look(self) -> None:
         report, place = self.heartbeat.report(), self.heartbeat.place()
         if place != self._place or report["is_debugged"]:
             self._place, self._since, self._has_warned = place, self._clock, False
         still_s = self._clock - self._since
-        try:
-            if self._lost_at is not None:
-                self._without_store(report)
-            elif self._world_size > 1:
+        if self.world_size > 1 and self._lost_at is None:
+            try:
                 self._among_peers(report, still_s)
-            if self._timeout_s is not None:
-                patience_s = self._timeout_s * (_SLOW_START if place["batch"] < 2 else 1.0)
-                if still_s >= patience_s:
-                    self._hang(still_s)
-        except RuntimeError:  # torch.distributed.DistError: the store's host is gone
-            self._lost_at = self._clock if self._lost_at is None else self._lost_at
+            except RuntimeError:  # torch.distributed.DistError: the store's host is gone
+                self._lost_at = self._clock
+        if self._lost_at is not None:
+            self._without_store(report, self._lost_at)
+        if self._timeout_s is not None and still_s >= self._timeout_s * (_SLOW_START if place["batch"] < 2 else 1.0):
+            self._hang(report, still_s)
+
+    def _stumble(self) -> None:
+        if not self._has_stumbled:
+            self._has_stumbled = True
+            say(self.heartbeat.rank, f"the watchdog failed, and goes on:\n{traceback.format_exc()}")
 
     def _among_peers(self, report: dict[str, Any], still_s: float) -> None:
         if self.peers is None:
-            if not dist.is_initialized():
+            job = current_job()
+            if job is None:
                 return
-            self.peers = Peers(self._run)
+            self.peers = Peers(self._run, job)
         if self.first_failure is not None:  # its host may have taken the store along
             self._await_own_exception(self.first_failure)
             return
         self.peers.beat(report)
-        if self.peers.job.check([FIRST_FAILURE]):
-            self._follow(self.peers)
+        if self.peers.job.has(FIRST_FAILURE) and self._follow(self.peers):
+            return
+        early = [rank for rank in self.peers.absent if rank in started_ranks and started_ranks[rank].poll() is not None]
+        if early and not self._go_on_without(early):
+            code = started_ranks[early[0]].returncode
+            self._end("death", f"{DIED} (exit code {code}), before the ranks had met", early)
         elif still_s > _PERIOD_S or self._may_lose_some:
-            dead = self.peers.gone()
-            if report["pending"] is not None and not dead:
-                dead = self.peers.silent(self._clock, self._silence_s)
-            if dead and self._go_on_without(dead):
-                self.peers.forget(dead)
-            elif dead:
-                self._end(self.peers, "death", DIED, dead)
+            self._look_for_the_dead(self.peers, report)
 
-    def _hang(self, still_s: float) -> None:
+    def _look_for_the_dead(self, peers: Peers, report: dict[str, Any]) -> None:
+        dead = peers.gone()
+        if report["pending"] is not None and not dead:
+            dead = peers.silent(self._clock, self._silence_s)
+        if dead and self._go_on_without(dead):
+            peers.forget(dead)
+        elif dead:
+            self._end("death", DIED, dead)
+
+    def _hang(self, report: dict[str, Any], still_s: float) -> None:
         """This rank has stood in one place for too long."""
         message = f"no progress for {still_s:.0f} s"
         known = self.known()
         if any(report["is_debugged"] for report in known.values()):
             self._since = self._clock
-        elif self._world_size > 1 and self.peers is not None:
-            self._end(self.peers, "hang", message, [])
+        elif self.world_size > 1:
+            absent = self._absent(report)
+            if absent and still_s < _COMING_S:
+                return
+            ranks = ", ".join(map(str, absent))
+            self._end("hang", f"rank(s) {ranks} have not come within {still_s:.0f} s" if absent else message, absent)
         elif not self._has_warned:  # a process alone keeps nobody waiting: it ends where something starts it again
             self._has_warned = True
             self._tell_where()
@@ -182,10 +208,19 @@ class Watchdog:
             if started_by() is not None:
                 exit_at_once()
 
-    def _without_store(self, report: dict[str, Any]) -> None:
+    def _absent(self, report: dict[str, Any]) -> list[int]:
+        """The ranks that this one waits for to meet them."""
+        if self._lost_at is not None or report["pending"] is None:
+            return []
+        if self.peers is not None:
+            return self.peers.absent
+        # Without a store: it is rank 0's, or a strategy's of Lightning's own has not said who is missing.
+        me = self.heartbeat.rank
+        return missing_ranks() or ([0] if me else [rank for rank in range(self.world_size) if rank != me])
+
+    def _without_store(self, report: dict[str, Any], lost_at: float) -> None:
         """Its host is gone: the process of rank 0, or torchrun's agent."""
-        assert self._lost_at is not None
-        if report["pending"] is None or self._clock - max(self._lost_at, self._since) < _STORE_LOST_S:
+        if report["pending"] is None or self._clock - max(lost_at, self._since) < _STORE_LOST_S:
             return
         gone = self.peers.gone() if self.peers is not None else []
         self._tell_where()
@@ -193,23 +228,26 @@ class Watchdog:
         self._conclude("death", gone[0] if gone else 0, message, self.known())
         exit_at_once()
 
-    def _follow(self, peers: Peers) -> None:
-        """A failure is on record, of another rank's."""
-        first = json.loads(peers.job.get(FIRST_FAILURE))
+    def _follow(self, peers: Peers) -> bool:
+        """Whether a failure is on record, of another rank's; if so, this one ends when it knows the verdict."""
+        first = peers.job.first_failure()
+        if first is None:
+            return False
         if self._failed_at is None:
             self._failed_at = self._clock
             if first["kind"] != "exception":
                 self._answer(peers)
             elif first["rank"] != self.heartbeat.rank:
                 self.first_failure = first
-                peers.job.add(SEEN, 1)
-                return
+                peers.job.count(SEEN, 1)
+                return True
         verdict = peers.read("verdict", [first["by"]]).get(first["by"])
         if verdict is not None:
             say(self.heartbeat.rank, verdict["text"])
             peers.publish("heard", {})
             exit_at_once()
         self._await_own_exception(first)
+        return True
 
     def _await_own_exception(self, first: dict[str, Any]) -> None:
         """Ends this process if its own exception has not come in time."""
@@ -218,15 +256,31 @@ class Watchdog:
             exit_at_once()
 
     def _answer(self, peers: Peers) -> None:
-        peers.publish("answer", self.heartbeat.report(with_stack=True))
         self._tell_where()
+        peers.publish("answer", self.heartbeat.report(with_stack=True))
 
-    def _end(self, peers: Peers, kind: str, message: str, dead: list[int]) -> None:
+    def _end(self, kind: str, message: str, dead: list[int]) -> None:
         """Puts a failure on record, unless another rank has, and ends the run."""
-        failure = {"rank": peers.rank, "kind": kind, "by": peers.rank, "message": message}
-        if record_failure(peers.job, failure) != failure:
-            return  # the next look finds it
+        peers = self.peers if self._lost_at is None else None
+        if peers is not None:
+            rank = dead[0] if dead else peers.rank
+            with suppress(RuntimeError):  # the store's host is gone
+                failure = {"rank": rank, "kind": kind, "by": peers.rank, "message": message}
+                if peers.job.record_failure(failure) != failure:
+                    return  # the next look finds it
+                self._is_ending = True
+                self._end_all(peers, kind, message, dead)
+        self._end_alone(kind, message, dead)
+
+    def _end_alone(self, kind: str, message: str, dead: list[int]) -> NoReturn:
         self._is_ending = True
+        self._tell_where()
+        known = self.known()
+        culprits = dead or [self.heartbeat.rank]
+        self._conclude(kind, culprits[0], f"{message}; {_where(known, culprits)}", known)
+        exit_at_once()
+
+    def _end_all(self, peers: Peers, kind: str, message: str, dead: list[int]) -> NoReturn:
         self._answer(peers)
         known = self.known()
         present = [r for r in range(peers.world_size) if r not in dead and known.get(r, {}).get("phase") != LEFT]
@@ -234,13 +288,11 @@ class Watchdog:
         known = {rank: {**known.get(rank, {}), **answers.get(rank, {})} for rank in {*known, *answers}}
         mute = [rank for rank in present if rank not in answers]
         culprits = dead or mute or _behind({rank: known[rank] for rank in present})
-        where = "; ".join(f"rank {rank} {describe(known.get(rank))}" for rank in culprits)
         silence = ", and it does not answer" if mute and not dead else ""
-        text = self._conclude(kind, culprits[0], f"{message}; {where}{silence}", known)
+        text = self._conclude(kind, culprits[0], f"{message}; {_where(known, culprits)}{silence}", known)
         peers.publish("verdict", {"text": text})
         for rank in filter(peers.is_local, mute):  # it would not hear of the end
-            with suppress(OSError):
-                os.kill(peers.processes[rank]["pid"], signal.SIGKILL)
+            peers.kill(rank)
         with suppress(RuntimeError):  # the store was in one that has heard and ended; or it is in this process
             _gathered(peers, "heard", [rank for rank in answers if rank != peers.rank])
         exit_at_once()
@@ -257,6 +309,10 @@ class Watchdog:
     def _tell_where(self) -> None:
         report = self.heartbeat.report(with_stack=True)
         say(self.heartbeat.rank, f"{describe(report)}:\n{report['stack']}")
+
+
+def _where(known: dict[int, dict[str, Any]], ranks: list[int]) -> str:
+    return "; ".join(f"rank {rank} {describe(known.get(rank))}" for rank in ranks)
 
 
 def _gathered(peers: Peers, kind: str, ranks: list[int]) -> dict[int, dict[str, Any]]:

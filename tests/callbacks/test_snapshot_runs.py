@@ -334,15 +334,3 @@ def test_save_checkpoint_over_a_folder_of_the_users_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"thesis is a folder that holds thesis\.tex"):
         train(tmp_path / "run", Saves())
     assert os.listdir(tmp_path / "thesis") == ["thesis.tex"]
-
-
-def test_the_failure_report_names_the_run(tmp_path):
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 3:
-                raise ValueError("on purpose")
-
-    with pytest.raises(ValueError, match="on purpose"):
-        train(tmp_path, Fails(), snapshots())
-    (report,) = (tmp_path / "failures").glob("*.json")
-    assert json.loads(report.read_text())["run"] == read_manifest(tmp_path / "snapshots" / "last").run

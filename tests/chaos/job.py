@@ -1,9 +1,16 @@
 """The job that is killed: trains a small module under torchrun, and writes down every sample it trains on.
 
-Usage: job.py FOLDER STRATEGY SAMPLES EPOCHS [PAUSE_S [DROPOUT]]. Run again, it goes on. It leaves ``weights.pt`` behind
-when it is done.
+Usage: job.py FOLDER STRATEGY SAMPLES EPOCHS [PAUSE_S [DROPOUT [FLAGS]]]. Run again, it goes on. It leaves
+``weights.pt`` behind when it is done. FLAGS is JSON: of the engine's, and ``num_workers`` and ``shuffle`` of the
+loader's.
+
+A file ``trap-POINT`` in the folder has the first rank that gets to that point of a save or a load kill itself: see
+`POINTS`.
 """
 
+import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +26,48 @@ from polyphase.engine import Engine
 
 BATCH = 2
 """Samples in a batch of one rank."""
+
+
+POINTS = ("write", "rename", "renamed", "prune", "load")
+"""Where a trap can be: as a file of a snapshot is opened to be written, as one gets its name, at the next thing that is
+done after that, as an older one is removed, as one is read."""
+
+
+class Traps:
+    """Kills this process at a point for which there is a trap, by what Python tells of files (`sys.addaudithook`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._snapshots = str(folder / "snapshots")
+        self._has_renamed = False
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event.partition(".")[0] not in ("open", "os", "shutil"):
+            return
+        if self._has_renamed:
+            self._has_renamed = False
+            self._spring("renamed")
+        if not arguments or not str(arguments[0]).startswith(self._snapshots):
+            return
+        if event == "open":
+            mode, flags = str(arguments[1]), int(arguments[2] or 0)
+            writes = any(letter in mode for letter in "wxa+") or flags & (os.O_WRONLY | os.O_RDWR)
+            if writes or os.path.isfile(arguments[0]):  # folders are opened, too, to be written out
+                self._spring("write" if writes else "load")
+        elif event == "os.rename":
+            self._spring("rename")
+            self._has_renamed = True
+        elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
+            self._spring("prune")
+
+    def _spring(self, point: str) -> None:
+        trap = f"{self._folder}/trap-{point}"
+        if os.path.exists(trap):
+            try:
+                os.rename(trap, f"{trap}-sprung")  # one rank's alone
+            except FileNotFoundError:
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):
@@ -61,15 +110,22 @@ class Recorder(LightningModule):
 
 
 def main(
-    folder: Path, strategy: str, num_samples: int, num_epochs: int, pause_s: float = 0.0, dropout: float = 0.1
+    folder: Path,
+    strategy: str,
+    num_samples: int,
+    num_epochs: int,
+    pause_s: float = 0.0,
+    dropout: float = 0.1,
+    flags: dict[str, Any] | None = None,
 ) -> None:
+    flags = dict(flags or {})
+    loading = {name: flags.pop(name, default) for name, default in (("num_workers", 0), ("shuffle", True))}
     seed_everything(5)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=3, every_minutes=None)
     engine = Engine(
         strategy=strategy,
         accelerator="cpu",
         max_epochs=num_epochs,
-        accumulate_grad_batches=1,
         resume="auto",
         default_root_dir=folder,
         logger=False,
@@ -77,9 +133,10 @@ def main(
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[snapshot],
+        **flags,
     )
     module = Recorder(folder, pause_s, dropout)
-    loader = DataLoader(Numbered(num_samples), batch_size=BATCH, shuffle=True, num_workers=0)
+    loader = DataLoader(Numbered(num_samples), batch_size=BATCH, **loading)
     engine.fit(module, loader)
     state = engine.strategy.lightning_module_state_dict()
     if engine.is_global_zero:
@@ -89,4 +146,7 @@ def main(
 
 if __name__ == "__main__":
     arguments: list[Any] = sys.argv[1:]
-    main(Path(arguments[0]), arguments[1], int(arguments[2]), int(arguments[3]), *map(float, arguments[4:]))
+    sys.addaudithook(Traps(Path(arguments[0])))
+    flags = json.loads(arguments[6]) if len(arguments) > 6 else {}
+    numbers = [float(argument) for argument in arguments[4:6]]
+    main(Path(arguments[0]), arguments[1], int(arguments[2]), int(arguments[3]), *numbers, flags=flags)

@@ -1,14 +1,16 @@
 """Kills a training job again and again, and looks at what became of it.
 
-    python -m tests.chaos.storm --strategy ddp --kills 20
+    python -m tests.chaos.storm --only ddp fsdp --kills 20
 
-Victims are drawn at random: a rank, or the agent (torchrun), by SIGKILL, at a random moment. A job whose agent is gone
-is started again by the same command. At the end: which samples were trained on how often in each epoch (of steps that
-were done twice, because they were not saved, the last time counts), how far the weights are from those of a job that
-nobody disturbed, and how long it took from each kill to the next step.
+Victims are drawn at random: a rank, or the agent (torchrun), by SIGKILL, at a random moment; or the rank that is the
+first to get to a point inside a save, a removal or a load (`job.POINTS`). A job whose agent is gone is started again by
+the same command. At the end: whether any process is left, which samples were trained on how often in each epoch (of
+steps that were done twice, because they were not saved, the last time counts), how far the weights are from those of a
+job that nobody disturbed, and how long it took from each kill to the next step.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -18,15 +20,40 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from ..distributed import ROOT
+from .job import POINTS
 
-__all__ = ["JOB", "TORCHRUN", "Job", "Outcome", "judge", "steps_since", "storm", "undisturbed"]
+__all__ = ["CONFIGURATIONS", "JOB", "TORCHRUN", "Job", "Outcome", "judge", "steps_since", "storm", "undisturbed"]
+
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "ddp, accumulation": ("ddp", {"accumulate_grad_batches": 2}),
+    "ddp, loader workers": ("ddp", {"num_workers": 2}),
+    "ddp, in order": ("ddp", {"shuffle": False}),
+    "ddp, global batch": ("ddp", {"global_batch_size": 8, "micro_batch_size": 2}),
+    "ddp, bf16-mixed": ("ddp", {"precision": "bf16-mixed"}),
+    "ddp, 16-mixed": ("ddp", {"precision": "16-mixed"}),
+    "ddp, 64-true": ("ddp", {"precision": "64-true"}),
+    "ddp, powersgd": ("ddp", {"compression": "powersgd:2"}),
+    "ddp, topk, accumulation": ("ddp", {"compression": "topk:0.1", "accumulate_grad_batches": 2}),
+    "ddp, sign": ("ddp", {"compression": "sign"}),
+    "ddp, int8, bf16-mixed": ("ddp", {"compression": "int8", "precision": "bf16-mixed"}),
+    "zero1": ("zero1", {}),
+    "zero1, bf16 gradients": ("zero1", {"compression": "bf16"}),
+    "fsdp": ("fsdp", {}),
+    "fsdp, bf16-mixed, accumulation": ("fsdp", {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+    "fsdp, int8": ("fsdp", {"compression": "int8"}),
+    "local_sgd": ("local_sgd:every=4", {}),
+    "diloco": ("diloco:every=4", {}),
+}
+"""Strategy and flags, by name."""
 
 JOB = Path(__file__).with_name("job.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=100", "--monitor-interval=0.2")
@@ -46,19 +73,30 @@ class Outcome:
     """Largest absolute difference of a weight from the undisturbed job's."""
     recoveries_s: list[float]
     """Seconds from each kill to the next step."""
+    left_running: int = 0
+    """Processes of the job that were there when it was over."""
 
     def __str__(self) -> str:
         slowest = f"{max(self.recoveries_s):.1f}" if self.recoveries_s else "-"
         median = f"{sorted(self.recoveries_s)[len(self.recoveries_s) // 2]:.1f}" if self.recoveries_s else "-"
         return (
             f"{self.num_kills} kills in {self.num_steps} steps: {self.lost} samples lost, {self.repeated} repeated,"
-            f" max |difference| {self.difference:.1e}, first step after a kill: median {median} s, slowest {slowest} s"
+            f" max |difference| {self.difference:.1e}, {self.left_running} left running;"
+            f" first step after a kill: median {median} s, slowest {slowest} s"
         )
 
 
-def undisturbed(folder: Path, strategy: str, num_samples: int, num_epochs: int, *, dropout: float = 0.1) -> None:
+def undisturbed(
+    folder: Path,
+    strategy: str,
+    num_samples: int,
+    num_epochs: int,
+    *,
+    dropout: float = 0.1,
+    flags: dict[str, Any] | None = None,
+) -> None:
     """Runs the job once, to its end."""
-    with Job(folder, strategy, num_samples, num_epochs, pause_s=0.0, dropout=dropout) as agent:
+    with Job(folder, strategy, num_samples, num_epochs, pause_s=0.0, dropout=dropout, flags=flags) as agent:
         if agent.wait(timeout=120):
             raise RuntimeError((folder / "log.txt").read_text())
 
@@ -74,23 +112,66 @@ def storm(
     pause_s: float = 0.05,
     seed: int = 0,
     timeout_s: float = 600,
+    points: Sequence[str] = POINTS,
+    flags: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Runs the job, kills `num_kills` processes of it, and compares the outcome with that of the job in `calm`."""
+    """Runs the job, kills `num_kills` processes of it, and compares the outcome with that of the job in `calm`.
+
+    Args:
+        folder: of the job.
+        calm: folder of the same job, undisturbed.
+        strategy: of the engine.
+        num_samples: in an epoch.
+        num_epochs: of the job.
+        num_kills: how many processes to kill; every second one by a trap.
+        pause_s: how long each batch takes.
+        seed: of the moments and victims.
+        timeout_s: for all of it.
+        points: where traps are set, one after the other; none: all kills are at random moments.
+        flags: of the engine and the loader.
+    """
     draw = random.Random(seed)
     kills: list[float] = []
     deadline = time.monotonic() + timeout_s
+    traps = [folder / f"trap-{points[number % len(points)]}" for number in range(num_kills // 2)] if points else []
     while not (folder / "weights.pt").exists():
-        with Job(folder, strategy, num_samples, num_epochs, pause_s=pause_s) as agent:
+        with Job(folder, strategy, num_samples, num_epochs, pause_s=pause_s, flags=flags) as agent:
             while agent.poll() is None:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"after {timeout_s} s and {len(kills)} kills:\n{_tail(folder)}")
-                if len(kills) >= num_kills or not steps_since(folder, kills[-1] if kills else 0.0):
+                if traps and _has_sprung(traps[0]):
+                    kills.append(time.time())
+                    del traps[0]
+                if traps and not traps[0].exists() and len(kills) + len(traps) <= num_kills:
+                    traps[0].touch()
+                if len(kills) + len(traps) >= num_kills or not steps_since(folder, kills[-1] if kills else 0.0):
                     time.sleep(0.02)
                     continue
                 time.sleep(draw.uniform(0.0, 1.0))
                 if _kill(agent, draw):
                     kills.append(time.time())
-    return judge(folder, calm, num_samples, num_epochs, kills)
+    for trap in traps:  # the job was over first
+        trap.unlink(missing_ok=True)
+    outcome = judge(folder, calm, num_samples, num_epochs, kills)
+    return replace(outcome, left_running=len(_processes_of(folder)))
+
+
+def _has_sprung(trap: Path) -> bool:
+    sprung = trap.with_name(f"{trap.name}-sprung")
+    if not sprung.exists():
+        return False
+    sprung.unlink()
+    return True
+
+
+def _processes_of(folder: Path, patience_s: float = 15.0) -> list[psutil.Process]:
+    """What is left of the job after a while, its agents and the workers of its loaders included."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or ())]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
 
 
 class Job:
@@ -105,10 +186,12 @@ class Job:
         *,
         pause_s: float,
         dropout: float = 0.1,
+        flags: dict[str, Any] | None = None,
         launcher: Sequence[str] = (*TORCHRUN, "--standalone", "--nproc-per-node=2"),
     ) -> None:
         folder.mkdir(exist_ok=True)
         arguments = [str(folder), strategy, str(num_samples), str(num_epochs), str(pause_s), str(dropout)]
+        arguments.append(json.dumps(flags or {}))
         self._command = [*launcher, str(JOB), *arguments]
         self._log = (folder / "log.txt").open("a")
 
@@ -198,19 +281,32 @@ def _tail(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", nargs="+", default=["ddp", "fsdp"])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--samples", type=int, default=600)
+    parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=360)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for strategy in options.strategy:
-        with tempfile.TemporaryDirectory() as folder:
-            stormy, calm = Path(folder) / "stormy", Path(folder) / "calm"
-            sizes = (strategy, options.samples, options.epochs)
-            undisturbed(calm, *sizes)
-            outcome = storm(stormy, calm, *sizes, num_kills=options.kills, seed=options.seed, timeout_s=1200)
-            print(f"{strategy}: {outcome}", flush=True)
+    outcomes = [_storm_over(name, options) for name in options.only]
+    print(
+        f"{len(outcomes)} configurations, {sum(outcome.num_kills for outcome in outcomes)} kills:"
+        f" {sum(outcome.lost for outcome in outcomes)} lost, {sum(outcome.repeated for outcome in outcomes)} repeated,"
+        f" {sum(outcome.difference > 0 for outcome in outcomes)} different,"
+        f" {sum(outcome.left_running for outcome in outcomes)} left running"
+    )
+    if any(each.lost or each.repeated or each.difference or each.left_running for each in outcomes):
+        sys.exit(1)
+
+
+def _storm_over(name: str, options: argparse.Namespace) -> Outcome:
+    strategy, flags = CONFIGURATIONS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        stormy, calm = Path(folder) / "stormy", Path(folder) / "calm"
+        sizes = (strategy, options.samples, options.epochs)
+        undisturbed(calm, *sizes, flags=flags)
+        outcome = storm(stormy, calm, *sizes, num_kills=options.kills, seed=options.seed, timeout_s=1800, flags=flags)
+        print(f"{name}: {outcome}", flush=True)
+        return outcome
 
 
 if __name__ == "__main__":

@@ -2,17 +2,24 @@
 
 import pytest
 
-from .storm import storm, undisturbed
+from .storm import CONFIGURATIONS, storm, undisturbed
 
 SIZES = (60, 2)
 """Samples and epochs."""
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("strategy", "seed"), [("ddp", 1), ("fsdp", 3)])
-def test_no_sample_is_lost_or_repeated_and_the_weights_are_those_of_a_calm_run(strategy, seed, tmp_path):
-    undisturbed(tmp_path / "calm", strategy, *SIZES)
-    outcome = storm(tmp_path / "stormy", tmp_path / "calm", strategy, *SIZES, num_kills=3, seed=seed, timeout_s=300)
-    print(f"\n{strategy}: {outcome}")
-    assert outcome.num_kills == 3
-    assert (outcome.lost, outcome.repeated, outcome.difference) == (0, 0, 0.0)
+@pytest.mark.parametrize(
+    ("name", "seed", "points"),
+    [("ddp, topk, accumulation", 1, ["renamed", "load"]), ("fsdp", 3, ["write", "prune"])],
+)
+def test_no_sample_is_lost_or_repeated_and_the_weights_are_those_of_a_calm_run(name, seed, points, tmp_path):
+    strategy, flags = CONFIGURATIONS[name]
+    undisturbed(tmp_path / "calm", strategy, *SIZES, flags=flags)
+    folders = tmp_path / "stormy", tmp_path / "calm"
+    outcome = storm(
+        *folders, strategy, *SIZES, num_kills=4, pause_s=0.15, seed=seed, timeout_s=300, points=points, flags=flags
+    )
+    print(f"\n{name}: {outcome}")
+    assert outcome.num_kills == 4
+    assert (outcome.lost, outcome.repeated, outcome.difference, outcome.left_running) == (0, 0, 0.0, 0)

@@ -20,7 +20,7 @@ def arguments(text: str) -> list[str]:
 def test_one_machine_meets_on_a_port_of_its_own():
     passed, num_processes = torchrun_arguments(["--nproc", "2", "--", "train.py", "--epochs", "5"])
     assert passed[:4] == ["--nproc-per-node=2", "--nnodes=1", "--max-restarts=3", "--monitor-interval=1"]
-    assert passed[4:] == ["--standalone", "train.py", "--epochs", "5"]
+    assert passed[4:] == ["--standalone", "--local-addr=127.0.0.1", "train.py", "--epochs", "5"]
     assert num_processes == 2
 
 

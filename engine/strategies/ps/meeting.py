@@ -1,12 +1,12 @@
 """Meetings of the ranks that are left: what collectives are elsewhere, but a rank that was lost is not waited for.
 
-1. Each rank sends what it has to say, pickled, to rank 0, under the meeting's number (blocks until the next is done);
+1. Each rank sends what it has to say, as plain values, signed with the job's secret, to rank 0, under the meeting's
+   number (blocks until the next is done);
 2. rank 0, once all living ranks have come, answers all of them with what each has said, in the order of the ranks.
 
 Rank 0 can't be lost. When another is, its place stays empty in the meetings that wait, and in all that follow.
 """
 
-import pickle
 import threading
 from collections import defaultdict
 from typing import Any
@@ -15,6 +15,8 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from ...host_group import HostGroup
+from ..signing import opened, signed
+from .plain import packed, unpacked
 from .rpc import ALLOWED, Connection
 
 __all__ = ["LivingRanks", "Meetings", "hold_meetings"]
@@ -110,14 +112,14 @@ class LivingRanks(HostGroup):
         return 0 if self._connection is None else self._connection.rank
 
     def gathered(self, mine: Any) -> list[Any]:
-        """What each living rank gives, which pickle must be able to take, on all of them."""
+        """What each living rank gives, tensors and plain values, on all of them."""
         if self._connection is None or not self._connection.is_open or self.size == 1:
             return [mine] if self._connection is not None and self._connection.lost else super().gathered(mine)
         self._number += 1
         name = f"{self._name} {self._number}"
-        call = self._connection.call(0, come, name, self.rank, pickle.dumps(mine))
+        call = self._connection.call(0, come, name, self.rank, signed(name, packed(mine)))
         said = self._connection.wait({0: call}, f"what all living ranks say in meeting {name!r}")[0]
-        return [pickle.loads(each) for each in said]  # noqa: S301 - as torch's own all_gather_object does
+        return [_opened(name, each) for each in said]
 
     def collected(self, mine: Any) -> list[Any]:
         """As `gathered`."""
@@ -130,3 +132,12 @@ class LivingRanks(HostGroup):
     def numbers(self, mine: int) -> list[int]:
         """What each living rank says, on all of them."""
         return self.gathered(mine)
+
+
+def _opened(name: str, message: bytes) -> Any:
+    content = opened(name, message)
+    if content is None:
+        raise RuntimeError(
+            f"what was said in meeting {name!r} was not said by a rank of this job: see docs/security.md"
+        )
+    return unpacked(content)

@@ -94,6 +94,7 @@ def test_the_failed_rank_is_named_and_the_run_ends(strategy, rank, script, tmp_p
     report = the_report()
     assert finished.output.count(str(report["path"])) == 1
     assert report["first_failing_rank"] == rank
+    assert report["run"], "as the manifests of its checkpoints have it"
     assert "lightning/pytorch/loops/fit_loop.py" in report["exception"]["traceback"]
 
 

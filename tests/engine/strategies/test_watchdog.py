@@ -3,7 +3,9 @@
 import gc
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies.heartbeat import describe, stack_of
-from polyphase.engine.strategies.peers import LEFT, Peers
+from polyphase.engine.strategies.meeting import current_job
+from polyphase.engine.strategies.peers import LEFT, Peers, process_key
 from polyphase.engine.strategies.watchdog import _behind
 from tests.distributed import run_ranks
 
@@ -188,7 +191,8 @@ def test_the_timeout_is_a_number_of_seconds(value):
 
 
 def report(batch: int, pending: str | None = None, **changed) -> dict:
-    return {"step": batch, "batch": batch, "evaluated": 0, "phase": "train", "pending": pending, "line": None} | changed
+    where = {"step": batch, "batch": batch, "evaluated": 0, "phase": "train", "pending": pending, "line": None}
+    return {**where, "is_debugged": False, "resume_from": None, **changed}
 
 
 @pytest.mark.parametrize(
@@ -219,9 +223,10 @@ def test_a_place_in_words(known, text):
 
 
 def _two_machines(rank: int) -> None:
-    peers = Peers("test")
+    job = current_job()
+    peers = Peers("test", job)
     peers.me = {**peers.me, "host": f"host {rank}"}
-    peers.publish("process", peers.me)
+    job.write(process_key(rank), peers.me)
     torch.distributed.barrier()
     peers.beat(report(1))
     assert not peers.is_local(1 - rank)
@@ -242,3 +247,36 @@ def _two_machines(rank: int) -> None:
 
 def test_silence_is_measured_by_the_listeners_own_clock():
     run_ranks(_two_machines, 2)
+
+
+class Pruned(Callback):
+    """As a sweep's callback ends a trial."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        raise ValueError("not worth going on")
+
+
+def test_what_a_process_alone_raises_leaves_no_report():
+    rows = Rows()
+    with pytest.raises(ValueError, match="not worth going on"):
+        engine(callbacks=Pruned()).fit(Notes(rows), loader(rows))
+    assert not Path("failures").exists()
+
+
+def test_no_exception_ends_the_watchdog(monkeypatch, capsys):
+    rows = Rows()
+    monkeypatch.setattr("polyphase.engine.strategies.watchdog._PERIOD_S", 0.05)
+    trainer = engine(callbacks=Broken())
+    trainer.fit(Notes(rows), loader(rows))
+    assert trainer.callbacks[0].is_alive
+    assert capsys.readouterr().err.count("the watchdog failed, and goes on") == 1
+
+
+class Broken(Callback):
+    """Takes from the watchdog what it looks at."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        trainer.heartbeat.place = None
+        time.sleep(0.5)
+        self.is_alive = any(thread.name == "polyphase-watchdog" for thread in threading.enumerate())
+        del trainer.heartbeat.place

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
+from polyphase.engine.strategies import watchdog
 
 AT = 24
 """Number of the batch; the ranks have heard of each other by then."""
@@ -25,12 +26,15 @@ class Rows(Dataset[Tensor]):
     """Can be slow."""
 
     is_stuck = False
+    is_stuck_at: int | None = None
 
     def __len__(self) -> int:
         return 128
 
     def __getitem__(self, index: int) -> Tensor:
-        if self.is_stuck:
+        if index // 2 == self.is_stuck_at:
+            Path(f"worker{os.getpid()}.pid").write_text(str(os.getpid()))
+        if self.is_stuck or index // 2 == self.is_stuck_at:
             time.sleep(100)
         return torch.ones(4)
 
@@ -44,23 +48,36 @@ class Troubled(LightningModule):
         self.rows = Rows()
         self.rank, self.trouble = rank, trouble
 
+    def setup(self, stage: str) -> None:
+        if self._meets("exit_early"):
+            os._exit(0)
+
     def _meets(self, trouble: str) -> bool:
         return self.global_rank == self.rank and self.trouble == trouble
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(0.06)
+        Path(f"rank{self.global_rank}.pid").write_text(str(os.getpid()))
         if batch_idx == AT:
             self._trouble()
-        return self.layer(batch).sum()
+        factor = float("nan") if batch_idx == AT - 7 and self._meets("nan") else 1.0
+        return factor * self.layer(batch).sum()
 
     def _trouble(self) -> None:
         me = os.getpid()
         if self._meets("sleep"):
             time.sleep(100)
+        elif self._meets("sleep_deaf"):  # torch has workers sent SIGINT when their parent ends
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            time.sleep(100)
         elif self._meets("raise"):
             raise ValueError("this rank has had enough")
         elif self._meets("loader"):
             self.rows.is_stuck = True
+        elif self.trouble == "interrupt":  # as a terminal does
+            if self.global_rank == self.rank:
+                os.killpg(0, signal.SIGINT)
+            time.sleep(100)
         elif self._meets("pause"):  # as when a laptop is closed
             subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 4; kill -CONT {me}"])
             time.sleep(1)
@@ -75,6 +92,10 @@ class Troubled(LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.trouble == "kill_unnoticed":
             time.sleep(100)  # no collective tells this rank
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == AT - 1 and self._meets("nan"):
+            time.sleep(2)  # the others look first, who have it too by now
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if self._meets("validation") and batch_idx == 2:
@@ -91,8 +112,13 @@ class Troubled(LightningModule):
     def on_fit_end(self) -> None:
         if self._meets("late"):
             time.sleep(5)
+        elif self._meets("late_for_ever"):
+            time.sleep(100)
 
     def train_dataloader(self) -> Any:
+        if self.trouble == "loader_worker":
+            self.rows.is_stuck_at = AT
+            return DataLoader(self.rows, batch_size=1, num_workers=1)
         return DataLoader(self.rows, batch_size=1)
 
     def val_dataloader(self) -> Any:
@@ -103,6 +129,10 @@ class Troubled(LightningModule):
 
 
 def main(strategy: str, devices: str, rank: str, trouble: str, timeout_s: str) -> None:
+    if trouble == "absent":
+        watchdog._COMING_S = 1.0
+        if os.environ.get("LOCAL_RANK", "0") == rank:
+            time.sleep(200)
     engine = Engine(
         strategy=strategy,
         accelerator="cpu",
@@ -117,6 +147,8 @@ def main(strategy: str, devices: str, rank: str, trouble: str, timeout_s: str) -
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Snapshot("snapshots", every_n_steps=10)],
+        nonfinite="error",
+        log_every_n_steps=8,
     )
     engine.fit(Troubled(int(rank), trouble))
     print(f"rank {engine.global_rank} is done")

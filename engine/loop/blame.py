@@ -1,0 +1,39 @@
+"""On which rank something went wrong first, where it spreads to the others and they find it, too.
+
+1. Each rank that has found something writes where into the job's store, out of band;
+2. it waits until all ranks have, or a few seconds have passed: the ranks look at the same step, so those that find
+   something do so at about the same time, and no collective lies between;
+3. the earliest one counts, and of several the lowest rank.
+"""
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from ..strategies import current_job
+
+__all__ = ["earliest"]
+
+_PATIENCE_S = 3.0
+_TICK_S = 0.02
+_FIELDS = {"rank": int, "step": int, "name": str, "order": int}
+
+
+def earliest(mine: dict[str, Any]) -> dict[str, Any]:
+    """What was found first, on any rank: the finding with the smallest step, order and rank.
+
+    Args:
+        mine: what this rank has found: rank, step, name, and its order within a step.
+    """
+    job = current_job()
+    if job is None or job.num_ranks == 1:
+        return mine
+    keys = [f"polyphase/nonfinite/{rank}" for rank in range(job.num_ranks)]
+    found = [mine]
+    with suppress(RuntimeError):  # the store's host is gone
+        job.write(keys[mine["rank"]], mine)
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(found) < len(keys) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+            found = list(job.read_all(keys, _FIELDS).values()) or found
+    return min(found, key=lambda each: (each["step"], each["order"], each["rank"]))

@@ -1,0 +1,201 @@
+"""Plain values and tensors as bytes, and back: what ranks of `ps` say to each other. Nothing that is opened is run.
+
+A JSON tree, in which what JSON has no word for is ``{"tag": content}``, and behind it the bytes of the tensors. Records
+of ours (dataclasses and named tuples of `polyphase`) and exceptions go by name; a class that this process doesn't have
+already is never looked up.
+"""
+
+import builtins
+import dataclasses
+import json
+import struct
+import sys
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["packed", "unpacked"]
+
+_LENGTH = struct.Struct("<Q")
+_OURS = "polyphase."
+
+
+def packed(value: Any) -> bytes:
+    """A value as bytes.
+
+    Args:
+        value: tensors, numpy arrays, numbers, text, bytes, paths, dtypes, None, exceptions, records of ours; and lists,
+            tuples, sets and dicts of them.
+
+    Raises:
+        TypeError: something else is in it; names its class.
+    """
+    buffers: list[bytes] = []
+    tree = json.dumps(_tree(value, buffers)).encode()
+    return b"".join([_LENGTH.pack(len(tree)), tree, *buffers])
+
+
+def unpacked(content: bytes) -> Any:
+    """The value that `packed` was given; tensors are on the CPU.
+
+    Raises:
+        ValueError: `packed` has not made it.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(content)
+        body = content[_LENGTH.size :]
+        return _Reader(memoryview(bytearray(body[length:]))).value(json.loads(body[:length]))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError, struct.error) as error:
+        raise ValueError(f"these bytes are no plain values: {type(error).__name__}: {error}") from None
+
+
+def _tree(value: Any, buffers: list[bytes]) -> Any:
+    def of(values: Any) -> list[Any]:
+        return [_tree(each, buffers) for each in values]
+
+    if value is None or isinstance(value, (bool, int, float, str)):
+        # The values of subclasses (numpy's numbers, Lightning's enumerations).
+        return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    if isinstance(value, list):
+        return of(value)
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu().contiguous()
+        buffers.append(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), len(buffers[-1])]}
+    if isinstance(value, dict):
+        return {"dict": [of(pair) for pair in value.items()]}
+    if isinstance(value, (set, frozenset)):
+        return {type(value).__name__: of(sorted(value, key=repr))}
+    if isinstance(value, (bytes, bytearray)):
+        buffers.append(bytes(value))
+        return {"bytes": len(value)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.ascontiguousarray(value)
+        if array.dtype.hasobject:
+            raise TypeError(_refusal(value))
+        buffers.append(array.tobytes())
+        return {"array": [array.dtype.str, list(np.shape(value)), len(buffers[-1])]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, PurePath):
+        return {"path": str(value)}
+    if isinstance(value, BaseException):
+        return {"error": [type(value).__module__, type(value).__qualname__, str(value)]}
+    return _record(value, of)
+
+
+def _record(value: Any, of: Any) -> Any:
+    kind = type(value)
+    if _is_record(kind):
+        names = _field_names(kind)
+        return {"record": [kind.__module__, kind.__qualname__, names, of(getattr(value, name) for name in names)]}
+    if kind in (tuple, torch.Size):
+        return {"tuple": of(value)}
+    raise TypeError(_refusal(value))
+
+
+def _refusal(value: Any) -> str:
+    return (
+        "under 'ps' ranks tell each other tensors and plain values only (numbers, text, lists, dicts), but got one of"
+        f" {type(value).__module__}.{type(value).__qualname__}: turn it into those, or choose 'ddp'."
+    )
+
+
+def _is_record(kind: Any) -> bool:
+    # Of all that a peer can name, only what takes values and keeps them.
+    is_record = isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
+    return is_record and kind.__module__.startswith(_OURS)
+
+
+def _field_names(kind: Any) -> list[str]:
+    return list(kind._fields) if hasattr(kind, "_fields") else [f.name for f in dataclasses.fields(kind) if f.init]
+
+
+def _class(module: str, name: str) -> Any:
+    """A class by name, if its module is loaded; None if there is none."""
+    return getattr(sys.modules.get(module), name, None) if "." not in name else None
+
+
+class _Reader:
+    """Reads a tree.
+
+    Args:
+        buffers: the bytes behind it.
+    """
+
+    def __init__(self, buffers: memoryview) -> None:
+        self._buffers = buffers
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.value(each) for each in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ((tag, content),) = tree.items()
+        if tag not in _TAGS:
+            raise ValueError(f"unknown tag {tag!r}")
+        return getattr(self, f"_{tag}")(content)
+
+    def _taken(self, length: int) -> memoryview:
+        if not 0 <= length <= len(self._buffers):
+            raise ValueError("it was cut off")
+        taken, self._buffers = self._buffers[:length], self._buffers[length:]
+        return taken
+
+    def _tensor(self, content: Any) -> Tensor:
+        dtype, shape, length = content
+        taken = self._taken(length)
+        flat = torch.frombuffer(taken, dtype=torch.uint8).clone() if length else torch.empty(0, dtype=torch.uint8)
+        return flat.view(self._dtype(dtype)).reshape(shape)
+
+    def _array(self, content: Any) -> Any:
+        dtype, shape, length = content
+        array = np.frombuffer(bytes(self._taken(length)), dtype=np.dtype(str(dtype))).reshape(shape)
+        return array.copy() if shape else array[()]
+
+    def _bytes(self, length: Any) -> bytes:
+        return bytes(self._taken(length))
+
+    def _dict(self, content: Any) -> dict[Any, Any]:
+        return {self.value(key): self.value(value) for key, value in content}
+
+    def _tuple(self, content: Any) -> tuple[Any, ...]:
+        return tuple(self.value(each) for each in content)
+
+    def _set(self, content: Any) -> set[Any]:
+        return set(self._tuple(content))
+
+    def _frozenset(self, content: Any) -> frozenset[Any]:
+        return frozenset(self._tuple(content))
+
+    def _dtype(self, content: Any) -> torch.dtype:
+        found = getattr(torch, str(content), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"no dtype {content!r}")
+        return found
+
+    def _path(self, content: Any) -> PurePath:
+        return Path(content)
+
+    def _error(self, content: Any) -> BaseException:
+        module, name, text = map(str, content)
+        kind = _class(module, name) if module == builtins.__name__ or module.startswith(_OURS) else None
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(text)
+            except TypeError:  # one that wants more than a text
+                pass
+        return RuntimeError(f"{name}: {text}")
+
+    def _record(self, content: Any) -> Any:
+        module, name, names, values = content
+        kind = _class(str(module), str(name)) if str(module).startswith(_OURS) else None
+        if kind is None or not _is_record(kind) or kind.__module__ != module or names != _field_names(kind):
+            raise ValueError(f"no record {module}.{name} of {names}")
+        return kind(**dict(zip(names, (self.value(each) for each in values), strict=True)))
+
+
+_TAGS = ("tensor", "array", "bytes", "dict", "tuple", "set", "frozenset", "dtype", "path", "error", "record")
