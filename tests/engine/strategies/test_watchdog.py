@@ -186,7 +186,7 @@ def test_no_garbage_is_collected_amid_a_look_at_a_stack(is_enabled):
 
 @pytest.mark.parametrize("value", [0, -1, "soon", float("nan")])
 def test_the_timeout_is_a_number_of_seconds(value):
-    with pytest.raises(ValueError, match="hang_timeout_s must be greater than 0"):
+    with pytest.raises(ValueError, match=r"hang_timeout_s( must be greater than 0|='soon': a number or None)"):
         engine(hang_timeout_s=value)
 
 
