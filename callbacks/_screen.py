@@ -121,10 +121,15 @@ class CellOutput:
             self._display(())
 
     def _display(self, rows: Sequence[str]) -> None:
+        from IPython import get_ipython
         from IPython.display import display
 
         content = {"text/plain": "\n".join(rows)}
         if self._handle is None:
+            kernel = getattr(get_ipython(), "kernel", None)
+            if kernel is not None:
+                # Its session drops what forked processes display until somebody has printed; then it does the same.
+                kernel.session.check_pid = False
             self._handle = display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)

@@ -1,6 +1,7 @@
 """Shared by all tests: one thread per process, and the few warnings of others that are not ours to act on."""
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
 
@@ -29,6 +30,8 @@ IGNORED = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Where the tests run in a shell's background, Ctrl-C is ignored, by the processes that they start as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in IGNORED:
         config.addinivalue_line("filterwarnings", line)
 
