@@ -11,22 +11,28 @@ TORCH ?= torch>=2.11,<2.14
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(VENV)/.installed: pyproject.toml
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+$(VENV)/.runs: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(PIP_INSTALL) "$(TORCH)"
+	$(PIP_INSTALL) --editable ".[cli,examples]"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.runs
+	$(PIP_INSTALL) --editable ".[dev]"
 	touch $@
 
 install: $(VENV)/.installed  ## the package and all it needs, into .venv
 
-demo: install  ## handwritten digits with DDP on 2 CPU processes
+demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
 test: install  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 bench: install  ## what the engine costs per step, into benchmarks/results
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]"
+	$(PIP_INSTALL) --editable ".[bench]"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
 chaos: install  ## kills a training job 12 times in each of 19 configurations, and says what was lost; takes hours

@@ -134,17 +134,10 @@ def port_is_ours() -> Iterator[bool]:
 def listening_on(interface: str | None) -> Iterator[None]:
     """Has gloo and TensorPipe listen on a network interface in here; None: what the user has set, or loopback."""
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    before = {name: os.environ.get(name) for name in names}
-    for name in names:
-        os.environ[name] = interface or before[name] or _LOOPBACK
-    try:
+    with _restored(*names):
+        for name in names:
+            os.environ[name] = interface or os.environ.get(name) or _LOOPBACK
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def shows_all_frames() -> bool:
@@ -182,17 +175,10 @@ def share_job_secret() -> None:
 @contextmanager
 def child_environment() -> Iterator[None]:
     """Processes that are started in here have the job's secret, and know which process has started them."""
-    before = {name: os.environ.get(name) for name in (_SECRET, _PARENT)}
-    share_job_secret()
-    os.environ[_PARENT] = str(os.getpid())
-    try:
+    with _restored(_SECRET, _PARENT):
+        share_job_secret()
+        os.environ[_PARENT] = str(os.getpid())
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def parent_pid() -> int | None:
@@ -215,6 +201,20 @@ def given_seed() -> int | None:
     """The seed that `seed_everything` was called with, by the command or by the user; None without one."""
     seed = os.environ.get("PL_GLOBAL_SEED", "")
     return int(seed) if seed.isdecimal() else None
+
+
+@contextmanager
+def _restored(*names: str) -> Iterator[None]:
+    """Has these variables be afterwards what they were before."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _whole_share(num_processes: int, parts: int) -> int:
