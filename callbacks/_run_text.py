@@ -60,7 +60,7 @@ def _figures(trainer: Any, end: RunEnd) -> str:
     )
     share = "" if end.data_wait_share is None else f", {min(1.0, end.data_wait_share):.0%} of it waiting for data"
     memory = f"{end.peak_bytes / 1e9:.2f} GB" if end.peak_bytes >= 1e9 else f"{end.peak_bytes / 1e6:.0f} MB"
-    of_ranks = f" (largest of {trainer.world_size} ranks)" if trainer.world_size > 1 else ""
+    of_ranks = " (largest rank)" if trainer.world_size > 1 else ""
     return f"{steps} in {_duration(end.elapsed_s)}{share}; {speed}, peak memory {memory}{of_ranks}"
 
 

@@ -168,21 +168,23 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         trainer = self.trainer
         watch = trainer.fit_loop.epoch_loop.automatic_optimization.watch
         poison = watch.read_before_save(trainer) if trainer.state.fn == TrainerFn.FITTING else None
-        taken = None
+        taken = ""
         if trainer.is_global_zero:
             try:
                 check_may_replace(path)
             except CheckpointError as error:
-                taken = error
-        said = self.saver.gather((poison, taken))
-        poisons = [each for each, _ in said if each is not None]
-        taken = next((error for _, error in said if error is not None), None)
-        if not poisons and taken is None:
+                taken = str(error)
+        said = self.saver.gather(("" if poison is None else str(poison), taken))
+        poisons = [each for each, _ in said if each]
+        taken = next((text for _, text in said if text), "")
+        if not poisons and not taken:
             return True
         if self.is_ending or (poisons and poison is None):  # another rank is about to raise it
             rank_zero_warn(f"{path} is not saved: {poisons[0] if poisons else taken}")
             return False
-        raise NonFiniteError(f"{path} is not saved: {poison}") if poison is not None else taken  # type: ignore[misc]
+        if poison is not None:
+            raise NonFiniteError(f"{path} is not saved: {poison}", poison.rank)
+        raise CheckpointError(taken)
 
     @property
     def _state_is_spread(self) -> bool:

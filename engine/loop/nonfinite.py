@@ -45,7 +45,7 @@ class NonFiniteWatch:
         self._since = 0  # the optimizer step at which the values were last read
         self._names: dict[str, int] = {}  # in the order in which a step has them
         self._said: set[str] = set()  # what was reported in this epoch
-        self._failure: str | None = None
+        self._failure: NonFiniteError | None = None
 
     def observe(self, trainer: Trainer, name: str, value: Tensor | None, step: int) -> None:
         """Keeps a 0-d tensor of optimizer step `step`; reads what was kept once a logging interval has passed."""
@@ -61,7 +61,7 @@ class NonFiniteWatch:
         """Knows of no failure."""
         self._failure = None
 
-    def read_before_save(self, trainer: Trainer) -> str | None:
+    def read_before_save(self, trainer: Trainer) -> NonFiniteError | None:
         """Reads what was kept; returns why the state is not to be saved, None if it may be.
 
         Under the policy ``"warn"`` the run is to go on, and its state is saved as it is.
@@ -93,8 +93,10 @@ class NonFiniteWatch:
         if self.policy == "error":
             order = self._names[name]
             first = earliest({"rank": trainer.global_rank, "step": step, "name": name, "order": order})
-            self._failure = _message(trainer, first["name"], first["step"], first["rank"])
-            raise NonFiniteError(self._failure, first["rank"])
+            self._failure = NonFiniteError(
+                _message(trainer, first["name"], first["step"], first["rank"]), first["rank"]
+            )
+            raise self._failure
         message = _message(trainer, name, step, trainer.global_rank)
         log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)
 

@@ -26,7 +26,7 @@ NOISE = re.compile(
 )
 END = re.compile(
     r"(\d+) steps? in ([\d.]+) s, (\d+)% of it waiting for data; ([\d.,]+) samples/s, peak memory .*"
-    r" \(largest of 2 ranks\)"
+    r" \(largest rank\)"
 )
 
 
