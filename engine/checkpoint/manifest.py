@@ -49,6 +49,8 @@ FORMAT = 2
 """Version of the directory's format; a larger one is refused. 1 had pickles in place of `TENSORS`."""
 
 _FILES = re.compile(r"(rest|ranks)\.pt|tensors\.json|shard-\d+-\d+\.safetensors|__\d+_\d+\.distcp|\.metadata(\.tmp)?")
+_RESERVED = re.compile(r"\.(lock|run\.json|polyphase|(saving|replaced)-.*)", re.DOTALL)
+"""Names that mean something else in a folder of checkpoints: those of `locks`, `run_record` and `store`."""
 _MOST_BYTES = 1 << 26
 _CRC_MOST = (1 << 32) - 1
 _COUNT_MOST = (1 << 62) - 1
@@ -191,7 +193,7 @@ def _manifest(said: dict[str, Any]) -> Manifest:
             raise ValueError(f"{name} has no size and checksum")
         if not all(type(n) is int and 0 <= n <= most for n, most in zip(entry, (_COUNT_MOST, _CRC_MOST), strict=True)):
             raise ValueError(f"{name} has an impossible size or checksum")
-    if not is_plain_name(_field(said, "name", str)) or said["name"].startswith("."):
+    if not is_plain_name(_field(said, "name", str)) or _RESERVED.fullmatch(said["name"]):
         raise ValueError(f"its name is {said['name']!r}, which is no name within a folder")
     if not math.isfinite(said["time"] if type(said["time"]) is int else _field(said, "time", float)):
         raise ValueError("its time is not finite")
