@@ -32,6 +32,7 @@ def end(process):
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
+    process.stdout.close()
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
@@ -43,6 +44,7 @@ def test_ctrl_c_and_resume(tmp_path, strategy, devices):
     expected = weights_of(tmp_path / "end.ckpt")
     page.clear("end.ckpt")
     page.clear("snapshots")
+    page.clear(".polyphase")  # else the run asks where its snapshots are
 
     process = start(*command, strategy=strategy, devices=devices)
     shown = ""
@@ -51,10 +53,10 @@ def test_ctrl_c_and_resume(tmp_path, strategy, devices):
             shown += line
             if "step 25/" in line:
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its processes
-        assert process.wait(60) == 1, shown
+        assert process.wait(60) == 128 + signal.SIGINT, shown
     finally:
         end(process)
-    assert "to go on, run it again with resume='auto'" in shown
+    assert "Stopped by Ctrl-C after" in shown
     assert "Traceback" not in shown
     resumed = page.run(*command, strategy=strategy, devices=devices)
     assert resumed.returncode == 0, resumed.output
@@ -79,9 +81,9 @@ def test_debugger_on_one_rank(tmp_path):
     finally:
         end(process)
     assert process.returncode == 0, shown + rest
-    assert "(Pdb) True" in rest
+    assert re.search(r"^(\(Pdb\) )?True$", rest, re.MULTILINE)  # the first prompt may have been read already
     assert "(Pdb) 'rank 0'" in rest
-    assert rest.count("(Pdb)") == 3, "the other rank does not stop"
+    assert (shown + rest).count("(Pdb)") == 3, "the other rank does not stop"
     assert "max_steps=6" in rest
 
 
