@@ -19,7 +19,10 @@ from ..tiny import QUIET, Positions, Seen, Stream, engine
         ({"global_batch_size": 8, "accumulate_grad_batches": 2}, "both say how many micro-batches a step has"),
         ({"global_batch_size": 8, "micro_batch_size": 9}, "micro_batch_size must be(.|\n)*at most 8, but got 9"),
         ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1"),
-        ({"global_batch_size": 8, "micro_batch_size": "all"}, "a whole number, 'auto' or None, but got 'all'"),
+        (
+            {"global_batch_size": 8, "micro_batch_size": "all"},
+            "micro_batch_size='all': a whole number of at least 1, 'auto' or None",
+        ),
         ({"micro_batch_size": 4}, "says how a global batch is cut: give global_batch_size"),
         ({"micro_batch_size": "auto"}, "says how a global batch is cut: give global_batch_size"),
     ],
