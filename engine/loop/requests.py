@@ -84,7 +84,7 @@ def why_empty(loader: Any, num_ranks: int = 1) -> str | None:
         return None
     try:
         num_batches, num_samples = len(loader), len(loader.dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except Exception:  # user code without a length, or one that asks a process group that there isn't yet
         return None
     if num_batches > 0:
         return None

@@ -96,7 +96,10 @@ def _leaves(path: str, stock: Any, engine: Any) -> list[str]:
 
 
 def check(plan: Plan) -> None:
-    found = differences(replay(Trainer, plan), replay(Engine, plan))
+    stock, engine = replay(Trainer, plan), replay(Engine, plan)
+    if any("NothingTrainedError" in str(outcome) for outcome in engine.end["outcome"]):
+        return  # no step had a loss: the stock trainer ends as if all were well, the engine says so
+    found = differences(stock, engine)
     assert not found, found
 
 
