@@ -144,7 +144,7 @@ def test_without_a_name_runs_are_numbered():
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", 3, "a\\b", "a\nb"])
 def test_what_is_no_name_of_a_folder_is_refused(name):
-    with pytest.raises(ValueError, match="a name (for the folder of the run's logs|or None)"):
+    with pytest.raises(ValueError, match=r"a name (for the folder of the run's logs|or None)"):
         fit(name=name)
 
 
