@@ -1,4 +1,4 @@
-"""What a progress bar shows: a row with the bar, and rows of metrics below it, none wider than the terminal."""
+"""Renders a progress bar: a row with the bar, and rows of metrics below it, none wider than the terminal."""
 
 import time
 from collections import deque

@@ -18,7 +18,7 @@ _INDENT = "    "
 
 
 class RunEnd(NamedTuple):
-    """What is said of a run that is over; None is left out."""
+    """Figures of a finished run; those that are None are not printed."""
 
     num_steps: int
     elapsed_s: float

@@ -31,7 +31,7 @@ Render = Callable[[], Sequence[str]]
 
 
 class Screen(Protocol):
-    """What a progress bar draws on."""
+    """A place that a progress bar can draw on."""
 
     is_live: bool
     """Whether `show` shows anything."""
@@ -222,7 +222,7 @@ def can_draw() -> bool:
 
 
 def screen_of(console: Console) -> Screen:
-    """What a bar is drawn on by this console."""
+    """Chooses the place that a bar draws on for this console."""
     if console.is_jupyter:
         return CellOutput()
     file: Any = console.file
