@@ -84,7 +84,7 @@ class _Guarded:
     write: Callable[[str], int]
     """As it was."""
     replaced: Callable[[str], int] | None
-    """What another one had put in the place of the class's method."""
+    """The stream's own `write`, if other code had set one before; None: the class's."""
     writer: Callable[[str], int] | None = None
     held: str = ""
     """Half a line, until the rest comes."""

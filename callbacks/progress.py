@@ -301,7 +301,7 @@ class ProgressBar(LightningProgressBar):
 
 
 def _num_train_batches(trainer: Trainer, done: int) -> float:
-    """Of this epoch, as far as `max_steps` lets it go; infinity where nobody knows."""
+    """Number of batches in this epoch, up to where `max_steps` ends it; infinity if the length is not known."""
     num_batches = trainer.num_training_batches
     if trainer.max_steps is None or trainer.max_steps < 0:
         return num_batches

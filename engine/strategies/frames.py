@@ -33,7 +33,7 @@ class _Frame(NamedTuple):
     lines: list[str]
     """Its place, its line of code, and how often it is repeated."""
     indent: str
-    library: str | None
+    package: str | None
     """None: the user's."""
 
 
@@ -90,7 +90,7 @@ def _stack_at(lines: Sequence[str], number: int) -> list[_Frame]:
             end += 1
         if end < len(lines) and lines[end].startswith(f"{indent}[Previous line repeated"):
             end += 1
-        stack.append(_Frame(list(lines[number:end]), indent, _library_of(found["file"])))
+        stack.append(_Frame(list(lines[number:end]), indent, _package_of(found["file"])))
         number = end
     return stack
 
@@ -99,8 +99,8 @@ def _kept(stack: Sequence[_Frame], keeps_innermost: bool) -> Iterator[tuple[str,
     """The lines that are left of a stack, and whether each is a count."""
     left_out: list[str] = []
     for frame in stack:
-        if frame.library is not None and not (keeps_innermost and frame is stack[-1]):
-            left_out.append(frame.library)
+        if frame.package is not None and not (keeps_innermost and frame is stack[-1]):
+            left_out.append(frame.package)
             continue
         yield from _count(left_out, frame.indent)
         left_out.clear()
@@ -114,7 +114,7 @@ def _count(libraries: Sequence[str], indent: str) -> Iterator[tuple[str, bool]]:
         yield f"{indent}... {frames} of {', '.join(sorted(set(libraries)))}", True
 
 
-def _library_of(file: str) -> str | None:
+def _package_of(file: str) -> str | None:
     if file.startswith(_OURS) or (os.path.basename(os.path.dirname(file)) in ("bin", "Scripts") and _is_command(file)):
         return "polyphase"
     if file.startswith("<frozen ") or file == "<string>":

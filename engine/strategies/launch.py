@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -38,6 +37,7 @@ from ..flags import LAUNCHERS
 from .failure import announce
 from .frames import shorten
 from .parent import watch_parent
+from .ports import reserve_port
 from .scripts import ScriptLauncher
 
 __all__ = ["end_group_at_exit", "make_launcher"]
@@ -159,8 +159,7 @@ def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
 def _port_reserved(environment: Any) -> Iterator[None]:
     """Gives the workers that are started in here a port of their own, where nobody has named one.
 
-    A socket is bound to it until they have ended: a port that is only looked up may be another's by the time that rank
-    0 listens on it, and one that was good for the last run of this process may have been taken since.
+    One that was good for the last run of this process may have been taken since.
     """
     # Lightning: LightningEnvironment keeps the port of its first launch in _main_port, and _MultiProcessingLauncher
     # leaves it in MASTER_PORT for all launches to come.
@@ -168,12 +167,7 @@ def _port_reserved(environment: Any) -> Iterator[None]:
         if not is_ours or not isinstance(environment, LightningEnvironment):
             yield
             return
-        with socket.socket() as reservation:
-            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reservation.bind(("", 0))
-            environment._main_port = reservation.getsockname()[1]
-            if sys.platform != "linux":  # elsewhere it would keep rank 0 from the port as well
-                reservation.close()
+        with reserve_port(environment):
             try:
                 yield
             finally:

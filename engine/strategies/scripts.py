@@ -2,20 +2,24 @@
 
 import atexit
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 # Lightning: the private launcher is the one that its own DDPStrategy uses, and the thread by which it watches them.
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..environment import child_environment, share_job_secret
+from ..environment import child_environment, port_is_ours, share_job_secret
 from ..exiting import LAST_WORDS_S, await_ranks, end_tree, exit_at_once, started_ranks
 from .failure import say
 from .parent import watch_parent
+from .ports import reserve_port
 
 __all__ = ["RefusedLaunchError", "ScriptLauncher"]
 
@@ -24,7 +28,10 @@ strategy {strategy!r} starts the script once more per device, but there is no sc
 _fork or _notebook, or put the code into a file."""
 
 _LAST_WORDS_S = 8.0
-"""How long a rank outlives its parent, which is one too: it finds out what has become of it, and writes the report."""
+"""How long a rank has to find out what has happened, and to write the report, before or after its parent ends."""
+
+_reservations: list[socket.socket] = []
+"""Keep the port at which the ranks meet, in all runs of this process."""
 
 
 class RefusedLaunchError(ValueError, MisconfigurationException):
@@ -38,7 +45,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """
 
     _hang_timeout_s: float | None = None
-    """How long rank 0 waits for the others at its exit; None for ever."""
+    """How long a rank may stand in one place; None for ever."""
     _has_ended_them = False
     _can_lose: Callable[[int], bool] = staticmethod(lambda rank: False)
     """Which ranks the run can go on without: how they ended says nothing of it."""
@@ -76,17 +83,24 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     # Lightning: _SubprocessScriptLauncher._call_children_scripts, called by `launch` on the first rank of a machine.
     def _call_children_scripts(self) -> None:
         share_job_secret()
+        with port_is_ours() as is_ours:
+            if is_ours and isinstance(self.cluster_environment, LightningEnvironment):
+                _reservations.append(reserve_port(self.cluster_environment))
         with child_environment():
             super()._call_children_scripts()
         started_ranks.update(enumerate(self.procs, self._first_rank + 1))
         atexit.register(self._see_out)
+
+    def _longest_s(self) -> float | None:
+        # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs: it comes first.
+        return None if self._hang_timeout_s is None else self._hang_timeout_s + _LAST_WORDS_S
 
     def _see_out(self) -> None:
         for thread in threading.enumerate():
             if isinstance(thread, _ChildProcessObserver):
                 thread._child_processes = []  # Lightning: it would kill this process, too
         has_failed = getattr(sys, "last_value", None) is not None  # CPython: by which exception the program has ended
-        longest_s = LAST_WORDS_S if has_failed or self._has_ended_them else self._hang_timeout_s
+        longest_s = LAST_WORDS_S if has_failed or self._has_ended_them else self._longest_s()
         late = await_ranks(longest_s)
         for rank in late:
             end_tree(started_ranks[rank].pid)

@@ -83,7 +83,7 @@ def test_debugger_on_one_rank(tmp_path):
     assert process.returncode == 0, shown + rest
     assert re.search(r"^(\(Pdb\) )?True$", rest, re.MULTILINE)  # the first prompt may have been read already
     assert "(Pdb) 'rank 0'" in rest
-    assert (shown + rest).count("(Pdb)") == 3, "the other rank does not stop"
+    assert (shown + rest).count("-> return loss") == 1, "the other rank does not stop"
     assert "max_steps=6" in rest
 
 

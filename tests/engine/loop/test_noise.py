@@ -16,10 +16,12 @@ NOISE = "GPU available|TPU available|Tip:|Seed set|Loading `train_dataloader`|FL
 
 
 @pytest.fixture
-def said(caplog):
+def said(caplog, monkeypatch):
     """What Lightning logs, as its users' handlers get it."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     for logger in loggers:
+        # Whether the root logger gets it, too, depends on what else was imported before Lightning.
+        monkeypatch.setattr(logger, "propagate", False)
         logger.addHandler(caplog.handler)
     yield caplog
     for logger in loggers:
