@@ -258,7 +258,7 @@ class OfTheOtherPackage:
         *(("hang_timeout_s", value) for value in (None, 1, 0.5)),
         *(("micro_batch_size", value) for value in (None, "auto", 4)),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" object at 0x[0-9a-f]+", "", str(value)),  # the same in each run
 )
 def test_every_form_that_lightning_and_the_engine_document_is_accepted(name, value):
     check_arguments({name: value})

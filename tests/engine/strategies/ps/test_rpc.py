@@ -53,7 +53,7 @@ def test_calls_of_ours_are_opened():
         Names(internal._run_function, (None,)),
         internal.PythonUDF(os.getpid, (), {}),
     ],
-    ids=lambda bad: str(getattr(bad, "reduction", bad)),
+    ids=lambda bad: getattr(getattr(bad, "reduction", (bad,))[0], "__name__", type(bad).__name__),
 )
 def test_nothing_else_is(bad):
     with pytest.raises(pickle.UnpicklingError, match="not among what ps may be asked for"):
