@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch import __version__ as lightning_version
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
@@ -374,10 +375,13 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         Raises:
             RuntimeError: the module's parameters are others; lists those missing, unexpected and of another shape.
         """
+        trainer = self.trainer
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            # Lightning converts after this: what is loaded into single precision would lose half of its digits.
+            trainer.precision_plugin.convert_module(trainer.lightning_module)
         if not self._is_ours:
             super().restore_model()
             return
-        trainer = self.trainer
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", self._loaded_checkpoint)
         module = trainer.lightning_module
         try:

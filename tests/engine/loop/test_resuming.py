@@ -138,6 +138,15 @@ def test_ours_goes_on_as_if_nothing_had_been(tmp_path, hook, at, flags):
         assert resumed_weights == weights
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_no_digit_is_lost_in_any_precision(tmp_path, precision):
+    saved = tmp_path / "saved.ckpt"
+    saves = SavesIn("on_train_batch_end", 7, saved)
+    weights, _ = noisy(tmp_path / "whole", callbacks=[saves], precision=precision)
+    resumed_weights, _ = noisy(tmp_path / "rest", saved, precision=precision)
+    assert resumed_weights == weights
+
+
 class Eventful(Small):
     """Notes what happens, in two epochs of three batches."""
 
