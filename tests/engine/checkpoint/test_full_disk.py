@@ -1,7 +1,8 @@
-"""A save that finds no room (a limit on the size of files) fails without a trace, and what was there stays."""
+"""A save that finds no room (a limit on the size of files, no inode) fails without a trace; what was there stays."""
 
 import os
 import resource
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from polyphase.engine.checkpoint import CheckpointError, Saver
 from polyphase.engine.checkpoint.export import export
 
+from ...distributed import ROOT, run_command
 from .made import about, content, is_whole, save
 
 ROOM_BYTES = 500_000
@@ -62,3 +64,17 @@ def test_an_export_leaves_nothing_behind(tmp_path, suffix):
         export(path, str(tmp_path / f"out{suffix}"), overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["1", f"out{suffix}"]
     assert (tmp_path / f"out{suffix}").read_text() == "was there"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts of a process's own are Linux's")
+def test_without_inodes_the_reason_is_said(tmp_path):
+    job = f"{sys.executable} -m tests.engine.checkpoint.no_inodes {tmp_path}"
+    mounted = f"mount -t tmpfs -o nr_inodes=32 none {tmp_path} && {job}"
+    finished = run_command(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted], cwd=ROOT)
+    assert finished.returncode == 0, finished.output
+    warned, raised, left, whole = finished.output.splitlines()[-4:]
+    for said, start in ((warned, "['The checkpoint "), (raised, "raised: ")):
+        assert said.startswith(start)
+        assert "No space left on device" in said
+    assert left == "left: True", "nothing half-made"
+    assert whole == "whole: True"
