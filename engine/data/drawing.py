@@ -17,7 +17,17 @@ from torchdata.stateful_dataloader import sampler as torchdatas
 
 from ..checkpoint.rng import get_random_state, set_random_state
 
-__all__ = ["Drawing", "Passes", "Record", "bring_to", "generator_of", "is_same_state", "left_alone", "state_before", "state_of"]
+__all__ = [
+    "Drawing",
+    "Passes",
+    "Record",
+    "bring_to",
+    "generator_of",
+    "is_same_state",
+    "left_alone",
+    "state_before",
+    "state_of",
+]
 
 _IN_ORDER = (SequentialSampler, list, tuple, range)
 _TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, torchdatas.RandomSampler)

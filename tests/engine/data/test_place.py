@@ -15,7 +15,6 @@ from polyphase.engine.data import GlobalOrder, Pass, order_of
 from ..tiny import Positions
 
 
-
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(9)
