@@ -2,7 +2,7 @@
 
 from .batch_size import check_batch_sizes, check_loader
 from .copied import copied
-from .drawing import bring_to
+from .drawing import bring_to, state_of_seed
 from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
@@ -40,5 +40,6 @@ __all__ = [
     "order_of",
     "remembering",
     "shard_of",
+    "state_of_seed",
     "together",
 ]

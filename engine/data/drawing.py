@@ -1,7 +1,7 @@
 """The order of one pass over a sampler: drawn bit by bit as stock draws it, remembered, and drawn again by another run.
 
-A sampler draws from a generator of its own, or from the global ones. What those said right before a pass is all that
-another run needs to draw the same order: `Drawing.before`, which a checkpoint has, and which rank 0 hands to the others.
+A sampler draws from a generator of its own, or from the global ones. Their states right before a pass are all that
+another run needs to draw the same order: `Drawing.before`, which a checkpoint has, and which rank 0 hands on.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import sampler as torchdatas
 
-from ..checkpoint.rng import get_random_state, set_random_state
+from ..checkpoint.rng import get_random_state, seed_all, set_random_state
 
 __all__ = [
     "Drawing",
@@ -120,6 +120,16 @@ def bring_to(sampler: Any, num_passes: int, state: Any) -> None:
     _set_state(sampler, state)
 
 
+def state_of_seed(seed: int, epoch: int, sampler_state: Any) -> dict[str, Any]:
+    """`GlobalOrder.state` for a checkpoint of version 0.1.0, whose order depends on the seed and the epoch alone."""
+    everything = get_random_state()
+    seed_all(seed, epoch)
+    drawn_from = {name: state for name, state in get_random_state().items() if name != "cuda"}
+    set_random_state(everything)
+    before = {"global": drawn_from, "sampler": sampler_state}
+    return {"before": before, "sampler": sampler_state, "whole": True, "num_passes": epoch}
+
+
 class Record:
     """What one pass over a sampler yielded so far.
 
@@ -199,7 +209,7 @@ class Drawing(Record):
         return items
 
     def go_on(self) -> None:
-        """Called before items are taken: what a DataLoader drew since from the sampler's generator comes before them."""
+        """Called before items are taken: what a DataLoader drew since from the same generator comes before them."""
         _set_generator(self.sampler, self._after)
         self._after = None
 

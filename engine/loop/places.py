@@ -16,7 +16,19 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ..data import Pass, Remembering, Watched, WatchedLoaders, bring_to, decides, is_stateful, keeps_place, order_of
+from ..data import (
+    Pass,
+    Remembering,
+    Watched,
+    WatchedLoaders,
+    bring_to,
+    decides,
+    is_stateful,
+    keeps_place,
+    order_of,
+    state_of_seed,
+)
+from ..environment import global_seed
 from .batch_sizes import BatchSizes
 
 __all__ = ["Places"]
@@ -140,12 +152,18 @@ class Places:
         self._saved = self._counted = states[0]["batches"]
         self.sizes.found = states[0]["micro_batch_size"]
         mine = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
-        self._to_resume = [{**loader, "saved_by": len(states)} for loader in mine["loaders"]]
+        self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in mine["loaders"]]
         # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
         self.trainer.fit_loop._combined_loader_states_to_load = []
         kinds = [loader["unit"] for loader in self._to_resume]
         self._is_resuming = bool(kinds)
         return bool(kinds) and None not in kinds
+
+    def _with_order(self, state: dict[str, Any]) -> dict[str, Any]:
+        if "sampler_state" not in state:
+            return state
+        seed = self.trainer.strategy.broadcast(global_seed())
+        return {**state, "order": state_of_seed(seed, state["epoch"], state["sampler_state"])}
 
     def resume(self, loader: Any) -> None:
         """Takes the next of the states that wait, if any do, for a loader that was just prepared."""

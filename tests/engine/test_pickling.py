@@ -26,13 +26,13 @@ def test_an_engine_is_pickled_before_and_after_a_run_and_runs_again(tmp_path, ba
         enable_checkpointing=bar is None,
         callbacks=callbacks,
     )
-    assert pickle.loads(pickle.dumps(engine)).max_epochs == 1
+    assert pickle.loads(pickle.dumps(engine)).max_epochs == 1  # noqa: S301 - our own
     engine.fit(Seen(), DataLoader(Positions(4), batch_size=2, shuffle=True))
     for callback in engine.callbacks:
-        assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
+        assert type(pickle.loads(pickle.dumps(callback))) is type(callback)  # noqa: S301 - our own
     if bar is None:
         return  # Snapshot's folder is the first run's
-    again = pickle.loads(pickle.dumps(engine))
+    again = pickle.loads(pickle.dumps(engine))  # noqa: S301 - our own
     module = Seen()
     again.fit_loop.max_epochs = 2
     again.fit(module, DataLoader(Positions(4), batch_size=2, shuffle=True))
