@@ -123,7 +123,7 @@ class Pass:
         """Where the epoch is when this rank has done `batches` batches of it, those before the resumption included."""
         source: Any = order_of(self.loader) or self.watched
         decided = source.sampler if source is not None else decides(self.loader)
-        length, start, began_again, number = len(decided), self.position, self.began_again, 0  # type: ignore[arg-type]
+        length, start, began_again, number = len(decided), self.position, self.began_again, 0
         done, first = batches - self.batches, self._batches_from(start, length)
         if self.cycles and done > first:
             began_again, start, per_pass = True, 0, max(1, self._batches_from(0, length))

@@ -92,8 +92,9 @@ class Places:
             if loader in self._num_passes:
                 watched[loader].passes.resume(self._num_passes.pop(loader))
         self._watched = watched
-        combined.__class__ = WatchedLoaders
-        combined.watched = [watched.get(loader, loader) for loader in combined.flattened]
+        ours: Any = combined
+        ours.__class__ = WatchedLoaders
+        ours.watched = [watched.get(loader, loader) for loader in combined.flattened]
 
     def size_of_batch(self, loader: DataLoader, index: int) -> int | None:
         """Samples of a batch of a loader that is watched; None if that is not known."""
@@ -102,9 +103,9 @@ class Places:
 
     def settle(self) -> None:
         """Called when the first iterators of a resumed epoch are there."""
-        for loader, order in self._begun:
-            bring_to(decides(loader) if (ours := order_of(loader)) is None else ours.sampler, 0, order["sampler"])
-            torch.set_rng_state(order["begun"])
+        for loader, begun in self._begun:
+            bring_to(decides(loader) if (ours := order_of(loader)) is None else ours.sampler, 0, begun["sampler"])
+            torch.set_rng_state(begun["begun"])
         self._begun.clear()
         for loader in self._resumed:
             if (order := order_of(loader)) is not None:
