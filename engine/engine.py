@@ -25,6 +25,7 @@ from typing_extensions import Unpack
 from . import verify as verification
 from .argument_checks import checks_arguments
 from .arguments import Arguments, Duration, Plugin, with_arguments_of
+from .checkpoint import get_random_state, set_random_state
 from .checkpoint.export import export as write_export
 from .choices import (
     AcceleratorName,
@@ -389,6 +390,7 @@ class Engine(LoopTrainer):
         loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
         generator: Any = getattr(getattr(loader, "sampler", None), "generator", None)
         order = generator.get_state() if generator is not None else None
+        numbers = get_random_state()
         with tempfile.TemporaryDirectory() as folder:
             recorder = verification.Recorder(Path(folder) / "states.pt")
             engine = type(self)(**{**self._flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
@@ -398,6 +400,7 @@ class Engine(LoopTrainer):
                 ours = torch.load(recorder.path, weights_only=True)
                 if order is not None:
                     generator.set_state(order)  # a generator of the user's has been drawn from
+                set_random_state(numbers)
                 reference = verification.reference_steps(
                     copy.deepcopy(model),
                     loader,

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
-
-from .data import GlobalOrder
-from .environment import global_seed
+from torch.utils.data import DataLoader
 
 __all__ = ["Certificate", "Recorder", "certify", "is_to_equal", "reference_steps"]
 
@@ -104,14 +101,16 @@ class Recorder(Callback):
 
 
 def reference_steps(module: LightningModule, loader: DataLoader, batch_size: int, flags: Mapping[str, Any]) -> _States:
-    """The weights after each step of stock Lightning in one process, on batches of all ranks together."""
+    """The weights after each step of stock Lightning in one process, on batches of all ranks together.
+
+    The random numbers, and the state of a generator of the user's, are to be those that the engine's run began with.
+    """
     if loader.batch_size is None:
         raise ValueError("verify needs a DataLoader with a batch_size, to join the batches of all ranks.")
-    in_order = isinstance(loader.sampler, SequentialSampler)
     joined = DataLoader(
         loader.dataset,
         batch_size=batch_size,
-        sampler=loader.sampler if in_order else GlobalOrder(loader.sampler, seed=global_seed()),
+        sampler=loader.sampler,
         generator=loader.generator,
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,

@@ -72,6 +72,12 @@ class Ledger:
         for path, manifest in manifests:
             self.note_published(path, manifest)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def next_sequence(self) -> int:
         """The number of the next save."""
         with self._lock:

@@ -77,6 +77,11 @@ class Saver:
         self.on_removed: Callable[[str], None] | None = None
         """Called when one was removed."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads, groups and memory to copy to live in this process alone.
+        stays = ("newest", "on_published", "on_removed")
+        return {**vars(Saver()), **{name: getattr(self, name) for name in stays}}
+
     def save(
         self,
         checkpoint: dict[str, Any],

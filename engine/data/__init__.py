@@ -2,6 +2,7 @@
 
 from .batch_size import check_batch_sizes, check_loader
 from .copied import copied
+from .drawing import bring_to, state_of_seed
 from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
@@ -9,6 +10,7 @@ from .place import Pass, decides, order_of
 from .stateful import Remembering, as_stateful, is_stateful, keeps_place, remembering
 from .streams import Agreeing, agreeing, shard_of
 from .uneven import UNEVEN, Together, together
+from .watched import Watched, WatchedLoaders
 
 __all__ = [
     "UNEVEN",
@@ -21,8 +23,11 @@ __all__ = [
     "Remembering",
     "Samples",
     "Together",
+    "Watched",
+    "WatchedLoaders",
     "agreeing",
     "as_stateful",
+    "bring_to",
     "check_batch_sizes",
     "check_loader",
     "copied",
@@ -35,5 +40,6 @@ __all__ = [
     "order_of",
     "remembering",
     "shard_of",
+    "state_of_seed",
     "together",
 ]

@@ -48,7 +48,7 @@ class EvenBatches(Sampler[Any]):
         self.drop_last = drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the permutation of a shuffled order."""
+        """Says which epoch comes."""
         self.sampler.set_epoch(epoch)
 
     @property
@@ -84,9 +84,9 @@ class EvenBatches(Sampler[Any]):
         return -(-self.size // self._window)
 
     def __iter__(self) -> Iterator[Any]:
-        order, size = self.sampler.global_order(), self.size
+        drawing, size = self.sampler.begin(), self.size
         for start in range(0, size, self._window):
-            window = order[start : min(size, start + self._window)]
+            window = drawing.take(self._window)[: size - start]
             least, num_longer = divmod(len(window), self.num_replicas)
             begin = self.rank * least + min(self.rank, num_longer)
             mine = list(window[begin : begin + least + (self.rank < num_longer)] or window[-1:])

@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from ..flags import check_count
+from .drawing import left_alone
 from .global_order import GlobalOrder, Samples
 
 __all__ = ["GlobalBatches", "InOneRow"]
@@ -34,8 +35,27 @@ class GlobalBatches(Sampler[list[Any]]):
     def __init__(self, order: GlobalOrder, *, size: int, micro_batch_size: int, drop_last: bool = False) -> None:
         self.sampler = order
         self.size = check_count("global_batch_size", size)
-        self.batch_size = check_count("micro_batch_size", micro_batch_size)
+        self._micro_batch_size = check_count("micro_batch_size", micro_batch_size)
         self.drop_last = drop_last
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a rank's micro-batch at most."""
+        return self._micro_batch_size
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        if size != self._micro_batch_size:
+            raise ValueError(
+                f"batch_sampler.batch_size = {size}: several ranks share these batches, or a resumed epoch goes on in"
+                f" them, so that their size, {self._micro_batch_size}, can't change during the run. Give the DataLoader"
+                " another batch_size before `fit`, or let `train_dataloader` return another DataLoader with"
+                " reload_dataloaders_every_n_epochs."
+            )
+
+    def cut_into(self, micro_batch_size: int) -> None:
+        """From the next pass on, micro-batches of at most so many samples."""
+        self._micro_batch_size = check_count("micro_batch_size", micro_batch_size)
 
     @property
     def per_step(self) -> int:
@@ -67,16 +87,15 @@ class GlobalBatches(Sampler[list[Any]]):
         return self.sampler.num_done + self.num_batches(len(self.sampler.sampler) - self.sampler.start)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        order, start = self.sampler.begin()
-        rank, num_ranks = self.sampler.rank, self.sampler.num_replicas
-        stop = len(order) - (len(order) - start) % self.size if self.drop_last else len(order)
-        for first in range(start, stop, self.size):
-            last = min(first + self.size, stop)
-            share = range(first + rank, last, num_ranks)
-            num_cuts, at = self._num_cuts(last - first), 0
+        drawing, rank, num_ranks = self.sampler.begin(), self.sampler.rank, self.sampler.num_replicas
+        while taken := drawing.take(self.size):
+            if self.drop_last and len(taken) < self.size:
+                return
+            share = taken[rank::num_ranks]
+            num_cuts, at = self._num_cuts(len(taken)), 0
             for cut in range(num_cuts):
                 size = _part(len(share), num_cuts, cut)
-                yield [order[i] for i in share[at : at + size]] or [order[first]]
+                yield share[at : at + size] or taken[:1]
                 at += size
 
     def _num_cuts(self, size: int) -> int:
@@ -113,7 +132,8 @@ class InOneRow:
 
     def __len__(self) -> int:
         if self._row is None:
-            self._row = list(self._draw())
+            with left_alone(self):
+                self._row = list(self._draw())
         return len(self._row)
 
     def __iter__(self) -> Iterator[Any]:

@@ -2,28 +2,16 @@
 
 Position i of the epoch's order belongs to rank i mod W. So W ranks with batches of b samples train, step by step, on
 the same samples as one process with batches of W*b; and a run that stopped after position p goes on at p, whatever its
-number of ranks and its batch size have become. The order depends on the seed and the epoch alone.
+number of ranks and its batch size have become. The order is that of one process: the sampler draws from the generators
+that it would draw from there, in the states that they would be in, which are rank 0's.
 """
 
-import itertools
-import random
-import zlib
-from array import array
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DistributedSampler, RandomSampler
 
-from ..seeds import mixed
+from .drawing import Drawing, Passes, bring_to, state_of
 
 __all__ = ["GlobalOrder", "Samples"]
 
@@ -37,54 +25,69 @@ class Samples(NamedTuple):
     """On all ranks together."""
 
 
-_TORCHS_OWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, list, range)
+_NOT_OURS = ("state_dict", "load_state_dict")
+"""Of a user's sampler, what would be wrong of its order as it is dealt."""
 
 
 class GlobalOrder(DistributedSampler[Any]):
     """This rank's part of the order that `sampler` yields.
 
-    A `DistributedSampler` to whoever asks, with its attributes; none of its code is used.
+    A `DistributedSampler` to whoever asks, with its attributes and those of `sampler`; none of its code is used.
 
     Args:
         sampler: the order of one process: the DataLoader's own sampler, or a batch sampler, whose batches are dealt
-            then. One that draws from torch's, numpy's or Python's global generator draws from a seed of its own here:
-            one permutation per seed and epoch, the same under every strategy. A sampler with a generator of the user's
-            keeps it.
+            then. Each pass draws from the generators that it would draw from in one process; what it takes from global
+            ones, where ranks differ, it takes from rank 0's.
         num_replicas: number of ranks, W.
         rank: this rank, 0 to W-1.
-        seed: seed of the job, the same on every rank.
         drop_last: leave out the samples that don't fill a whole round, rather than repeat the first ones.
+        hand_on: gives all ranks what rank 0 gives, when a pass begins; all ranks call it together. None where there
+            is one process.
     """
 
     def __init__(
-        self, sampler: Iterable[Any], *, num_replicas: int = 1, rank: int = 0, seed: int = 0, drop_last: bool = False
+        self,
+        sampler: Iterable[Any],
+        *,
+        num_replicas: int = 1,
+        rank: int = 0,
+        drop_last: bool = False,
+        hand_on: Callable[[Any], Any] | None = None,
     ) -> None:
         # Not the constructor of DistributedSampler, which wants a data set and makes an order of its own.
         self.sampler = sampler
         self.shuffle = isinstance(sampler, RandomSampler)
         self.num_replicas = num_replicas
         self.rank = rank
-        self.seed = seed
+        self.seed = 0  # of DistributedSampler's, and of no use here
         self.drop_last = drop_last
         self.epoch = 0
-        self._order: Any = None
-        self._states = _state_of(sampler), None  # of the sampler, before and after it was drawn from
-        self._is_new = True
-        self._digested = (0, 0)
+        self.passes = Passes()
+        self._hand_on = hand_on
         self._start = self._num_done = 0
         self._resumes = False
+        self._at_end: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Those of the user's sampler, say its weights.
+        if name.startswith("__") or name in _NOT_OURS or "sampler" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["sampler"], name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_hand_on": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the permutation; Lightning calls this before each epoch."""
+        """Says which epoch comes to a sampler that wants to know; Lightning calls this before each epoch."""
         if epoch != self.epoch:
-            self._order = None
             self._start = self._num_done = 0
+            self._resumes = False
         self.epoch = epoch
         inner = getattr(self.sampler, "set_epoch", None)
         if callable(inner):
             inner(epoch)
 
-    def resume(self, epoch: int, position: int, num_done: int, sampler_state: Any = None) -> None:
+    def resume(self, epoch: int, position: int, num_done: int, state: dict[str, Any] | None = None) -> None:
         """Goes on in mid-epoch.
 
         Args:
@@ -92,11 +95,24 @@ class GlobalOrder(DistributedSampler[Any]):
             position: number of samples of the order that all ranks together are done with.
             num_done: what counts as done of this rank's part: samples here, which `len` includes; micro-batches in a
                 `GlobalBatches`.
-            sampler_state: what the method of that name said in the run that is resumed.
+            state: what the method of that name said in the run that is resumed.
         """
-        self._bring_to(epoch, sampler_state)
+        state = state or {}
+        num_passes = state.get("num_passes", epoch)
+        bring_to(self.sampler, num_passes, state.get("sampler"))
         self.set_epoch(epoch)
-        self.go_on_at(position, num_done)
+        self.passes.resume(num_passes)
+        if state.get("before") is not None:
+            whole = self._hand_on is not None or bool(state.get("whole"))
+            self.passes.begin(epoch, Drawing(self.sampler, whole=whole, before=state["before"]))
+            self.go_on_at(position, num_done)
+            self._at_end = state.get("after")
+
+    def settle(self) -> None:
+        """Called when the iterator of a resumed epoch is there: if that was at its end, no more is drawn for it."""
+        if self._at_end is not None and self.passes.latest is not None:
+            self.passes.latest.end_with(self._at_end)
+        self._at_end = None
 
     def go_on_at(self, position: int, num_done: int) -> None:
         """Has the next pass begin in mid-epoch; see `resume`."""
@@ -119,121 +135,54 @@ class GlobalOrder(DistributedSampler[Any]):
     def __len__(self) -> int:
         return self._num_done + self._rounds(len(self.sampler) - self._start)  # type: ignore[arg-type]
 
-    def begin(self) -> tuple[Any, int]:
-        """The order of all ranks together for a pass over it, and where in it the pass begins."""
-        order = self.global_order()
-        if self._resumes:
-            # Drawn already, to compare it. What a DataLoader drew since from the same generator comes before the order.
-            _set_generator(self.sampler, self._states[1])
+    def begin(self) -> Drawing:
+        """A pass over the order of all ranks together, from where it begins."""
+        if self._resumes and self.passes.latest is not None:
+            drawing: Drawing = self.passes.latest
+            drawing.go_on()
+            drawing.at, self._resumes = self._start, False
+            return drawing
         # Only the first pass begins in the middle: a shorter loader beside a longer one may pass again in an epoch.
-        start, self._resumes = self._start if self._resumes else 0, False
-        return order, start
+        drawing = Drawing(self.sampler, whole=self._hand_on is not None, hand_on=self._hand_on)
+        self.passes.begin(self.epoch, drawing)
+        return drawing
 
     def __iter__(self) -> Iterator[Any]:
-        order, start = self.begin()
-        end = start + self._rounds(len(order) - start) * self.num_replicas
-        # Every rank needs as many samples as the others, since they meet at each step: the first ones fill it up.
-        return (order[position % len(order)] for position in range(start + self.rank, end, self.num_replicas))
+        drawing = self.begin()
+        for _ in range(self._rounds(len(self.sampler) - drawing.at)):  # type: ignore[arg-type]
+            taken = drawing.take(self.num_replicas)
+            # Every rank needs as many samples as the others, since they meet at each step: the first ones fill it up.
+            yield taken[self.rank] if self.rank < len(taken) else self._first(drawing, self.rank - len(taken))
+        drawing.take(1)
+
+    def _first(self, drawing: Drawing, index: int) -> Any:
+        return drawing.order[index % len(drawing.order)]
 
     def _rounds(self, size: int) -> int:
         return max(0, size // self.num_replicas if self.drop_last else -(-size // self.num_replicas))
 
-    def global_order(self) -> Any:
-        """The order of this epoch, of all ranks together."""
-        if self._order is None:
-            before = _state_of(self.sampler)
-            # A sampler without a generator of its own draws from the global ones, which are left as they were.
-            with _seeded(mixed(self.seed, self.epoch)):
-                self._order = _compact(_drawn(self.sampler))
-            self._states = before, _state_of(self.sampler)
-            self._is_new = False
-            self._digested = (0, 0)
-        return self._order
+    def first(self) -> Any:
+        """The first item of the order of the latest pass."""
+        return (self.passes.latest or self.begin()).up_to(1)[0]
 
     def samples(self, index: int) -> Samples:
         """Of an order of batches: those of this rank's batch of that index in the epoch, and of all ranks' together."""
-        order = self.global_order()
         first = self._start + (index - self._num_done) * self.num_replicas
+        order = (self.passes.latest or self.begin()).up_to(first + self.num_replicas)
         sizes = [len(batch) for batch in order[first : first + self.num_replicas]]
         return Samples(sizes[self.rank] if self.rank < len(sizes) else 0, sum(sizes))
 
-    def sampler_state(self, epoch: int) -> Any:
-        """State of the sampler's own generator, or of a sampler that has one, as `epoch` begins; None for neither.
+    def state(self, epoch: int, number: int) -> dict[str, Any]:
+        """What another run needs to draw a pass again, or the one that comes next if that has not begun; plain values.
 
         Args:
             epoch: the present one, or the one after it.
+            number: of the pass, in the epoch.
         """
-        is_drawn = self._order is not None and epoch == self.epoch
-        return self._states[0] if is_drawn or self._is_new else _state_of(self.sampler)
-
-    def digest(self, position: int) -> int:
-        """A checksum of the epoch's order up to a position."""
-        if position == 0:
-            return 0  # and nothing is drawn for it, which would be too early
-        order = self.global_order()
-        at, crc = self._digested if self._digested[0] <= position else (0, 0)
-        part = order[at:position]
-        crc = zlib.crc32(part.tobytes() if isinstance(part, array) else "".join(map(repr, part)).encode(), crc)
-        self._digested = (position, crc)
-        return crc
-
-    def _bring_to(self, epoch: int, sampler_state: Any) -> None:
-        """Has a sampler that remembers its draws remember those of the epochs before."""
-        self._order = None
-        has_state = hasattr(self.sampler, "load_state_dict")
-        if not (has_state or type(self.sampler) in _TORCHS_OWN or hasattr(self.sampler, "set_epoch")):
-            for earlier in range(epoch):
-                with _seeded(mixed(self.seed, earlier)):
-                    _drawn(self.sampler)
-        if has_state and sampler_state is not None and not isinstance(sampler_state, torch.Tensor):
-            self.sampler.load_state_dict(sampler_state)  # type: ignore[attr-defined]
-        else:
-            _set_generator(self.sampler, sampler_state)
-        self._states, self._is_new = (_state_of(self.sampler), None), True
-
-
-def _drawn(sampler: Iterable[Any]) -> list[Any]:
-    indices = iter(sampler)
-    order = list(itertools.islice(indices, len(sampler)))  # type: ignore[arg-type]
-    next(indices, None)  # a generator may draw once more at its end
-    return order
-
-
-def _compact(order: list[Any]) -> Any:
-    """In 8 bytes an item where they are numbers, since it is kept for an epoch."""
-    return array("q", order) if all(type(item) is int for item in order) else order
-
-
-def _generator(sampler: Any) -> torch.Generator | None:
-    """The generator that the user gave to a sampler, or to the one within a batch sampler."""
-    for owner in (sampler, getattr(sampler, "sampler", None)):
-        if isinstance(found := getattr(owner, "generator", None), torch.Generator):
-            return found
-    return None
-
-
-def _state_of(sampler: Any) -> Any:
-    if hasattr(sampler, "load_state_dict"):
-        return sampler.state_dict()
-    generator = _generator(sampler)
-    return None if generator is None else generator.get_state()
-
-
-def _set_generator(sampler: Any, state: Any) -> None:
-    generator = _generator(sampler)
-    if generator is not None and isinstance(state, torch.Tensor):
-        generator.set_state(state)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    pythons, numpys = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(pythons)
-            np.random.set_state(numpys)
+        drawing = self.passes.of(epoch, number)
+        return {
+            "before": None if drawing is None else drawing.before,
+            "sampler": state_of(self.sampler) if drawing is None or drawing.before is None else None,
+            "whole": drawing is not None and drawing.is_whole,
+            "num_passes": self.passes.num_until(epoch, number),
+        }

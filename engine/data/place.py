@@ -3,13 +3,20 @@
 import dataclasses
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
+from .drawing import state_of
 from .even_batches import is_own
 from .global_batches import GlobalBatches
 from .global_order import GlobalOrder
+from .watched import Watched
 
 __all__ = ["Pass", "decides", "order_of"]
+
+
+_KNOWN = {"before": {"global": None, "sampler": None}, "sampler": None, "whole": False, "num_passes": 0}
+"""Of an order that was not seen, but is the same whenever the epoch is done again."""
 
 
 def order_of(loader: DataLoader) -> GlobalOrder | None:
@@ -40,10 +47,14 @@ def _per_rank(loader: DataLoader) -> int:
 
 def _is_same(order: GlobalOrder, state: dict[str, Any]) -> bool:
     """Whether what was trained on is what `order` begins with."""
+    drawing, position = order.passes.latest, state["position"]
+    if drawing is None:
+        return not position
+    drawing.up_to(position)
     if state["digest"] is not None:
-        return state["digest"] == order.digest(state["position"])
+        return state["digest"] == drawing.digest(position)
     # That run left the loader as it was, and its sampler unread.
-    return not state["in_order"] or all(i == found for i, found in enumerate(order.global_order()[: state["position"]]))
+    return not state["in_order"] or list(drawing.order[:position]) == list(range(position))
 
 
 @dataclasses.dataclass
@@ -63,6 +74,8 @@ class Pass:
     """Whether the loader, if it is shorter than another, begins again within the epoch."""
     began_again: bool = False
     """Whether it already had, before that."""
+    watched: Watched | None = None
+    """What was seen of the order, where the loader is the user's own."""
 
     @classmethod
     def resumed(cls, loader: DataLoader, world_size: int, state: dict[str, Any]) -> "Pass":
@@ -74,7 +87,7 @@ class Pass:
         order, position = order_of(loader), state["position"]
         assert order is not None
         place = cls(loader, world_size, position, ledger=state["ledger"], began_again=state["began_again"])
-        order.resume(state["epoch"], position, 0, state["sampler_state"])
+        order.resume(state["epoch"], position, 0, state["order"])
         place.count(place._batches_before(position))
         found = _unit(loader), len(order.sampler)  # type: ignore[arg-type]
         if position and (found != (state["unit"], state["length"]) or not _is_same(order, state)):
@@ -108,18 +121,22 @@ class Pass:
 
     def state_dict(self, epoch: int, batches: int) -> dict[str, Any]:
         """Where the epoch is when this rank has done `batches` batches of it, those before the resumption included."""
-        order = order_of(self.loader)
-        decided = decides(self.loader) if order is None else order.sampler
-        length, start, began_again = len(decided), self.position, self.began_again  # type: ignore[arg-type]
+        source: Any = order_of(self.loader) or self.watched
+        decided = source.sampler if source is not None else decides(self.loader)
+        length, start, began_again, number = len(decided), self.position, self.began_again, 0
         done, first = batches - self.batches, self._batches_from(start, length)
         if self.cycles and done > first:
-            began_again, start = True, 0
-            done = (done - first) % max(1, self._batches_from(0, length))
-        num_items, num_batches = self.per_step
-        steps, more = divmod(done, num_batches)
-        # Of a step only the last one of an epoch has fewer batches.
-        steps += bool(more) and done >= self._batches_from(start, length)
-        position = min(length, start + steps * num_items)
+            began_again, start, per_pass = True, 0, max(1, self._batches_from(0, length))
+            # At the end of a pass it is not the next one that has begun.
+            again, done = divmod(done - first - 1, per_pass)
+            number, done = again + 1, done + 1
+        record = None if source is None else source.passes.of(epoch, number)
+        position = self._position(start, done, length, record)
+        order = _KNOWN if source is None else source.state(epoch, number)
+        if source is not None and source.passes.has_begun(epoch, number):
+            order = {**order, "begun": torch.get_rng_state()}
+        if position == length and order["before"] is not None:
+            order = {**order, "after": state_of(decided)}
         return {
             "epoch": epoch,
             "unit": _unit(self.loader),
@@ -128,11 +145,21 @@ class Pass:
             "per_step": list(self.per_step),
             "num_sharing": self.world_size,
             "began_again": began_again,
+            "digest": None if record is None else record.digest(position),
             "in_order": type(decided) is SequentialSampler,
-            "digest": None if order is None else order.digest(position),
-            "sampler_state": None if order is None else order.sampler_state(epoch),
+            "order": order,
             "ledger": [*self.ledger, {"from": start, "to": position, "world_size": self.world_size}],
         }
+
+    def _position(self, start: int, done: int, length: int, record: Any) -> int:
+        ends = getattr(record, "ends", ())
+        if 0 < done <= len(ends):
+            return min(length, ends[done - 1])  # exact, also where the user's batches change their size
+        num_items, num_batches = self.per_step
+        steps, more = divmod(done, num_batches)
+        # Of a step only the last one of an epoch has fewer batches.
+        steps += bool(more) and done >= self._batches_from(start, length)
+        return min(length, start + steps * num_items)
 
     def _batches_before(self, position: int) -> int:
         num_items, num_batches = self.per_step

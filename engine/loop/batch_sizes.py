@@ -47,7 +47,8 @@ class BatchSizes:
         """Cuts the rest of the epoch into micro-batches of another size."""
         batches = self._batches
         assert batches is not None
-        batches.batch_size = self.found = micro
+        batches.cut_into(micro)
+        self.found = micro
         self._of_step = -1, Samples(0, 0)
         self._count_in_steps(batches.per_step)
 
@@ -74,6 +75,10 @@ class BatchSizes:
             left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
             mine = min(batches.batch_size, left)
             return Samples(mine, mine * self._trainer.data_size)
+        loader = self.loader
+        size = None if loader is None else self._trainer._data_connector.places.size_of_batch(loader, batch_idx)
+        if size is not None:
+            return Samples(size, size)
         return Samples(1, self._trainer.data_size)
 
     def samples_of_step(self, first: int, num_batches: int) -> Samples | None:
@@ -134,7 +139,7 @@ class BatchSizes:
         assert loader is not None
         assert batches is not None
         assert loader.collate_fn is not None
-        return loader.collate_fn([loader.dataset[batches.sampler.global_order()[0]]])
+        return loader.collate_fn([loader.dataset[batches.sampler.first()]])
 
     @property
     def loader(self) -> DataLoader | None:

@@ -243,6 +243,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         batches = 0 if self._between_epochs else loop.batches_done()
         hook = getattr(trainer.strategy, "comm_hook", None)
         random_state = loop.random_before_validation if self._stopped_in_validation else None
+        if random_state is None and not self._between_epochs:
+            random_state = loop.random_of_window
         strategy = trainer.strategy
         return {
             STRATEGY: strategy.state_of_rank() if isinstance(strategy, LayoutStrategy) else {},

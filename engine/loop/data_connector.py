@@ -1,6 +1,10 @@
-"""Keeps the user's order of samples under every strategy; Lightning shuffles in all distributed training."""
+"""Keeps the user's order of samples under every strategy; Lightning shuffles in all distributed training.
+
+In one process the loader is the user's own, with all that is in it. Several ranks deal the order of that one process.
+"""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 # Lightning: seeds workers, where seed_everything was told to.
@@ -15,8 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset, sized_len
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
-from torchdata.stateful_dataloader import sampler as torchdatas
+from torch.utils.data import DataLoader
 
 from ..data import (
     EvenBatches,
@@ -36,7 +39,6 @@ from ..data import (
     shard_of,
     together,
 )
-from ..environment import global_seed
 from ..strategies import LayoutStrategy
 from .batch_sizes import BatchSizes
 from .places import Places
@@ -116,16 +118,16 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     def _dealing(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
         """A copy of `dataloader` whose order is dealt to the ranks."""
-        ranks: Any = {} if self._deals_itself(dataloader) else self.trainer.distributed_sampler_kwargs or {}
+        deals_itself = self._deals_itself(dataloader)
+        ranks: Any = {} if deals_itself else self.trainer.distributed_sampler_kwargs or {}
         batches: Any = dataloader.batch_sampler
         trains = mode == RunningStage.TRAINING
         decided = decides(dataloader) if trains else _order_of(dataloader)
         size = self.sizes.wanted if trains else None
-        inner = _seedable(decided, dataloader) if size is None or decided is not batches else InOneRow(batches, size)
         sampler = GlobalOrder(
-            inner,
-            seed=self.trainer.strategy.broadcast(global_seed()),
+            decided if size is None or decided is not batches else InOneRow(batches, size),
             drop_last=trains and getattr(batches, "drop_last", False),
+            hand_on=None if deals_itself else self._hand_on,
             **ranks,
         )
         if trains:
@@ -143,22 +145,20 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
         """Whether the order of `dataloader` is ours to deal.
 
-        Several ranks need it; an order that may be random needs a seed; a run that is resumed needs its place.
+        Several ranks need it, global batches do, and a run that is resumed in mid-epoch. All else is the user's own.
         """
         connector = self.trainer._accelerator_connector  # Lightning: holds the use_distributed_sampler flag
         trains = mode == RunningStage.TRAINING
-        decided = decides(dataloader) if trains else _order_of(dataloader)
         if has_iterable_dataset(dataloader) or (is_stateful(dataloader) and not trains):
             return False
-        if trains and self.places.is_amid:
+        if trains and (self.places.is_amid or self.sizes.wanted is not None):
             return True
-        if trains and self.sizes.wanted is not None:
-            return True
-        if self._deals_itself(dataloader):
-            return False
-        if connector.is_distributed or isinstance(decided, RandomSampler):
-            return True
-        return trains and type(decided) is not SequentialSampler and sized_len(decided) is not None
+        return connector.is_distributed and self.trainer.world_size > 1 and not self._deals_itself(dataloader)
+
+    @property
+    def _hand_on(self) -> Callable[[Any], Any] | None:
+        """Gives all ranks what rank 0 gives; None in one process."""
+        return None if self.trainer.world_size == 1 else lambda value: self.trainer.all_ranks.told(value)
 
     def _deals_itself(self, dataloader: DataLoader) -> bool:
         """Whether each rank has a sampler of its own."""
@@ -186,7 +186,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             batches = lightnings.batch_sampler._batch_sampler
         order, batch_size = evaluated_order(dataloader, batches)
         even = EvenBatches(
-            GlobalOrder(_seedable(order, dataloader), seed=self.trainer.strategy.broadcast(global_seed())),
+            GlobalOrder(order, hand_on=self._hand_on),
             batch_size,
             drop_last=batch_size is not None and batches.drop_last and not predicts,
             **ranks,
@@ -213,13 +213,6 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
                 " an attribute `shards_itself = True` if it already reads its own part."
             )
         return dataloader if part is None else part
-
-
-def _seedable(sampler: Any, dataloader: DataLoader) -> Any:
-    """torch's random sampler in place of torchdata's, which has a generator where the user gave none."""
-    if isinstance(sampler, torchdatas.RandomSampler) and dataloader.generator is None:
-        return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
-    return sampler
 
 
 def _order_of(dataloader: DataLoader) -> Any:

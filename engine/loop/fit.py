@@ -39,6 +39,11 @@ class FitLoop(_FitLoop):
         reasons = [reason for loader in loaders if (reason := why_empty(loader, trainer.world_size))]
         raise NothingTrainedError(f"fit has nothing to train on: {reasons[0] if reasons else _no_batches(loaders)}.")
 
+    def _load_combined_loader_states(self) -> None:
+        # Lightning: _FitLoop._load_combined_loader_states, called right before the first iterator is made.
+        super()._load_combined_loader_states()
+        self.trainer._data_connector.places.watch(self._combined_loader)  # type: ignore[attr-defined]
+
     def _may_be_empty(self) -> bool:
         owners = (self.trainer.lightning_module, self.trainer.datamodule)  # type: ignore[attr-defined]
         return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)

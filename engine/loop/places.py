@@ -6,6 +6,7 @@ A loader says so by its order of samples (`Pass`), or by a state of its own; one
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
 # Lightning: how many batches `limit_train_batches` leaves of a loader.
@@ -15,7 +16,19 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ..data import Pass, Remembering, decides, is_stateful, keeps_place, order_of
+from ..data import (
+    Pass,
+    Remembering,
+    Watched,
+    WatchedLoaders,
+    bring_to,
+    decides,
+    is_stateful,
+    keeps_place,
+    order_of,
+    state_of_seed,
+)
+from ..environment import global_seed
 from .batch_sizes import BatchSizes
 
 __all__ = ["Places"]
@@ -35,6 +48,9 @@ class Places:
         self.sizes = sizes
         self._deals_itself = deals_itself
         self._resumed: dict[DataLoader, Pass] = {}
+        self._watched: dict[DataLoader, Watched] = {}
+        self._num_passes: dict[DataLoader, int] = {}
+        self._begun: list[tuple[DataLoader, dict[str, Any]]] = []
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
         self._saved = self._counted = 0
@@ -47,6 +63,7 @@ class Places:
     def begin_run(self) -> None:
         """Called when a run begins: one that a tuner has ended before its first batch may have left states waiting."""
         self._is_resuming, self._to_resume = False, []
+        self._begun.clear()
 
     def begin(self) -> None:
         """Called before a training loader is prepared."""
@@ -56,7 +73,43 @@ class Places:
     @property
     def is_amid(self) -> bool:
         """Whether the next loader is to go on in the midst of its order."""
-        return self._is_resuming and bool(self._to_resume) and bool(self._to_resume[0].get("position"))
+        if not self._is_resuming or not self._to_resume:
+            return False
+        state = self._to_resume[0]
+        return bool(state.get("position") or (state.get("order") or {}).get("before"))
+
+    def watch(self, combined: CombinedLoader) -> None:
+        """Watches the loaders that stay the user's own; called before the first iterator of them is made."""
+        if self.trainer.world_size > 1 or type(combined) not in (CombinedLoader, WatchedLoaders):
+            return
+        watched = {}
+        for loader in combined.flattened:
+            if not isinstance(loader, DataLoader) or order_of(loader) is not None or keeps_place(loader):
+                continue
+            if has_iterable_dataset(loader) or sized_len(decides(loader)) is None:
+                continue
+            watched[loader] = self._watched.get(loader) or Watched(loader, decides(loader), lambda: self.epoch)
+            if loader in self._num_passes:
+                watched[loader].passes.resume(self._num_passes.pop(loader))
+        self._watched = watched
+        ours: Any = combined
+        ours.__class__ = WatchedLoaders
+        ours.watched = [watched.get(loader, loader) for loader in combined.flattened]
+
+    def size_of_batch(self, loader: DataLoader, index: int) -> int | None:
+        """Samples of a batch of a loader that is watched; None if that is not known."""
+        watched = self._watched.get(loader)
+        return None if watched is None else watched.size_of_batch(index)
+
+    def settle(self) -> None:
+        """Called when the first iterators of a resumed epoch are there."""
+        for loader, begun in self._begun:
+            bring_to(decides(loader) if (ours := order_of(loader)) is None else ours.sampler, 0, begun["sampler"])
+            torch.set_rng_state(begun["begun"])
+        self._begun.clear()
+        for loader in self._resumed:
+            if (order := order_of(loader)) is not None:
+                order.settle()
 
     def state_dict(self, batches: int) -> dict[str, Any]:
         """Where this rank's training data is after `batches` batches of the epoch, plain values all."""
@@ -80,9 +133,10 @@ class Places:
         place = self._resumed.get(loader)
         if place is None:
             deals_itself = order_of(loader) is None and self._deals_itself(loader)
-            if deals_itself and not _is_known(decides(loader)):
+            watched = self._watched.get(loader)
+            if order_of(loader) is None and watched is None and not _is_known(decides(loader)):
                 return {"unit": None}
-            place = Pass(loader, 1 if deals_itself else self.trainer.data_size)
+            place = Pass(loader, 1 if deals_itself else self.trainer.data_size, watched=watched)
         # Lightning: CombinedLoader's mode.
         place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"
         return place.state_dict(self.epoch, batches)
@@ -99,12 +153,18 @@ class Places:
         self._saved = self._counted = states[0]["batches"]
         self.sizes.found = states[0]["micro_batch_size"]
         mine = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
-        self._to_resume = [{**loader, "saved_by": len(states)} for loader in mine["loaders"]]
+        self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in mine["loaders"]]
         # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
         self.trainer.fit_loop._combined_loader_states_to_load = []
         kinds = [loader["unit"] for loader in self._to_resume]
         self._is_resuming = bool(kinds)
         return bool(kinds) and None not in kinds
+
+    def _with_order(self, state: dict[str, Any]) -> dict[str, Any]:
+        if "sampler_state" not in state:
+            return state
+        seed = self.trainer.strategy.broadcast(global_seed())
+        return {**state, "order": state_of_seed(seed, state["epoch"], state["sampler_state"])}
 
     def resume(self, loader: Any) -> None:
         """Takes the next of the states that wait, if any do, for a loader that was just prepared."""
@@ -116,10 +176,19 @@ class Places:
                 " load the weights alone to begin an epoch."
             )
         state = self._to_resume.pop(0)
+        order = state.get("order") or {}
+        if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
+            self._begun.append((loader, order))  # the seed of its workers was drawn before that
         if state["unit"] == "stateful":
             self._resume_stateful(loader, state)
         elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
             self._resume_order(loader, order.num_replicas, state)
+        elif not state.get("position") and state.get("order") and isinstance(loader, DataLoader):
+            sampler, num_passes = decides(loader), state["order"]["num_passes"]
+            bring_to(sampler, num_passes, state["order"]["sampler"])
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(state["epoch"])  # workers ask for the first indices before Lightning says so
+            self._num_passes[loader] = num_passes
         elif state.get("position"):
             raise ValueError(
                 f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"

@@ -51,6 +51,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     random_before_validation: dict[str, Any] | None = None
     _batches_at_step = 0
     _steps = 0
+    _random_at_step: dict[str, Any] | None = None
     _on_train_step_end: Sequence[Callable[..., None]] = ()
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
@@ -134,6 +135,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             data.places.forget()
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
+        data.places.settle()
         self._mark_step()
         self.is_between_steps = False
         if self.left_of_batch == "nothing":
@@ -149,6 +151,14 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     def _mark_step(self) -> None:
         self._batches_at_step, self._steps = self.batch_progress.current.ready, self.global_step
+        if self.trainer.accumulate_grad_batches > 1:
+            self._random_at_step = get_random_state()
+
+    @property
+    def random_of_window(self) -> dict[str, Any] | None:
+        """Random state before the batches that no step has used, which are done again; None where there are none."""
+        is_open = self.trainer.accumulate_grad_batches > 1 and self.batches_done() < self.batch_progress.current.ready
+        return self._random_at_step if is_open else None
 
     def batches_done(self) -> int:
         """Batches of this epoch that optimizer steps have used: those of an unfinished window are not among them."""
@@ -218,7 +228,7 @@ def fetch(fetcher: _DataFetcher) -> Any:
         and fetcher.length is not None
         and not fetcher.done
         and type(cycle) is _MaxSizeCycle
-        and combined._iterables is cycle.iterables[0]
+        and combined._iterables is combined._flattened[0]  # one loader, and no collection of some
     ):
         try:
             batch = next(cycle.iterators[0])

@@ -31,6 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from ..checkpoint import get_random_state
 from ..environment import child_environment, port_is_ours, shows_all_frames
 from ..exiting import end_tree
 from ..flags import LAUNCHERS
@@ -209,12 +210,14 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         if self._start_method == "spawn" and getattr(mp.current_process(), "_inheriting", False):
             sys.exit(_UNGUARDED)  # the parent says why
         self._failures = tempfile.mkdtemp()
+        self._strategy.random_state_at_launch = get_random_state()  # type: ignore[attr-defined]
         try:
             return self._launch(function, *args, trainer=trainer, **kwargs)
         except ProcessRaisedException as raised:
             raised.__cause__ = self._first_exception(raised.error_index)
             raise
         finally:
+            self._strategy.random_state_at_launch = None  # type: ignore[attr-defined]
             shutil.rmtree(self._failures, ignore_errors=True)
 
     def _launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """What all multi-process strategies share: a layout, who has which samples, and what else the engine asks them."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from ..checkpoint import get_random_state, set_random_state
 from ..environment import is_started_again, listen_on_loopback, place_on_one_machine
 from ..flags import Layout
 from ..host_group import EVERYONE, HostGroup
@@ -31,6 +33,8 @@ class LayoutStrategy:
     """Process group of the ranks that have samples of their own, as this one sees them; None: all ranks have."""
     data_ranks: HostGroup = EVERYONE
     """The same ranks, for plain values."""
+    random_state_at_launch: dict[str, Any] | None = None
+    """Of the process that started this one as a worker."""
     schedules_itself = False
     """Whether `run_schedule` runs forward and backward of a batch, after the gradients are zeroed."""
     state_is_spread = False
@@ -164,6 +168,24 @@ class LayoutStrategy:
         """Whether all ranks decide so, or any, those that share samples included."""
         votes = sum(EVERYONE.flags(decision))
         return votes == EVERYONE.size if all else votes > 0
+
+    # Lightning: DDPStrategy.setup_distributed and ModelParallelStrategy._setup_distributed, which seed each rank anew.
+    def setup_distributed(self) -> None:
+        """Ends what `meet` began."""
+        self._with_rank_0s_numbers(super().setup_distributed)  # type: ignore[misc]
+
+    def _setup_distributed(self) -> None:
+        self._with_rank_0s_numbers(super()._setup_distributed)  # type: ignore[misc]
+
+    def _with_rank_0s_numbers(self, connect: Callable[[], None]) -> None:
+        """Rank 0 draws the random numbers of a run in one process, and the others begin where it does."""
+        state = self.random_state_at_launch or get_random_state()
+        connect()
+        if self.global_rank == 0:  # type: ignore[attr-defined]
+            set_random_state(state)
+        here = get_random_state()
+        devices = {name: here.pop(name) for name in ("cuda",) if name in here}
+        set_random_state({**EVERYONE.told(here), **devices})
 
     def meet(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group in it."""

@@ -90,17 +90,17 @@ class PS(LayoutStrategy, DDPStrategy):
 
     def setup_environment(self) -> None:
         """Starts the process group, and the connections of the parameter server beside it."""
+        if self.lost_ranks:
+            raise RuntimeError(
+                f"rank(s) {sorted(self.lost_ranks)} were lost, so these processes can't run once more: start them"
+                " all anew."
+            )
         with listening_on(self._interface):
             self.meet()
             super().setup_environment()
             end_group_at_exit()
             if self.is_global_zero:
                 self._meetings = hold_meetings(self.world_size)
-            if self.lost_ranks:
-                raise RuntimeError(
-                    f"rank(s) {sorted(self.lost_ranks)} were lost, so these processes can't run once more: start them"
-                    " all anew."
-                )
             self._connection = Connection(self.options.timeout_s)
         self.data_ranks.connect(self._connection)
         self.saving_ranks.connect(self._connection)

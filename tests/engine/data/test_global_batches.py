@@ -3,9 +3,10 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from polyphase.engine.data import GlobalBatches, GlobalOrder, InOneRow
 
@@ -15,7 +16,7 @@ def dealt(size, num_ranks, batch, micro, drop_last=False, start=0):
     ranks = []
     for rank in range(num_ranks):
         order = GlobalOrder(range(size), num_replicas=num_ranks, rank=rank)
-        order.resume(0, start, 0)
+        order.resume(0, start, 0, {"before": {"global": None, "sampler": None}})
         batches = GlobalBatches(order, size=batch, micro_batch_size=micro, drop_last=drop_last)
         ranks.append((batches, list(batches)))
     return ranks
@@ -70,6 +71,22 @@ def test_it_goes_on_where_others_stopped(size, num_ranks, batch, micro, steps):
         assert [resumed.samples(at) for at in range(done, len(mine))] == [
             batches.samples(at) for at in range(done, len(mine))
         ]
+
+
+def test_another_batch_size_in_mid_run_is_refused_by_name():
+    batches = GlobalBatches(GlobalOrder(range(8), num_replicas=2), size=4, micro_batch_size=2)
+    batches.batch_size = 2
+    with pytest.raises(ValueError, match=r"batch_sampler.batch_size = 4: .* their size, 2, can't change"):
+        batches.batch_size = 4
+
+
+def test_what_is_drawn_for_its_length_leaves_the_generators_as_they_were():
+    row = InOneRow(BatchSampler(RandomSampler(range(6)), 3, False), 3)
+    torch.manual_seed(1)
+    assert len(row) == 6
+    found = list(row)
+    torch.manual_seed(1)
+    assert found == list(RandomSampler(range(6)))
 
 
 def test_batches_of_the_users_stay_together_where_they_fit():

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +28,16 @@ SAMPLERS = {
 }
 
 
-def ranks(sampler, world: int, *, epoch: int = 0, seed: int = 5, drop_last: bool = False) -> list[list[int]]:
-    """What each rank is dealt; every rank has an object of its own, as in a process of its own."""
+def ranks(sampler, world: int, *, epoch: int = 0, drop_last: bool = False) -> list[list[int]]:
+    """What each rank is dealt; each one begins with the same random numbers, as in a process of its own."""
     dealt = []
+    generator = getattr(sampler, "generator", None)
+    states = torch.get_rng_state(), generator and generator.get_state()
     for rank in range(world):
-        order = GlobalOrder(sampler, num_replicas=world, rank=rank, seed=seed, drop_last=drop_last)
+        torch.set_rng_state(states[0])
+        if generator is not None:
+            generator.set_state(states[1])
+        order = GlobalOrder(sampler, num_replicas=world, rank=rank, drop_last=drop_last)
         order.set_epoch(epoch)
         dealt.append(list(order))
         assert len(dealt[-1]) == len(order)
@@ -42,13 +48,19 @@ def whole(sampler, **arguments) -> list[int]:
     return ranks(sampler, 1, **arguments)[0]
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(5)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", list(SAMPLERS))
 def test_the_ranks_together_train_on_the_batches_of_one_process(name, world, size, micro_batch):
     sampler = SAMPLERS[name](size)
-    expected = list(BatchSampler(whole(sampler), world * micro_batch, drop_last=True))
+    expected = list(BatchSampler(list(sampler), world * micro_batch, drop_last=True))
+    torch.manual_seed(5)
     steps = [list(BatchSampler(part, micro_batch, drop_last=True)) for part in ranks(sampler, world, drop_last=True)]
     together = [Counter(itertools.chain(*step)) for step in zip(*steps, strict=True)]
     assert together == [Counter(batch) for batch in expected]
@@ -59,7 +71,8 @@ def test_the_ranks_together_train_on_the_batches_of_one_process(name, world, siz
 @pytest.mark.parametrize("name", list(SAMPLERS))
 def test_without_drop_last_only_the_last_round_is_filled_by_the_first_samples_again(name, world, size):
     sampler = SAMPLERS[name](size)
-    order = whole(sampler)
+    order = list(sampler)
+    torch.manual_seed(5)
     together = [i for round_ in zip(*ranks(sampler, world), strict=True) for i in round_]
     assert together[: len(order)] == order
     missing = -len(order) % world
@@ -87,29 +100,35 @@ def test_each_epoch_of_a_shuffled_loader_is_another_permutation(world):
     assert len(set(epochs)) == 5
 
 
-def test_an_epochs_permutation_depends_on_seed_and_epoch_alone():
-    orders = {(s, e): tuple(whole(RandomSampler(range(24)), seed=s, epoch=e)) for s in range(4) for e in range(4)}
-    assert len(set(orders.values())) == 16, "no two pairs share one"
-    for (seed, epoch), order in orders.items():
-        torch.rand(3)  # the state of the global generator has no part in it
-        assert tuple(whole(RandomSampler(range(24)), seed=seed, epoch=epoch)) == order
-
-
-def test_iterating_twice_gives_the_same_epoch():
-    order = GlobalOrder(RandomSampler(range(24)), seed=3)
-    assert list(order) == list(order)
-
-
-@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**64 - 1])
-def test_any_seed_of_torchs_will_do(seed):
-    assert sorted(whole(RandomSampler(range(8)), seed=seed)) == list(range(8))
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_each_pass_draws_what_the_sampler_itself_would_have_drawn(name):
+    """From the generator that it would have drawn from, which is left as that leaves it."""
+    order = GlobalOrder(SAMPLERS[name](12))
+    found = [list(order) for _ in range(3)], torch.get_rng_state()
+    torch.manual_seed(5)
+    sampler = SAMPLERS[name](12)
+    assert found[0] == [list(sampler) for _ in range(3)]
+    assert torch.equal(found[1], torch.get_rng_state())
 
 
 @pytest.mark.parametrize("name", list(SAMPLERS))
-def test_the_global_generator_is_left_as_it_was(name):
-    state = torch.get_rng_state()
-    ranks(SAMPLERS[name](12), 2)
-    assert torch.equal(torch.get_rng_state(), state)
+def test_a_rank_draws_with_rank_0s_numbers_and_keeps_its_own(name):
+    expected = list(SAMPLERS[name](12))[1::2]
+    torch.manual_seed(5)
+    rank_0s: list[Any] = []
+    list(GlobalOrder(SAMPLERS[name](12), num_replicas=2, hand_on=lambda state: rank_0s.append(state) or state))
+    torch.manual_seed(6)
+    own = torch.get_rng_state()
+    other = GlobalOrder(SAMPLERS[name](12), num_replicas=2, rank=1, hand_on=lambda state: rank_0s[0])
+    assert list(other) == expected
+    assert torch.equal(torch.get_rng_state(), own)
+
+
+def test_the_attributes_of_the_users_sampler_are_there():
+    order = GlobalOrder(WeightedRandomSampler([1.0, 3.0], 4), num_replicas=2)
+    assert order.weights.tolist() == [1.0, 3.0]
+    with pytest.raises(AttributeError, match="no_such"):
+        order.no_such  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -125,14 +144,15 @@ def test_a_generator_of_the_users_is_the_one_that_draws(make):
     expected = make(torch.Generator().manual_seed(42))
     found = make(torch.Generator().manual_seed(42))
     for epoch in range(3):
-        assert whole(found, epoch=epoch, seed=epoch) == list(expected)
+        assert whole(found, epoch=epoch) == list(expected)
 
 
 def test_sampling_with_replacement_is_dealt_like_anything_else():
     sampler = WeightedRandomSampler([0.0, 1.0, 0.0, 1.0], num_samples=12)
     parts = ranks(sampler, 3)
     assert {i for part in parts for i in part} == {1, 3}
-    assert [i for round_ in zip(*parts, strict=True) for i in round_] == whole(sampler)
+    torch.manual_seed(5)
+    assert [i for round_ in zip(*parts, strict=True) for i in round_] == list(sampler)
 
 
 def test_the_epoch_reaches_a_sampler_that_wants_it():

@@ -10,11 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from polyphase.engine.data import GlobalOrder, Pass
+from polyphase.engine.data import GlobalOrder, Pass, order_of
 
 from ..tiny import Positions
 
-SEED = 9
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(9)
+
+
+def drawn(loaders: list[DataLoader]) -> list[list[list[int]]]:
+    """The batches of each rank; all of them begin with the same random numbers, as in processes of their own."""
+    state, found = torch.get_rng_state(), []
+    for loader in loaders:
+        torch.set_rng_state(state)
+        found.append([batch.tolist() for batch in loader])
+    return found
 
 
 def loaders(
@@ -24,7 +36,7 @@ def loaders(
     made = []
     for rank in range(world):
         inner = order()
-        dealt = GlobalOrder(inner, num_replicas=world, rank=rank, seed=SEED, drop_last=drop_last)
+        dealt = GlobalOrder(inner, num_replicas=world, rank=rank, drop_last=drop_last)
         dealt.set_epoch(epoch)
         data = Positions(1000)
         if isinstance(inner, BatchSampler):
@@ -37,8 +49,8 @@ def loaders(
 def steps(ranks: list[DataLoader]) -> list[list[int]]:
     """The samples of all ranks together, step by step, in the order of their positions."""
     return [
-        [i for row in itertools.zip_longest(*(batch.tolist() for batch in step)) for i in row if i is not None]
-        for step in zip(*ranks, strict=True)
+        [i for row in itertools.zip_longest(*step) for i in row if i is not None]
+        for step in zip(*drawn(ranks), strict=True)
     ]
 
 
@@ -68,9 +80,9 @@ def test_each_sample_once_in_the_epochs_order(size, worlds, batch_sizes, epoch, 
         return RandomSampler(range(size)) if shuffle else SequentialSampler(range(size))
 
     first = loaders(order, worlds[0], batch_sizes[0], epoch=epoch, drop_last=drop_last)
-    whole = list(first[0].sampler.global_order())  # type: ignore[attr-defined]
     num_steps = data.draw(st.integers(0, len(first[0])))
     done = [i for step in steps(first)[:num_steps] for i in step]
+    whole = order_of(first[0]).passes.latest.up_to(size).tolist()  # type: ignore[union-attr]
     saved = Pass(first[0], worlds[0]).state_dict(epoch, num_steps)
     assert saved["position"] == min(len(done), size)
     rest = [i for step in steps(gone_on(order, saved, worlds[1], batch_sizes[1], drop_last=drop_last)) for i in step]
@@ -91,14 +103,11 @@ def test_of_a_batch_sampler_each_batch_once(num_batches, worlds, data):
         return BatchSampler(RandomSampler(range(3 * num_batches)), 3, drop_last=False)
 
     first = loaders(order, worlds[0], 3, epoch=1, drop_last=False)
-    whole = first[0].batch_sampler.global_order()
     num_steps = data.draw(st.integers(0, len(first[0])))
-    taken = [list(itertools.islice(loader, num_steps)) for loader in first]
-    done = [batch.tolist() for step in zip(*taken, strict=True) for batch in step][:num_batches]
+    done = [batch for step in list(zip(*drawn(first), strict=True))[:num_steps] for batch in step][:num_batches]
+    whole = order_of(first[0]).passes.latest.up_to(num_batches)  # type: ignore[union-attr]
     saved = Pass(first[0], worlds[0]).state_dict(1, num_steps)
-    rest = [
-        b.tolist() for step in zip(*gone_on(order, saved, worlds[1], 3, drop_last=False), strict=True) for b in step
-    ]
+    rest = [b for step in zip(*drawn(gone_on(order, saved, worlds[1], 3, drop_last=False)), strict=True) for b in step]
     assert [*done, *rest][:num_batches] == whole
 
 
@@ -110,13 +119,13 @@ def test_workers_that_fetch_ahead(num_workers, persistent):
 
     arguments = {"drop_last": False, "num_workers": num_workers, "persistent_workers": persistent}
     (first,) = loaders(order, 1, 2, epoch=2, **arguments)
+    whole = [batch.tolist() for batch in first]
     saved = Pass(first, 1).state_dict(2, 3)
     (second,) = loaders(order, 1, 2, epoch=0, **arguments)
     Pass.resumed(second, 1, saved)
-    assert [batch.tolist() for batch in second] == [batch.tolist() for batch in first][3:]
+    assert [batch.tolist() for batch in second] == whole[3:]
     second.sampler.set_epoch(3)  # type: ignore[attr-defined]
-    first.sampler.set_epoch(3)  # type: ignore[attr-defined]
-    assert [batch.tolist() for batch in second] == [batch.tolist() for batch in first]
+    assert sorted(i for batch in second for i in batch.tolist()) == list(range(20)), "the next epoch is whole again"
 
 
 class Private(Sampler[int]):
@@ -146,7 +155,7 @@ def generated() -> RandomSampler:
 
 @pytest.mark.parametrize("order", [Private, Stateful, generated])
 def test_samplers_that_remember_their_draws_are_brought_to_the_epoch(order):
-    dealt = GlobalOrder(order(), seed=SEED)
+    dealt = GlobalOrder(order())
     epochs = []
     for epoch in range(3):
         dealt.set_epoch(epoch)
@@ -162,6 +171,7 @@ def test_another_order_is_refused():
         return RandomSampler(range(12))
 
     (first,) = loaders(order, 1, 2, epoch=0, drop_last=False)
+    drawn([first])
     saved = Pass(first, 1).state_dict(0, 3)
     (second,) = loaders(lambda: SequentialSampler(range(12)), 1, 2, epoch=0, drop_last=False)
     with pytest.raises(ValueError, match=r"after 6 of 12 samples .* use the same data, the same seed"):
@@ -173,6 +183,7 @@ def test_the_ledger_says_who_was_trained_on_what():
         return RandomSampler(range(24))
 
     (loader,) = loaders(order, 1, 2, epoch=0, drop_last=False)
+    drawn([loader])
     saved = Pass(loader, 1).state_dict(0, 3)
     ranks = gone_on(order, saved, 2, 3, drop_last=False)
     again = Pass.resumed(ranks[0], 2, saved).state_dict(0, 3)
@@ -185,10 +196,14 @@ def test_a_shorter_loader_beside_a_longer_one_begins_again():
         return RandomSampler(range(8))
 
     (loader,) = loaders(order, 1, 2, epoch=0, drop_last=False)
-    saved = Pass(loader, 1).state_dict(0, 6)  # 4 batches an epoch: this is the second time, after 2
-    assert saved["position"] == 4
-    (second,) = loaders(order, 1, 2, epoch=0, drop_last=False)
-    Pass.resumed(second, 1, saved)
-    whole = [batch.tolist() for batch in loader]
-    assert [batch.tolist() for batch in second] == whole[2:]
-    assert [batch.tolist() for batch in second] == whole
+    first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+    place = Pass(loader, 1)
+    saved = place.state_dict(0, 6)  # 4 batches an epoch: this is the second time, after 2
+    assert (saved["position"], saved["began_again"]) == (4, True)
+    assert first != second, "each time it draws another order, as under stock Lightning"
+    (resumed,) = loaders(order, 1, 2, epoch=0, drop_last=False)
+    Pass.resumed(resumed, 1, saved)
+    assert [batch.tolist() for batch in resumed] == second[2:]
+    assert sorted(i for batch in resumed for i in batch.tolist()) == list(range(8))
+    at_end = place.state_dict(0, 8)
+    assert (at_end["position"], at_end["digest"]) == (8, order_of(loader).passes.latest.digest(8))  # type: ignore[union-attr]

@@ -1,7 +1,8 @@
-"""One process: which loaders get a seeded order, and which stay as the user made them."""
+"""One process: loaders stay as the user made them, in stock's order; what rank 0 of two is dealt of that order."""
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import (
     BatchSampler,
@@ -10,11 +11,12 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from polyphase.engine.data import GlobalBatches, GlobalOrder, order_of
+from polyphase.engine.data import GlobalOrder
 
 from ..tiny import Positions, Seen, Stream, engine
 
@@ -26,46 +28,95 @@ def by_class(value):
     return type(value).__name__ if isinstance(value, Sampler) else None
 
 
-@pytest.fixture(autouse=True)
-def _seed(monkeypatch):
-    monkeypatch.setenv("PL_GLOBAL_SEED", str(SEED))
-
-
-def run(loader, **flags):
+def run(loader, trainer_class=None, **flags):
     """The epochs of batches that were trained on, and the engine."""
     module = Seen()
-    trainer = engine(max_epochs=2, **flags)
+    flags = {"max_epochs": 2, **flags}
+    trainer = engine(**flags) if trainer_class is None else trainer_class(**QUIET, **flags)
+    seed_everything(SEED, verbose=False)
     trainer.fit(module, loader)
     return module.epochs, trainer
 
 
-def epochs_of(sampler, batch_size=4, num_epochs=2, drop_last=False):
-    """What the documented order gives: one permutation per seed and epoch."""
-    order = GlobalOrder(sampler, seed=SEED)
-    epochs = []
-    for epoch in range(num_epochs):
-        order.set_epoch(epoch)
-        epochs.append(list(BatchSampler(order, batch_size, drop_last)))
-    return epochs
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 4, 5])
-def test_a_shuffled_loader_gets_the_documented_permutation_of_each_epoch(batch_size, drop_last):
-    loader = DataLoader(Positions(SIZE), batch_size=batch_size, shuffle=True, drop_last=drop_last)
-    expected = epochs_of(RandomSampler(range(SIZE)), batch_size, drop_last=drop_last)
-    torch.rand(3)  # the state of the global generator has no part in it
-    assert run(loader)[0] == expected
-    assert expected[0] != expected[1]
+def order_in_one_process(sampler):
+    """The first epoch of one process without a trainer."""
+    torch.manual_seed(SEED)
+    return [int(batch) for batch in DataLoader(Positions(SIZE), batch_size=1, sampler=sampler)]
 
 
-def test_the_users_loader_itself_is_not_touched():
-    loader = DataLoader(Positions(SIZE), batch_size=4, shuffle=True)
-    before = dict(vars(loader))
-    _, trainer = run(loader)
-    assert vars(loader) == before
-    assert trainer.train_dataloader is not loader
-    assert isinstance(trainer.train_dataloader.sampler, GlobalOrder)
+LOADERS = {
+    "in order": lambda **how: DataLoader(Positions(SIZE), 4, **how),
+    "shuffled": lambda **how: DataLoader(Positions(SIZE), 4, shuffle=True, **how),
+    "shuffled, the last batch smaller": lambda **how: DataLoader(Positions(SIZE), 5, shuffle=True, **how),
+    "shuffled, drop_last": lambda **how: DataLoader(Positions(SIZE), 5, shuffle=True, drop_last=True, **how),
+    "by a generator": lambda **how: DataLoader(Positions(SIZE), 4, shuffle=True, generator=generator(), **how),
+    "by a generator, smaller": lambda **how: DataLoader(Positions(SIZE), 5, shuffle=True, generator=generator(), **how),
+    "with replacement": lambda **how: of(RandomSampler(range(SIZE), True, 50, generator=generator()), **how),
+    "weighted": lambda **how: of(WeightedRandomSampler([1.0, 3.0] * 6, SIZE), **how),
+    "subset": lambda **how: of(SubsetRandomSampler(range(1, SIZE)), **how),
+    "a class of the user's": lambda **how: of(Backwards(), **how),
+    "without an end that is known": lambda **how: of(EndlessBackwards(), **how),
+    "batches of a class of the user's": lambda **how: DataLoader(
+        Positions(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE))), **how
+    ),
+    "torchdata's": lambda **how: StatefulDataLoader(Positions(SIZE), 4, shuffle=True, **how),
+    "of a class of the user's": lambda **how: Prefixed("a", SIZE, **how),
+}
+
+
+def of(sampler, **how):
+    return DataLoader(Positions(SIZE), batch_size=4, sampler=sampler, **how)
+
+
+def generator():
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", list(LOADERS))
+def test_one_process_has_the_users_loader_and_stocks_order_and_random_numbers(name, num_workers):
+    torch.manual_seed(SEED)  # torchdata's sampler draws when it is made
+    expected, _ = run(LOADERS[name](num_workers=num_workers), Trainer)
+    numbers = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    loader = LOADERS[name](num_workers=num_workers)
+    before = {name: value for name, value in vars(loader).items() if name != "_iterator"}
+    epochs, trainer = run(loader)
+    assert epochs == expected
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert trainer.train_dataloader is loader
+    assert {name: value for name, value in vars(loader).items() if name != "_iterator"} == before
+
+
+def test_a_callback_can_change_the_size_of_the_users_batches():
+    class Grows(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.train_dataloader.batch_sampler.batch_size = 3 + trainer.current_epoch
+
+    def loader():
+        return DataLoader(Positions(SIZE), 4, shuffle=True)
+
+    expected, _ = run(loader(), Trainer, callbacks=[Grows()])
+    assert run(loader(), callbacks=[Grows()])[0] == expected
+    assert {len(batch) for batch in expected[1]} == {4}
+
+
+def test_several_ranks_have_the_attributes_of_the_users_sampler_and_refuse_another_batch_size():
+    found = rank_0_of_2(of(WeightedRandomSampler([1.0, 3.0] * 6, SIZE)))
+    assert found.sampler.weights.tolist() == [1.0, 3.0] * 6
+    with pytest.raises(ValueError, match=r"batch_sampler.batch_size = 9: several ranks share these batches"):
+        found.batch_sampler.batch_size = 9
 
 
 def test_a_loader_in_order_stays_in_order_and_is_the_users_own():
@@ -105,28 +156,6 @@ def test_what_needs_no_seed_or_has_no_length_is_left_alone(sampler):
     assert trainer.train_dataloader.sampler is sampler
 
 
-@pytest.mark.parametrize("sampler", [Backwards(), WeightedRandomSampler([1.0] * SIZE, SIZE)], ids=by_class)
-def test_any_other_sampler_gives_the_order_that_is_dealt(sampler):
-    loader = DataLoader(Positions(SIZE), batch_size=4, sampler=sampler)
-    _, trainer = run(loader)
-    assert order_of(trainer.train_dataloader).sampler is sampler
-    assert loader.sampler is sampler  # the user's loader is as it was
-
-
-def test_a_sampler_of_the_users_gives_its_order():
-    epochs, _ = run(DataLoader(Positions(SIZE), batch_size=6, sampler=Backwards()))
-    assert epochs == [[[11, 10, 9, 8, 7, 6], [5, 4, 3, 2, 1, 0]]] * 2
-
-
-def test_a_generator_of_the_users_draws_the_permutations():
-    def loader():
-        return DataLoader(Positions(SIZE), 4, shuffle=True, generator=torch.Generator().manual_seed(7))
-
-    plain = loader()
-    expected = [[batch.tolist() for batch in plain] for _ in range(2)]
-    assert run(loader())[0] == expected
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_use_distributed_sampler_false_leaves_every_loader_alone(shuffle):
     loader = DataLoader(Positions(SIZE), batch_size=4, shuffle=shuffle)
@@ -159,14 +188,13 @@ def test_what_is_no_dataloader_is_left_alone():
 class Prefixed(DataLoader):
     """Has a constructor that can't be called again with DataLoader's arguments alone."""
 
-    def __init__(self, prefix, size):
-        super().__init__(Positions(size), batch_size=4, shuffle=True)
+    def __init__(self, prefix, size, **how):
+        super().__init__(Positions(size), batch_size=4, shuffle=True, **how)
         self.prefix = prefix
 
 
-def test_a_subclass_keeps_what_its_constructor_did():
-    _, trainer = run(Prefixed("a", SIZE))
-    found = trainer.train_dataloader
+def test_what_is_dealt_has_the_class_and_attributes_of_the_users_loader():
+    found = rank_0_of_2(Prefixed("a", SIZE))
     assert type(found) is Prefixed
     assert found.prefix == "a"
     assert isinstance(found.sampler, GlobalOrder)
@@ -179,48 +207,31 @@ class Pairs(BatchSampler):
         super().__init__(sampler, 2, drop_last)
 
 
-@pytest.mark.parametrize("cls", [BatchSampler, Pairs])
-@pytest.mark.parametrize(
-    "sampler", [RandomSampler(range(SIZE)), SequentialSampler(range(SIZE)), Backwards()], ids=by_class
-)
-def test_a_batch_sampler_of_the_users_keeps_its_order(cls, sampler):
-    loader = DataLoader(Positions(SIZE), batch_sampler=cls(sampler, 2, False))
-    epochs, trainer = run(loader)
-    assert type(trainer.train_dataloader.batch_sampler) in (cls, GlobalBatches, GlobalOrder)
-    assert [sorted(i for batch in epoch for i in batch) for epoch in epochs] == [list(range(SIZE))] * 2
-    assert {len(batch) for epoch in epochs for batch in epoch} == {2}
-    if not isinstance(sampler, RandomSampler):
-        assert epochs == epochs_of(sampler, 2)
+def test_single_samples_without_batches_come_in_stocks_order():
+    def seen(trainer):
+        module = Seen()
+        module.training_step = lambda batch, batch_idx: module.epochs[-1].append(int(batch)) or module.weight * 1.0
+        seed_everything(SEED, verbose=False)
+        trainer.fit(module, DataLoader(Positions(SIZE), batch_size=None, shuffle=True))
+        return module.epochs
+
+    assert seen(engine(max_epochs=2)) == seen(Trainer(max_epochs=2, **QUIET))
 
 
-@pytest.mark.parametrize("cls", [BatchSampler, Pairs])
-def test_a_shuffled_batch_sampler_gets_the_documented_permutations_as_well(cls):
-    loader = DataLoader(Positions(SIZE), batch_sampler=cls(RandomSampler(range(SIZE)), 2, False))
-    assert run(loader)[0] == epochs_of(RandomSampler(range(SIZE)), 2)
-
-
-def test_single_samples_without_batches_are_dealt_too():
-    loader = DataLoader(Positions(SIZE), batch_size=None, shuffle=True)
-    module = Seen()
-    module.training_step = lambda batch, batch_idx: module.epochs[-1].append(int(batch)) or module.weight * 1.0
-    engine(max_epochs=2).fit(module, loader)
-    assert module.epochs == [[i for (i,) in epoch] for epoch in epochs_of(RandomSampler(range(SIZE)), 1)]
-
-
-def test_each_of_several_loaders_is_treated_by_itself():
-    shuffled = DataLoader(Positions(SIZE), batch_size=4, shuffle=True)
-    ordered = DataLoader(Positions(SIZE), batch_size=4)
-
+def test_each_of_several_loaders_has_stocks_order():
     class Both(Seen):
         def training_step(self, batch, batch_idx):
             self.epochs[-1].append({name: part.tolist() for name, part in batch.items()})
             return self.weight * 1.0
 
-    module = Both()
-    engine().fit(module, {"shuffled": shuffled, "ordered": ordered})
-    (expected,) = epochs_of(RandomSampler(range(SIZE)), num_epochs=1)
-    assert [step["shuffled"] for step in module.epochs[0]] == expected
-    assert [step["ordered"] for step in module.epochs[0]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    def seen(trainer):
+        module = Both()
+        seed_everything(SEED, verbose=False)
+        longer, shorter = DataLoader(Positions(SIZE), 2, shuffle=True), DataLoader(Positions(5), 2, shuffle=True)
+        trainer.fit(module, {"longer": longer, "shorter": shorter})
+        return module.epochs
+
+    assert seen(engine(max_epochs=2)) == seen(Trainer(max_epochs=2, **QUIET))
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
@@ -272,7 +283,8 @@ def rank_0_of_2(loader, stage=RunningStage.TRAINING):
 )
 def test_rank_0_is_dealt_every_other_sample_of_the_users_order(sampler, drop_last):
     loader = DataLoader(Positions(SIZE), batch_size=2, sampler=sampler, drop_last=drop_last)
-    order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
+    order = order_in_one_process(sampler)
+    torch.manual_seed(SEED)
     assert [i for batch in rank_0_of_2(loader) for i in batch.tolist()] == order[::2]
 
 
@@ -286,7 +298,8 @@ EVALUATIONS = [RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANIT
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_rank_0_evaluates_every_other_batch_of_the_users_order(sampler, stage, cls):
-    order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
+    order = order_in_one_process(sampler)
+    torch.manual_seed(SEED)
     loader = cls(Positions(SIZE), batch_size=2, sampler=sampler)
     batches = rank_0_of_2(loader, stage)
     assert [batch.tolist() for batch in batches] == list(BatchSampler(order, 2, False))[::2]
@@ -361,7 +374,8 @@ def test_a_stream_that_cannot_be_sharded_is_named_once(recwarn):
 )
 def test_rank_0_is_dealt_the_order_of_the_users_batch_sampler(sampler):
     dealt = rank_0_of_2(DataLoader(Positions(SIZE), batch_sampler=BatchSampler(sampler, 2, False)))
-    order = [i for batch in epochs_of(sampler, 1, num_epochs=1)[0] for i in batch]
+    order = order_in_one_process(sampler)
+    torch.manual_seed(SEED)
     assert [batch.tolist() for batch in dealt] == list(BatchSampler(order[::2], 2, False))
 
 
@@ -370,7 +384,9 @@ def test_rank_0_is_dealt_the_order_of_the_users_batch_sampler(sampler):
 )
 def test_of_a_batch_sampler_of_the_users_own_whole_batches_are_dealt(sampler):
     dealt = rank_0_of_2(DataLoader(Positions(SIZE), batch_sampler=Pairs(sampler)))
-    assert [batch.tolist() for batch in dealt] == epochs_of(sampler, 2, num_epochs=1)[0][::2]
+    order = order_in_one_process(sampler)
+    torch.manual_seed(SEED)
+    assert [batch.tolist() for batch in dealt] == list(BatchSampler(order, 2, False))[::2]
 
 
 @pytest.mark.parametrize(

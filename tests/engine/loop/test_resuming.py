@@ -133,9 +133,12 @@ def test_ours_goes_on_as_if_nothing_had_been(tmp_path, hook, at, flags):
     in_epoch = saves.num_seen % 5
     num_open = in_epoch % flags.get("accumulate_grad_batches", 1)
     assert resumed_seen == seen[saves.num_seen - num_open :]
-    # Saved in the middle of a window, the draws of its first batches are in the random state already.
-    if not num_open:
-        assert resumed_weights == weights
+    if num_open:  # the open window is done again with the same random numbers, and batch norm sees it twice
+        resumed_weights, weights = (
+            {name: value for name, value in state.items() if ".running_" not in name and "num_batches" not in name}
+            for state in (resumed_weights, weights)
+        )
+    assert resumed_weights == weights
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
