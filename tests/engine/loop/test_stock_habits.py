@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.callbacks import ConsoleLogger, ProgressBar
@@ -41,11 +41,15 @@ def test_a_tqdm_bar_of_the_users_is_the_bar_without_a_terminal(capsys):
     assert "Epoch 0" in capsys.readouterr().out
 
 
-def test_a_checkpoint_io_that_a_strategy_was_made_with_stays():
+def test_a_checkpoint_io_that_a_strategy_is_registered_with_stays():
     class Mine(TorchCheckpointIO): ...
 
     mine = Mine()
-    assert Engine(strategy=SingleDeviceStrategy("cpu", checkpoint_io=mine)).strategy.checkpoint_io is mine
+    StrategyRegistry.register("single_of_mine", SingleDeviceStrategy, device="cpu", checkpoint_io=mine)
+    try:
+        assert engine(strategy="single_of_mine").strategy.checkpoint_io is mine
+    finally:
+        StrategyRegistry.remove("single_of_mine")
 
 
 @pytest.mark.parametrize("flags", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}], ids=str)
