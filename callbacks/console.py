@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from ._bar import metric_texts
 from ._interval import positive_steps
 from ._screen import can_draw
+from ._stock_bars import StockBars
 from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 
@@ -19,7 +20,7 @@ _INTERVAL_STEPS = 50
 """Steps between two lines where `log_every_n_steps=0` says that nothing is logged."""
 
 
-class ConsoleLogger(LightningProgressBar):
+class ConsoleLogger(StockBars, LightningProgressBar):
     """Prints one line every so many optimizer steps, and one with the metrics of each validation in between.
 
     ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``; rank 0 only. The line of a step has what
@@ -56,6 +57,11 @@ class ConsoleLogger(LightningProgressBar):
     def is_enabled(self) -> bool:
         """Asked by `LightningModule.print`."""
         return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether nothing is printed."""
+        return not self._enabled
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""

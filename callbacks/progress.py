@@ -11,13 +11,14 @@ from rich.console import Console
 
 from ._bar import BarRenderer, Progress, metric_texts
 from ._screen import CellOutput, Screen, screen_of
+from ._stock_bars import StockBars, num_train_batches
 
 __all__ = ["ProgressBar"]
 
 _NOTEBOOK_COLUMNS = 100
 
 
-class ProgressBar(LightningProgressBar):
+class ProgressBar(StockBars, LightningProgressBar):
     """A bar for the batches of this epoch, validation, test or prediction, and rows with what is logged to it.
 
     ``Epoch 2/15  ━━━━━━━━━━━━━━━━━━━━  12/17  0:00:03  eta 0:00:01  4.1 it/s``; on rank 0 only. What other ranks print
@@ -253,7 +254,7 @@ class ProgressBar(LightningProgressBar):
 
     def _begin_epoch(self, trainer: Trainer, done: int = 0) -> None:
         self._metrics = self._metrics if self._training else []
-        self._training = self._begin(self._epoch(trainer), _num_train_batches(trainer, done), done)
+        self._training = self._begin(self._epoch(trainer), num_train_batches(trainer, done), done)
 
     def _begin(self, description: str, total: float, done: int = 0) -> Progress:
         if self._renderer is None:
@@ -298,15 +299,6 @@ class ProgressBar(LightningProgressBar):
         if rows and self._screen is not None:
             self._screen.keep(rows)
         self._shown = self._training = None
-
-
-def _num_train_batches(trainer: Trainer, done: int) -> float:
-    """Number of batches in this epoch, up to where `max_steps` ends it; infinity if the length is not known."""
-    num_batches = trainer.num_training_batches
-    if trainer.max_steps is None or trainer.max_steps < 0:
-        return num_batches
-    per_step = trainer.accumulate_grad_batches
-    return min(num_batches, done - done % per_step + per_step * max(0, trainer.max_steps - trainer.global_step))
 
 
 def _of_loaders(name: str, index: int, loaders: Any) -> str:

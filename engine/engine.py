@@ -48,6 +48,7 @@ from .loop import (
     NonFiniteWatch,
     attach,
     check_callbacks,
+    check_manual_optimization,
     claim_log_folders,
     compile_mode,
     defaults_from_environment,
@@ -331,6 +332,7 @@ class Engine(LoopTrainer):
         check_nodes(self.num_nodes, getattr(self.strategy, "cluster_environment", None))
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
+            check_manual_optimization(self, model)
             if isinstance(self.strategy, LayoutStrategy):
                 self.strategy.check_module(model)
                 self.strategy.check_run(compiles=bool(self._flags["compile"]))

@@ -109,6 +109,8 @@ def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:
     if launched is None:
         return devices, num_nodes
     per_node, nodes = launched
+    if num_nodes > 1 and not _says_num_nodes():
+        per_node, nodes = _whole_share(per_node * nodes, num_nodes), num_nodes
     given = _count(devices)
     if given not in (None, per_node) or num_nodes not in (1, nodes):
         raise ValueError(
@@ -116,6 +118,11 @@ def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:
             f" and devices={devices!r}: leave both out, or give num_nodes={nodes}, devices={per_node}."
         )
     return (per_node if given is None else devices), nodes
+
+
+def _says_num_nodes() -> bool:
+    """Whether the launcher says over how many nodes its processes are spread; SLURM's variables may lack it."""
+    return started_by() != "SLURM" or any(name in os.environ for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"))
 
 
 @contextmanager

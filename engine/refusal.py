@@ -90,7 +90,9 @@ def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
     beside = {entry: os.path.join(os.path.dirname(given), entry) for entry in there}
     known = beside | {name: name for name in _LOOKED_UP}
     hint = did_you_mean(name, known, lambda near: repr(known[near]))
-    raise MissingCheckpointError(f"there is no checkpoint at {os.path.join(folder, name)}.{hint}")
+    # Begins as Lightning's does, with the path as it was given.
+    where = "" if os.path.isabs(given) else f" There is nothing at {os.path.join(folder, name)}."
+    raise MissingCheckpointError(f"Checkpoint file not found: {given}.{where}{hint}")
 
 
 def check_writable(folders: Mapping[str, str]) -> None:

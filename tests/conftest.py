@@ -22,8 +22,6 @@ IGNORED = (
     r"ignore:Found 2 module\(s\) in eval mode at the start of training",
     # Lightning's summary does not know half precision.
     "ignore:Precision .* is not supported by the model summary",
-    # torch.distributed.checkpoint, whenever one process saves or loads; the engine hides it from users as well.
-    "ignore:torch.distributed is disabled, unavailable or uninitialized",
     # torch's optimizer and scheduler, when a loss scale skipped the very first step.
     "ignore:Detected call of `lr_scheduler.step",
 )

@@ -1,11 +1,9 @@
 """The hot path, and what else of Lightning's loops is done differently; coupled to Lightning 2.6's private names."""
 
-import warnings
-
 from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .attach import LoopTrainer, attach, defaults_from_environment
 from .compile import CompileSteps, compile_mode
-from .conflicts import check_callbacks
+from .conflicts import check_callbacks, check_manual_optimization
 from .fit import NothingTrainedError
 from .log_folders import claim_log_folders, folders_written_to
 from .noise import quiet
@@ -20,6 +18,7 @@ __all__ = [
     "NothingTrainedError",
     "attach",
     "check_callbacks",
+    "check_manual_optimization",
     "claim_log_folders",
     "compile_mode",
     "defaults_from_environment",
@@ -27,6 +26,3 @@ __all__ = [
     "quiet",
     "says_how_it_ends",
 ]
-
-# Lightning 2.6 asks `isinstance(spec, LeafSpec)`, which torch 2.13 deprecates; nothing a user could change.
-warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", module=r"lightning\.pytorch\..*")

@@ -106,6 +106,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         # A user's own CheckpointIO writes what it always does, and so do Lightning's strategies with formats of theirs.
         self.is_portable = (
             trainer._accelerator_connector.checkpoint_io is None  # Lightning: the plugin that the user gave
+            # Lightning: one that a registered strategy was given, and XLA's strategies, which refuse any but their own.
+            and type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO)
+            and type(strategy).checkpoint_io is Strategy.checkpoint_io
             and (
                 isinstance(strategy, LayoutStrategy)
                 or (

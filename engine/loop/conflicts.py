@@ -3,13 +3,28 @@
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 # Lightning: the launchers that return to the process that started them, whose objects the run has not touched.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 
-__all__ = ["check_callbacks"]
+# Lightning: the module whose checks Trainer._run makes, after the folders of the run are there.
+from lightning.pytorch.trainer import configuration_validator
+
+__all__ = ["check_callbacks", "check_manual_optimization"]
+
+# Lightning: lightning.pytorch.trainer.configuration_validator.__verify_manual_optimization_support
+_verify_manual_optimization = getattr(configuration_validator, "__verify_manual_optimization_support")
+
+
+def check_manual_optimization(trainer: Trainer, module: LightningModule) -> None:
+    """Checks, before the run has made any folder, that no flag asks for what a module does by hand.
+
+    Raises:
+        MisconfigurationException: Lightning's, of gradient clipping or accumulation.
+    """
+    _verify_manual_optimization(trainer, module)
 
 
 def check_callbacks(callbacks: Iterable[Callback], *, launcher: Any, global_batch_size: int | None) -> None:

@@ -14,6 +14,7 @@ from ..strategies import LayoutStrategy
 from .ghost import Shares, run_ghost
 from .hooks import Hooks
 from .log import attach_log, detach_log
+from .noise import making_loaders
 from .transfer import Transfer
 
 __all__ = ["EvaluationLoop"]
@@ -59,6 +60,11 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         if self._flat is None:
             self._flat = _Evaluation(self)
         self._flat.step(batch, batch_idx, dataloader_idx)
+
+    def setup_data(self) -> None:
+        """Makes the loaders."""
+        with making_loaders():
+            super().setup_data()
 
     def reset(self) -> None:
         """Called before the first batch."""

@@ -10,6 +10,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from .noise import making_loaders
 from .requests import why_empty
 
 __all__ = ["FitLoop", "NothingTrainedError"]
@@ -31,7 +32,8 @@ class FitLoop(_FitLoop):
     def setup_data(self) -> None:
         """Makes the training loader and its iterator."""
         is_first = self._combined_loader is None
-        super().setup_data()
+        with making_loaders():
+            super().setup_data()
         trainer: Any = self.trainer
         if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._may_be_empty():
             return

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
 from .ghost import Shares, run_ghost
+from .noise import making_loaders
 
 __all__ = ["PredictionLoop"]
 
@@ -27,6 +28,11 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
         else:
             # Lightning: _PredictionLoop.return_predictions, which has its word to say of launchers of its own.
             _PredictionLoop.return_predictions.fset(self, return_predictions)  # type: ignore[attr-defined]
+
+    def setup_data(self) -> None:
+        """Makes the loaders."""
+        with making_loaders():
+            super().setup_data()
 
     def reset(self) -> None:
         """Called before the first batch."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import precision as lightnings
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -113,13 +114,11 @@ class _Scaler(torch.amp.GradScaler):
 class _Full(_Clipping, _Hooked): ...
 
 
-class _Mixed(_Clipping, MixedPrecision, _Hooked):
+# By this name a checkpoint has the loss scale: Lightning's own files, and those it is to open, have it so. It is this
+# module's name of the class as well, by which spawned processes find it.
+class MixedPrecision(_Clipping, lightnings.MixedPrecision, _Hooked):
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         return self.autocast_context_manager()
-
-
-# By this name a checkpoint has the loss scale: Lightning's own files, and those it is to open, have it so.
-_Mixed.__qualname__ = MixedPrecision.__qualname__
 
 
 class _Half(_Clipping, HalfPrecision, _Hooked): ...
@@ -132,7 +131,7 @@ def make_precision(name: str, device_type: str) -> Precision:
     """The plugin of a precision's full name, for ``"cpu"``, ``"cuda"``, ..."""
     if name in ("16-mixed", "bf16-mixed"):
         scaler = _Scaler(device_type) if name == "16-mixed" else None
-        return _Mixed(name, device_type, scaler)  # type: ignore[arg-type]
+        return MixedPrecision(name, device_type, scaler)  # type: ignore[arg-type]
     if name in ("16-true", "bf16-true"):
         return _Half(name)  # type: ignore[arg-type]
     return _Double() if name == "64-true" else _Full()

@@ -191,6 +191,11 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
         kind: Any = AcceleratorRegistry[name]["accelerator"]
     else:
         kind, name = type(accelerator), "cpu" if isinstance(accelerator, CPUAccelerator) else accelerator.name()
+    if not kind.is_available():  # begins as Lightning's does, which comes to it only after the number of devices
+        raise InvalidFlagError(
+            f"`{kind.__qualname__}` can not run on your system since the accelerator is not available. Available here:"
+            f" {', '.join(_available())}."
+        )
     if devices == "auto":
         num_devices = kind.auto_device_count()
         # Lightning: _set_devices_flag_if_auto_passed takes one GPU only in an interactive session.
@@ -216,12 +221,15 @@ def _check_gpu(accelerator: str, name: str) -> None:
         built_for = "MPS"
     has_driver = not version and os.path.exists("/dev/nvidiactl")
     driver = " An NVIDIA driver is here: install torch for CUDA." if has_driver else ""
-    kinds = [kind for kind in AcceleratorRegistry if AcceleratorRegistry[kind]["accelerator"].is_available()]
     raise InvalidFlagError(
         f"accelerator={accelerator!r}: No supported gpu backend found! torch {torch.__version__} is built for"
-        f" {built_for} and sees {torch.cuda.device_count()} GPUs.{driver} Available here: {', '.join(kinds)}. Without a"
-        ' GPU: Engine(accelerator="cpu").'
+        f" {built_for} and sees {torch.cuda.device_count()} GPUs.{driver} Available here: {', '.join(_available())}."
+        ' Without a GPU: Engine(accelerator="cpu").'
     )
+
+
+def _available() -> list[str]:
+    return [kind for kind in AcceleratorRegistry if AcceleratorRegistry[kind]["accelerator"].is_available()]
 
 
 def _check_interactive(name: str, launcher: str) -> None:

@@ -170,3 +170,12 @@ def test_trainers_own_variables_reach_the_engine(monkeypatch):
     engine = Engine(**QUIET)
     assert (engine.accumulate_grad_batches, engine.max_steps) == (3, 7)
     assert Engine(**QUIET, max_steps=5).max_steps == 5, "what is written in the script comes first"
+
+
+def test_slurm_without_its_number_of_nodes_leaves_them_to_the_flags(launch, monkeypatch):
+    launch("SLURM", 2, 2)
+    monkeypatch.delenv("SLURM_NNODES")
+    assert resolve_sizes([1, 2], 2) == ([1, 2], 2)
+    assert resolve_sizes("auto", 2) == (2, 2)
+    with pytest.raises(ValueError, match=r"SLURM started 4 node\(s\) x 1 process\(es\)"):
+        resolve_sizes(2, 4)

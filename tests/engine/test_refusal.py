@@ -75,7 +75,8 @@ def test_a_path_at_which_there_is_nothing(folder, path, near):
         check_checkpoint(path, TorchCheckpointIO())
     assert isinstance(refused.value, RefusedError)
     message = str(refused.value)
-    assert message.startswith(f"there is no checkpoint at {os.path.abspath(path)}.")
+    there = os.path.abspath(path)
+    assert message.startswith(f"Checkpoint file not found: {path.rstrip('/')}. There is nothing at {there}.")
     assert near in message if near else "Did you mean" not in message
 
 
@@ -105,7 +106,7 @@ def test_a_folder_to_be_repaired_may_still_get_it(folder, leftover):
 @pytest.mark.parametrize("flags", [{"resume": "nowhere"}, {"ckpt_path": "nowhere"}], ids=str)
 def test_the_engine_looks_before_it_runs(flags):
     run = engine(**{name: value for name, value in flags.items() if name == "resume"})
-    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint at .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: nowhere\. There is nothing at .*nowhere"):
         run.fit(Regression(), rows(), ckpt_path=flags.get("ckpt_path"))
     assert not Path("failures").exists()
     assert run.state.fn is None

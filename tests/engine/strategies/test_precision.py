@@ -1,5 +1,7 @@
 """Precision by flag means the same on every device."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -122,3 +124,9 @@ def test_an_overflow_under_fp16_skips_the_step_and_lowers_the_scale():
     assert module.moved == [True, False, True, True]
     assert run.precision_plugin.scaler.get_scale() == torch.amp.GradScaler("cpu").get_scale() / 2
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_plugin_can_be_sent_to_a_spawned_process(name):
+    plugin = make_precision(name, "cpu")
+    assert type(pickle.loads(pickle.dumps(plugin))) is type(plugin)  # noqa: S301

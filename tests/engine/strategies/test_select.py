@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.flags import LAUNCHERS
@@ -295,3 +296,8 @@ def test_each_row_makes_a_strategy_of_lightnings_kind(name):
 @pytest.mark.parametrize("flag", ["DDP", "ddp", "Ddp_Spawn", "DDP_FIND_UNUSED_PARAMETERS_TRUE"])
 def test_names_may_be_written_in_capitals(flag):
     assert isinstance(engine(strategy=flag, devices=2).strategy, DDP)
+
+
+def test_an_accelerator_that_is_not_here_is_named_before_its_devices_are_counted():
+    with pytest.raises(MisconfigurationException, match=r"`XLAAccelerator` can not run on your system .* here: cpu"):
+        engine(accelerator="tpu", devices=8)
