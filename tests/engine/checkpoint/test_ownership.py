@@ -183,13 +183,14 @@ def test_a_folder_with_two_colons_in_its_name_is_that_folder(tmp_path):
 # --- locks
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
-    (tmp_path / "thesis.tex").write_text("three years")
+@pytest.mark.parametrize("content", ["three years", ""])
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path, content):
+    (tmp_path / "thesis.tex").write_text(content)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / ".lock").symlink_to(tmp_path / "thesis.tex")
     with pytest.raises(CheckpointError, match=r"\.lock is no lock of Polyphase's"):
         lock(tmp_path / "folder")
-    assert (tmp_path / "thesis.tex").read_text() == "three years"
+    assert (tmp_path / "thesis.tex").read_text() == content
 
 
 @pytest.mark.parametrize("make", [a_file, Path.mkdir, os.mkfifo], ids=["a file", "a folder", "a pipe"])
