@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..host_group import ALONE, HostGroup, num_ranks
 from .files import Files, NotAPlainFileError
-from .manifest import RANKS, REST, CheckpointError, Manifest, read_manifest
+from .manifest import RANKS, REST, CheckpointError, Manifest, parse_manifest, read_manifest
 from .pieces import LoadPlanner, SavePlanner
 from .shards import Reader, Writer, read_index
+from .single_file import wrong_in
 from .store import begin, check_files, discard, point, publish, remove
 from .tensor_index import Index
 from .tree import join, like, marks, merged, numbered, split
@@ -214,6 +215,28 @@ class Saver:
             raise error or CheckpointError(errors[0])
         assert checkpoint is not None
         return checkpoint
+
+    def check_file(self, path: str) -> None:
+        """Reads all of a file, which the ranks share, before anything is restored from it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        self.finish()
+        group = self._ranks()
+        wrong = sorted({*chain.from_iterable(group.gathered(wrong_in(path, (group.rank, group.size))))})
+        if wrong:
+            raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
+
+    def note_file(self, path: str, text: str) -> None:
+        """Of a checkpoint that was written as one file, with the manifest `text`; called by all ranks."""
+        self.newest = path
+        if self.on_published is not None and self._ranks().rank == 0:
+            self.on_published(path, parse_manifest(text.encode(), path))
+
+    def collect(self, mine: Any) -> list[Any]:
+        """As `gather`, on rank 0; the others' lists say nothing."""
+        return self._ranks().collected(mine)
 
     def gather(self, mine: Any) -> list[Any]:
         """What all ranks have, in their order, on each of them."""
@@ -417,7 +440,7 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
 
 
 def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
-    """Opens a checkpoint by one process, whole, on the CPU, in the form of Lightning's files.
+    """Opens a directory by one process, whole, on the CPU, in the form of Lightning's files.
 
     Raises:
         CheckpointError: it is no checkpoint, damaged, or from a newer version.

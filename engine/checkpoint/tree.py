@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["NAMES", "by_name", "by_number", "join", "like", "marks", "merged", "numbered", "split"]
+__all__ = ["NAMES", "by_name", "by_number", "join", "like", "mapped", "marks", "merged", "numbered", "split"]
 
 NAMES = "optimizer_parameters"
 
@@ -84,6 +84,17 @@ def merged(everyones: list[Any]) -> Any:
     if type(first) in (list, tuple):
         return type(first)(merged(list(parts)) for parts in zip(*everyones, strict=True))
     return first
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nested value with `function` of each tensor in its place."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (dict, OrderedDict):
+        return _as(value, {key: mapped(function, each) for key, each in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(mapped(function, each) for each in value)
+    return value
 
 
 def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
