@@ -104,8 +104,8 @@ class Engine(LoopTrainer):
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes. ``"fresh"``: the same, but none, whatever is there.
         async_checkpoints: write snapshots while training goes on; a step waits until its state is copied.
-        checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory under strategies
-            that shard the state (fsdp, hsdp, tp, pp). ``"file"``: always a file, for which rank 0 gathers what is
+        checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory where the
+            strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file, for which rank 0 gathers what is
             sharded. ``"directory"``: always a directory. Those of `Snapshot` are directories in any case.
         hang_timeout_s: how long a rank may stay at one batch and phase; then the run ends, with the culprit and all
             stacks named. Three times as long before the second batch. None: for ever.

@@ -37,8 +37,8 @@ __all__ = ["main"]
 HELP = """\
 usage: polyphase ckpt {list,inspect,verify,export,prune} ...
 
-A checkpoint is a file that stock Lightning opens; or, of a snapshot and where the state is sharded, a directory: sharded
-tensors, Lightning's state, and MANIFEST.json with the checksum of every file.
+A checkpoint is a file that stock Lightning opens; or, of a snapshot and where the state is sharded, a directory:
+sharded tensors, Lightning's state, and MANIFEST.json with the checksum of every file.
 Paths are local ones or URLs (s3://...); FOLDER/last is the newest checkpoint of a run.
 
   polyphase ckpt list snapshots                 the checkpoints of a folder, the newest first

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +18,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from .files import resolve
 from .manifest import CheckpointError
+from .not_plain import NotPlainError, not_plain
 from .pieces import LoadPlanner
-from .single_file import OURS, wrong_in
+from .single_file import OURS, is_archive, wrong_in
 from .store import writing_file
 from .tree import NAMES, by_name, join, like, mapped, numbered, split
 
-__all__ = ["names_in", "part_of", "read_file", "whole_checkpoint", "whole_tensors", "write_file"]
+__all__ = ["names_in", "part_of", "read_file", "refusal_of", "whole_checkpoint", "whole_tensors", "write_file"]
 
 
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
@@ -48,13 +48,28 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
         lazily: read a tensor when it is looked at; while any of them lives, the file must not be written to.
 
     Raises:
-        UnpicklingError: there are objects in it that `weights_only` does not allow.
+        NotPlainError: there are objects in it that `weights_only` does not allow.
     """
     fs, place = resolve(path)
-    if lazily and isinstance(fs, LocalFileSystem):
-        return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=True)
-    with fs.open(place, "rb") as stream:
-        return torch.load(stream, map_location="cpu", weights_only=weights_only)
+    try:
+        if lazily and isinstance(fs, LocalFileSystem):
+            return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=True)
+        with fs.open(place, "rb") as stream:
+            return torch.load(stream, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as refused:
+        raise NotPlainError.of(path, refused) from None
+
+
+def refusal_of(path: str) -> str | None:
+    """What to say of a file on a disk that will open with ``weights_only=False`` only; no tensor is read."""
+    fs, place = resolve(path)
+    if not isinstance(fs, LocalFileSystem) or not is_archive(place):
+        return None
+    try:
+        torch.load(place, map_location="meta", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as refused:
+        return not_plain(refused)
+    return None
 
 
 def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = False) -> dict[str, Any]:
@@ -65,10 +80,7 @@ def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = Fal
     """
     if wrong := wrong_in(path):
         raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
-    try:
-        checkpoint = read_file(path, weights_only, lazily=lazily)
-    except pickle.UnpicklingError as refused:
-        raise CheckpointError(f"The checkpoint {path} can't be opened: {_first_line(refused)}") from None
+    checkpoint = read_file(path, weights_only, lazily=lazily)
     if type(checkpoint) is not dict:
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     return _by_names(checkpoint, names_in(checkpoint) or [])
@@ -84,11 +96,6 @@ def whole_tensors(path: str) -> tuple[dict[str, Any], list[Any], dict[str, Tenso
     ranks = checkpoint[OURS].pop("ranks", [])
     tensors, rest = split(checkpoint)
     return rest, ranks or [{}], tensors
-
-
-def _first_line(error: Exception) -> str:
-    found = re.search(r"(Unsupported|Trying to load unsupported|Can only create) [^\n]*?(?= was not|\n|$)", str(error))
-    return f"{(found[0] if found else str(error).splitlines()[0]).rstrip('.')}."
 
 
 def names_in(checkpoint: dict[str, Any]) -> list[list[str]] | None:

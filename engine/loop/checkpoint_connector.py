@@ -44,7 +44,7 @@ from ..checkpoint.run_record import RunRecord
 from ..checkpoint.single_file import MANIFEST_KEY, OURS
 from ..checkpoint.store import check_may_replace, point
 from ..checkpoint.tree import mapped, merged
-from ..checkpoint.whole import names_in, part_of, read_file, write_file
+from ..checkpoint.whole import names_in, part_of, read_file, refusal_of, write_file
 from ..choices import CheckpointFormat
 from ..compression import deal_residuals
 from ..environment import restart_count
@@ -67,6 +67,7 @@ class EngineIO(TorchCheckpointIO):
     def __init__(self, saver: Saver) -> None:
         super().__init__()
         self._saver = saver
+        self._has_checked = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes one file.
@@ -77,14 +78,18 @@ class EngineIO(TorchCheckpointIO):
         if storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)  # says what it is for
         write_file(checkpoint, str(path))
+        if not self._has_checked:
+            self._has_checked = True
+            if (refusal := refusal_of(str(path))) is not None:
+                rank_zero_warn(refusal)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens either kind, whole, on the CPU."""
         self._saver.finish()
         if is_directory(path):
             return load_checkpoint(path, weights_only=weights_only)
-        if num_ranks() > 1 and is_checkpoint(path):  # of which each takes a part
-            return read_file(path, weights_only, lazily=True)
+        if is_checkpoint(path):
+            return read_file(path, weights_only, lazily=num_ranks() > 1)  # of which each takes a part
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -332,12 +337,12 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         if isinstance(trainer.strategy, LayoutStrategy):
             checkpoint[OURS][STRATEGY] = trainer.strategy.shared_state()
         if not self._hands_out_shards:
-            checkpoint[OURS]["ranks"] = self.saver.collect(_on_host(self._of_rank()))
+            checkpoint[OURS]["ranks"] = self.saver.collect(self._of_rank())
         return checkpoint
 
     def _collected(self, states: list[Any]) -> list[Any]:
         """On rank 0, optimizers' states with what all ranks have of them."""
-        everyones = self.saver.collect(_on_host(states))
+        everyones = self.saver.collect(states)
         return merged(everyones) if self.trainer.is_global_zero else states
 
     def _of_rank(self) -> dict[str, Any]:
@@ -639,11 +644,6 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     @property
     def _is_ours(self) -> bool:
         return self.is_portable and NAMES in self._loaded_checkpoint
-
-
-def _on_host(value: Any) -> Any:
-    """Tensors in memory that another process can be sent."""
-    return mapped(lambda tensor: tensor.detach().cpu(), value) if num_ranks() > 1 else value
 
 
 def _is_elsewhere(state: dict[str, Any]) -> bool:

@@ -36,7 +36,7 @@ class LayoutStrategy:
     state_is_spread = False
     """Whether a rank's module or optimizers lack tensors that another rank has: see `keeps_state_of`."""
     state_is_sharded = False
-    """Whether ranks hold parts of tensors, or of the module: a checkpoint is a directory then, if it is not gathered."""
+    """Whether ranks hold parts of tensors, or of the module; what is not gathered is saved as a directory."""
     gathers_state = True
     """Whether rank 0 can be handed all of it."""
     averages_gradients = True
