@@ -422,7 +422,15 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """By the strategy, as Lightning does; of ours, each rank takes its part."""
         if path and self.is_portable:
             self.saver.check_file(str(path))
-        super().resume_start(path, weights_only)
+        if path and self.is_portable and self._is_sharded and is_checkpoint(path):
+            # Lightning: ModelParallelStrategy.load_checkpoint would gather and deal what each takes here by itself.
+            rank_zero_info(f"Restoring states from the checkpoint path at {path}")
+            self._ckpt_path = path
+            self._loaded_checkpoint = self.trainer.strategy.checkpoint_io.load_checkpoint(
+                path, weights_only=weights_only
+            )
+        else:
+            super().resume_start(path, weights_only)
         if not path or not self.is_portable:
             return
         names = names_in(self._loaded_checkpoint)

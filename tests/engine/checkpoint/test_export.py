@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from safetensors.torch import load_file
 
 from polyphase.engine import Engine
-from polyphase.engine.checkpoint import CheckpointError, load_checkpoint
+from polyphase.engine.checkpoint import CheckpointError, Saver, load_checkpoint
 from polyphase.engine.checkpoint.export import export
 
 from ..loop.both import Small, exactly, rows, trainer_of
