@@ -252,11 +252,22 @@ def _problems(path: str) -> list[str]:
     try:
         manifest = read_manifest(path)
         if not is_directory(path):
-            return wrong_in(path)
+            return wrong_in(path) or _unopenable(path)
         missing = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
         return missing + check_files(path, manifest) or check_content(path, manifest)
     except CheckpointError as damage:
         return [str(damage)]
+
+
+def _unopenable(path: str) -> list[str]:
+    """What would have to be executed to open a file counts as wrong, too."""
+    from .whole import whole_tensors
+
+    try:
+        whole_tensors(path)
+    except CheckpointError as refused:
+        return [str(refused)]
+    return []
 
 
 def _size(num_bytes: float) -> str:

@@ -80,7 +80,12 @@ def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = Fal
     """
     if wrong := wrong_in(path):
         raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
-    checkpoint = read_file(path, weights_only, lazily=lazily)
+    try:
+        checkpoint = read_file(path, weights_only, lazily=lazily)
+    except (RuntimeError, EOFError, KeyError, ValueError, TypeError) as error:
+        if isinstance(error, CheckpointError) or weights_only is False:
+            raise
+        raise CheckpointError(f"The checkpoint {path} is damaged: {str(error).splitlines()[0][:300]}") from error
     if type(checkpoint) is not dict:
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     return _by_names(checkpoint, names_in(checkpoint) or [])
