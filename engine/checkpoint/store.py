@@ -154,7 +154,7 @@ def _give_name(staging: str, final: str) -> str | None:
         # A directory that is not empty can't be renamed onto; between the two renames `repair` finds the way back.
         replaced = f"{_parent(final)}/{_REPLACED}{_random_name()}"
         os.rename(final, replaced)
-    os.rename(staging, final)
+    os.replace(staging, final)
     sync(_parent(final))
     if replaced is not None:
         remove(replaced)

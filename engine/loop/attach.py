@@ -254,7 +254,7 @@ class LoopTrainer(Trainer):
                 super().save_checkpoint(filepath, weights_only, storage_options)
             return
         with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"), as_one():  # type: ignore[attr-defined]
-            checkpoints.save(str(filepath), weights_only, storage_options, link=link, kind=kind)
+            checkpoints.save(filepath, weights_only, storage_options, link=link, kind=kind)
 
 
 class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector

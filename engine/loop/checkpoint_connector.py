@@ -76,7 +76,8 @@ class EngineIO(TorchCheckpointIO):
             TypeError: for `storage_options`, as of Lightning's.
         """
         if storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)  # says what it is for
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # says what it is for
+            return
         write_file(checkpoint, str(path))
         if not self._has_checked:
             self._has_checked = True
@@ -159,7 +160,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def save(
         self,
-        path: str,
+        filepath: Any,
         weights_only: bool | None = None,
         storage_options: Any = None,
         *,
@@ -173,7 +174,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             CheckpointError: something that is no checkpoint of ours stands at `path`.
             NonFiniteError: the state is not to be saved.
         """
-        as_directory = self._is_directory(kind)
+        path, as_directory = str(filepath), self._is_directory(kind)
         if as_directory and storage_options is not None:
             raise TypeError(
                 "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
@@ -191,7 +192,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         if as_directory:
             self._save_directory(checkpoint, path, about, link=link, in_background=kind == "snapshot")
         else:
-            self._save_file(checkpoint, path, about, storage_options)
+            self._save_file(checkpoint, filepath, about, storage_options)
             if link is not None and self.trainer.is_global_zero and (note := point(path, link)):
                 rank_zero_warn(note)
 
@@ -214,8 +215,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             **self.history.about(),
         }
 
-    def _save_file(self, checkpoint: dict[str, Any], path: str, about: dict[str, Any], storage_options: Any) -> None:
+    def _save_file(
+        self, checkpoint: dict[str, Any], filepath: Any, about: dict[str, Any], storage_options: Any
+    ) -> None:
         """As Lightning does, by the strategy; all ranks learn whether it has worked."""
+        path = str(filepath)
         name = path.rstrip("/").rsplit("/", 1)[-1]
         text = manifest_bytes(Manifest(name=name, time=time.time(), files={}, **about)).decode()
         ours = checkpoint.pop(OURS, {})  # to be the last: see `manifest_text`
@@ -225,7 +229,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         checkpoint[OURS] = {**ours, MANIFEST_KEY: text}
         error: Exception | None = None
         try:
-            self.trainer.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            self.trainer.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         except Exception as raised:
             error = raised
         failures = self.saver.gather(None if error is None else repr(error))

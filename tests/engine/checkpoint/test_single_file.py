@@ -45,13 +45,14 @@ def test_what_it_holds_is_plain_and_stock_lightning_goes_on_with_it(tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_it_is_moved_copied_and_linked_like_any_file(tmp_path):
     keeps = ModelCheckpoint(tmp_path / "kept", save_last="link")
     engine(callbacks=[keeps], enable_checkpointing=True).fit(Regression(), four())
     assert os.path.islink(tmp_path / "kept" / "last.ckpt")
     shutil.copyfile(tmp_path / "kept" / "last.ckpt", tmp_path / "copy")
     os.remove(keeps.best_model_path)
-    again = engine(max_epochs=2, callbacks=[ModelCheckpoint(tmp_path / "again")])
+    again = engine(max_epochs=2, callbacks=[ModelCheckpoint(tmp_path / "kept")], enable_checkpointing=True)
     again.fit(Regression(), four(), ckpt_path=tmp_path / "copy")
     assert again.global_step == 8
 
