@@ -27,6 +27,10 @@ from .tree import NAMES, by_name, join, like, mapped, numbered, split
 __all__ = ["names_in", "part_of", "read_file", "refusal_of", "whole_checkpoint", "whole_tensors", "write_file"]
 
 
+_NOT_OURS = ".safetensors"
+"""Of a path with this ending torch.load takes the file for one of safetensors; of a stream it looks at the content."""
+
+
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
     """Writes a checkpoint as one file, which is whole or not there.
 
@@ -52,7 +56,7 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
     """
     fs, place = resolve(path)
     try:
-        if lazily and isinstance(fs, LocalFileSystem):
+        if lazily and isinstance(fs, LocalFileSystem) and not place.endswith(_NOT_OURS):
             return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=True)
         with fs.open(place, "rb") as stream:
             return torch.load(stream, map_location="cpu", weights_only=weights_only)
@@ -63,7 +67,7 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
 def refusal_of(path: str) -> str | None:
     """What to say of a file on a disk that will open with ``weights_only=False`` only; no tensor is read."""
     fs, place = resolve(path)
-    if not isinstance(fs, LocalFileSystem) or not is_archive(place):
+    if not isinstance(fs, LocalFileSystem) or place.endswith(_NOT_OURS) or not is_archive(place):
         return None
     try:
         torch.load(place, map_location="meta", weights_only=True, mmap=True)
