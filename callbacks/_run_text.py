@@ -139,8 +139,13 @@ def _to_load(trainer: Any, path: str | None) -> list[str]:
         return []
     shown, name = shown_path(path), _class_of(trainer.lightning_module).__name__
     builds_itself = _builds_itself(trainer.lightning_module)
-    if os.path.isfile(path) and builds_itself:  # a file of Lightning's
-        return ["to load it elsewhere:", f"{_INDENT}{name}.load_from_checkpoint({shown!r})"]
+    if os.path.isfile(path):
+        load = (
+            f"{name}.load_from_checkpoint({shown!r})"
+            if builds_itself
+            else f"model.load_state_dict(torch.load({shown!r}, map_location='cpu')['state_dict'])"
+        )
+        return ["to load it elsewhere:", f"{_INDENT}{load}"]
     file = "model.ckpt" if builds_itself else "model.safetensors"
     load = (
         f"{name}.load_from_checkpoint({file!r})"

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from .choices import (
     AcceleratorName,
+    CheckpointFormat,
     ClipAlgorithm,
     CompileMode,
     CompressionName,
@@ -50,6 +51,7 @@ class Arguments(TypedDict, total=False):
     compile: bool | CompileMode | None
     resume: str | Path | None
     async_checkpoints: bool
+    checkpoint_format: CheckpointFormat
     hang_timeout_s: float | None
     nonfinite: NonFinitePolicy
     uneven: UnevenPolicy

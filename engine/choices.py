@@ -9,6 +9,7 @@ from typing import Literal
 __all__ = [
     "AcceleratorName",
     "Axis",
+    "CheckpointFormat",
     "ClipAlgorithm",
     "CompileMode",
     "CompressionName",
@@ -75,6 +76,9 @@ NonFinitePolicy = Literal["warn", "error", "ignore"]
 
 UnevenPolicy = Literal["pad", "join", "drop"]
 """When an epoch ends where ranks have different numbers of batches."""
+
+CheckpointFormat = Literal["auto", "file", "directory"]
+"""What a checkpoint is written as."""
 
 ClipAlgorithm = Literal["norm", "value"]
 """How gradients are clipped."""

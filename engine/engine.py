@@ -29,6 +29,7 @@ from .checkpoint import get_random_state, set_random_state
 from .checkpoint.export import export as write_export
 from .choices import (
     AcceleratorName,
+    CheckpointFormat,
     ClipAlgorithm,
     CompileMode,
     CompressionName,
@@ -104,7 +105,10 @@ class Engine(LoopTrainer):
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes. ``"fresh"``: the same, but none, whatever is there.
-        async_checkpoints: save while training goes on; a step waits until its state is copied.
+        async_checkpoints: write snapshots while training goes on; a step waits until its state is copied.
+        checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory where the
+            strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file, for which rank 0 gathers what is
+            sharded. ``"directory"``: always a directory. Those of `Snapshot` are directories in any case.
         hang_timeout_s: how long a rank may stay at one batch and phase; then the run ends, with the culprit and all
             stacks named. Three times as long before the second batch. None: for ever.
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
@@ -177,6 +181,7 @@ class Engine(LoopTrainer):
         compile: bool | CompileMode | None = False,
         resume: str | Path | None = None,
         async_checkpoints: bool = True,
+        checkpoint_format: CheckpointFormat = "auto",
         hang_timeout_s: float | None = 600.0,
         nonfinite: NonFinitePolicy = "warn",
         uneven: UnevenPolicy = "pad",
@@ -265,6 +270,7 @@ class Engine(LoopTrainer):
             default_bar,
             hang_timeout_s=hang_timeout_s,
             async_checkpoints=async_checkpoints,
+            checkpoint_format=checkpoint_format,
             keeps_global_batch=resume in ("auto", "fresh"),
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,

@@ -11,7 +11,17 @@ if TYPE_CHECKING:
     from .files import absolute
     from .rng import draw_alone, get_random_state, set_random_state
     from .saver import Saver, load_checkpoint
-    from .store import CheckpointError, Manifest, NewerFormatError, find, is_checkpoint, lock, read_manifest, repair
+    from .store import (
+        CheckpointError,
+        Manifest,
+        NewerFormatError,
+        find,
+        is_checkpoint,
+        is_directory,
+        lock,
+        read_manifest,
+        repair,
+    )
     from .tree import NAMES, by_name, by_number, numbered
 
 __all__ = [
@@ -27,6 +37,7 @@ __all__ = [
     "find",
     "get_random_state",
     "is_checkpoint",
+    "is_directory",
     "load_checkpoint",
     "lock",
     "numbered",
@@ -50,6 +61,7 @@ __getattr__ = import_on_access(
         "find": "store",
         "get_random_state": "rng",
         "is_checkpoint": "store",
+        "is_directory": "store",
         "load_checkpoint": "saver",
         "lock": "store",
         "numbered": "tree",

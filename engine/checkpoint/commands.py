@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from rich.console import Console
@@ -18,7 +18,18 @@ from ..flags import choose, did_you_mean
 from .endings import SUFFIXES
 from .files import Files, resolve
 from .folder import prune, survey
-from .manifest import METADATA, RANKS, REST, TENSORS, CheckpointError, Manifest, is_checkpoint, read_manifest
+from .manifest import (
+    METADATA,
+    RANKS,
+    REST,
+    TENSORS,
+    CheckpointError,
+    Manifest,
+    is_checkpoint,
+    is_directory,
+    read_manifest,
+)
+from .single_file import wrong_in
 from .store import check_files
 
 __all__ = ["main"]
@@ -26,7 +37,8 @@ __all__ = ["main"]
 HELP = """\
 usage: polyphase ckpt {list,inspect,verify,export,prune} ...
 
-A checkpoint is a directory: sharded tensors, Lightning's state, and MANIFEST.json with the checksum of every file.
+A checkpoint is a file that stock Lightning opens; or, of a snapshot and where the state is sharded, a directory:
+sharded tensors, Lightning's state, and MANIFEST.json with the checksum of every file.
 Paths are local ones or URLs (s3://...); FOLDER/last is the newest checkpoint of a run.
 
   polyphase ckpt list snapshots                 the checkpoints of a folder, the newest first
@@ -82,6 +94,8 @@ def _inspect(path: str, tensors: bool) -> int:
     from .shards import tensors_in
 
     _check_exists(path)
+    if is_checkpoint(path) and not is_directory(path):
+        return _inspect_file(path, tensors)
     manifest, files = read_manifest(path), Files(path)
     small = [name for name in (METADATA, TENSORS, REST, RANKS) if name in manifest.files]
     wrong = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
@@ -89,19 +103,39 @@ def _inspect(path: str, tensors: bool) -> int:
     wrong = wrong or check_content(path, manifest, is_to_open=False)
     if wrong:
         raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
-    stored = tensors_in(files, manifest)
+    stored = {key: (tensor.size, tensor.properties.dtype) for key, tensor in tensors_in(files, manifest).items()}
+    _print({**_about(path, manifest, len(stored)), **_progress(files)}, stored if tensors else {})
+    return 0
+
+
+def _inspect_file(path: str, tensors: bool) -> int:
+    from .whole import whole_tensors
+
+    manifest = read_manifest(path)
+    try:
+        rest, ranks, stored = whole_tensors(path)
+        said = _said(rest, ranks)
+    except CheckpointError as refused:
+        if wrong_in(path):
+            raise
+        stored, said = {}, {"the rest": str(refused)}
+    shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in stored.items()}
+    _print({**_about(path, manifest, len(stored)), **said}, shapes if tensors else {})
+    return 0
+
+
+def _print(about: dict[str, str], tensors: Mapping[str, tuple[Any, Any]]) -> None:
     console = _console()
-    about = Table("what", "value", show_header=False)
-    for name, value in {**_about(path, manifest, len(stored)), **_progress(files)}.items():
-        about.add_row(name, value)
-    console.print(about)
+    table = Table("what", "value", show_header=False)
+    for name, value in about.items():
+        table.add_row(name, value)
+    console.print(table)
     if tensors:
         table = Table("tensor", "shape", "dtype", "bytes")
-        for key, tensor in sorted(stored.items()):
-            dtype, shape = tensor.properties.dtype, "x".join(map(str, tensor.size)) or "scalar"
-            table.add_row(key, shape, str(dtype).removeprefix("torch."), f"{tensor.size.numel() * dtype.itemsize:,}")
+        for key, (size, dtype) in sorted(tensors.items()):
+            shape = "x".join(map(str, size)) or "scalar"
+            table.add_row(key, shape, str(dtype).removeprefix("torch."), f"{size.numel() * dtype.itemsize:,}")
         console.print(table)
-    return 0
 
 
 def _verify(paths: list[str]) -> int:
@@ -183,9 +217,12 @@ def _progress(files: Files) -> dict[str, str]:
     from .saver import load_file
 
     try:
-        rest, trained_on = load_file(files, REST, True), _trained_on(files)
+        return _said(load_file(files, REST, True), load_file(files, RANKS, True))
     except CheckpointError as refused:
         return {"the rest": str(refused)}
+
+
+def _said(rest: dict[str, Any], ranks: list[Any]) -> dict[str, str]:
     ours = rest.get("polyphase", {})
     said = {"keys": ", ".join(rest), "callbacks": ", ".join(rest.get("callbacks", {})) or "none"}
     if "optimizers" in ours:
@@ -193,16 +230,13 @@ def _progress(files: Files) -> dict[str, str]:
         said["optimizers"] = ", ".join(ours["optimizers"]) or "none"
         said["place"] = place + (", in validation" if ours["in_validation"] else "")
         said["accumulation"] = str(ours["accumulate_grad_batches"])
-        said.update(trained_on)
+        said.update(_trained_on(ranks))
     return said
 
 
-def _trained_on(files: Files) -> dict[str, str]:
+def _trained_on(ranks: list[Any]) -> dict[str, str]:
     """Of each training loader, which part of the epoch's order was trained on, by how many ranks."""
-    from .saver import load_file
-
     said = {}
-    ranks = load_file(files, RANKS, True)
     for number, loader in enumerate(ranks[0].get("data", {}).get("loaders", [])):
         if "ledger" in loader:
             spans = [f"{s['from']} to {s['to']} by {s['world_size']}" for s in loader["ledger"] if s["to"] > s["from"]]
@@ -217,10 +251,23 @@ def _problems(path: str) -> list[str]:
 
     try:
         manifest = read_manifest(path)
+        if not is_directory(path):
+            return wrong_in(path) or _unopenable(path)
         missing = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
         return missing + check_files(path, manifest) or check_content(path, manifest)
     except CheckpointError as damage:
         return [str(damage)]
+
+
+def _unopenable(path: str) -> list[str]:
+    """What would have to be executed to open a file counts as wrong, too."""
+    from .whole import whole_tensors
+
+    try:
+        whole_tensors(path)
+    except CheckpointError as refused:
+        return [str(refused)]
+    return []
 
 
 def _size(num_bytes: float) -> str:

@@ -20,7 +20,9 @@ from .endings import SUFFIXES
 from .files import Files, resolve, sync
 from .manifest import CheckpointError
 from .saver import Saver
-from .tree import NAMES, numbered
+from .single_file import OURS
+from .tree import NAMES, mapped, numbered
+from .whole import whole_checkpoint
 
 __all__ = ["export"]
 
@@ -31,7 +33,7 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
     """Writes the checkpoint `path`, all of whose files are checked first, to one file.
 
     Args:
-        path: of the directory, local or an fsspec URL.
+        path: of the directory or file, local or an fsspec URL.
         to: name of the file, local or an fsspec URL; what is written goes by its ending, see `SUFFIXES`.
         overwrite: a file of that name may be replaced.
         weights_only: as for `torch.load`.
@@ -50,12 +52,12 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
     if fs.exists(target) and not overwrite:
         raise ValueError(f"{to} is there already: give another name, or --overwrite to replace it.")
     if suffix == ".ckpt":
-        content = numbered(Saver().load(path, weights_only=weights_only, alone=True))
-        # Without the names of ours, the engine too restores it as a file of Lightning's.
-        del content[NAMES]
+        content = numbered(_load(path, weights_only))
+        # As in the files that the engine writes itself.
+        content.setdefault(OURS, {})[NAMES] = content.pop(NAMES)
         _write(fs, target, lambda name: _save(content, name))
         return []
-    content = Saver().load(path, weights_only=weights_only, alone=True, leave_out=_NOT_WEIGHTS)
+    content = _load(path, weights_only, leave_out=_NOT_WEIGHTS)
     if "state_dict" not in content:
         raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
     # Each was read into memory of its own: none shares its storage with another, which the format can't express.
@@ -63,6 +65,16 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
     save = _save_weights if suffix == ".safetensors" else _save
     _write(fs, target, lambda name: save(weights, name))
     return [name for name in content["state_dict"] if name not in weights]
+
+
+def _load(path: str, weights_only: bool, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    fs, place = resolve(path)
+    if fs.isfile(place):
+        content = whole_checkpoint(path, weights_only)
+        if leave_out:  # tensors of a file may share their memory
+            return {key: mapped(torch.clone, value) for key, value in content.items() if key not in leave_out}
+        return content
+    return Saver().load(path, weights_only=weights_only, alone=True, leave_out=leave_out)
 
 
 def _save(content: dict[str, Any], name: str) -> None:

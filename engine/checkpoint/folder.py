@@ -10,13 +10,14 @@ from ..flags import check_count
 from .files import resolve
 from .locks import lock
 from .manifest import MANIFEST, CheckpointError, Manifest, NewerFormatError, is_file_of_ours, read_manifest
+from .single_file import is_archive, manifest_text, wrong_in
 from .store import LEFTOVERS, check_files, home_of, is_leftover, remove, repair
 
 __all__ = ["Entry", "Pruned", "prune", "survey"]
 
 
 class Entry(NamedTuple):
-    """A directory in a folder of checkpoints."""
+    """A directory, or a checkpoint that is one file, in a folder of checkpoints."""
 
     path: str
     kind: Literal["checkpoint", "damaged", "newer", "unfinished", "other"]
@@ -47,16 +48,37 @@ class Pruned(NamedTuple):
 
 
 def survey(folder: str | os.PathLike[str]) -> list[Entry]:
-    """The directories in a folder: its checkpoints, the newest first, and then what is none."""
+    """What is in a folder: its checkpoints, the newest first, and then directories and `.ckpt` files that are none."""
     fs, root = resolve(folder)
     fs.invalidate_cache(root)
     found = []
     for place in sorted(fs.ls(root, detail=False)):
-        if not isinstance(fs, LocalFileSystem):
-            found += [_entry(fs, place, fs.unstrip_protocol(place))] if fs.isdir(place) else []
-        elif os.path.isdir(place) and not os.path.islink(place):  # the link `last` is one of the others
-            found.append(_entry(fs, place, place))
+        is_local = isinstance(fs, LocalFileSystem)
+        path = place if is_local else fs.unstrip_protocol(place)
+        if is_local and os.path.islink(place):  # `last`, which is one of the others
+            continue
+        if fs.isdir(place):
+            found.append(_entry(fs, place, path))
+        elif (entry := _entry_of_file(path)) is not None:
+            found.append(entry)
     return sorted(found, key=_age, reverse=True)
+
+
+def _entry_of_file(path: str) -> Entry | None:
+    """Of a file of ours; None of any other, one that is in order and Lightning's among them."""
+    if is_leftover(path):
+        return Entry(path, "unfinished", problem="is being saved, or was when its process was killed")
+    if not is_archive(path):
+        return None
+    if manifest_text(path) is None:
+        wrong = wrong_in(path) if path.endswith(".ckpt") else []
+        return Entry(path, "damaged", problem=f"can't be opened: {'; '.join(wrong)}") if wrong else None
+    try:
+        return Entry(path, "checkpoint", read_manifest(path))
+    except NewerFormatError as newer:
+        return Entry(path, "newer", problem=f"can't be opened: {newer}", newer_sequence=newer.sequence)
+    except CheckpointError as damage:
+        return Entry(path, "damaged", problem=f"can't be opened: {damage}")
 
 
 def _age(entry: Entry) -> tuple[float, ...]:

@@ -1,5 +1,7 @@
 """`MANIFEST.json`: what a checkpoint is, which run saved it, and the size and checksum of every file.
 
+One that is a single file has the same text within, and checksums of its own: see `single_file`.
+
 It is read with suspicion, for it may come from a stranger, or be what a broken disk has left: every field has one type
 and a range, and a name is a name, never a path. A checksum finds damage. It proves nothing about who wrote a file.
 """
@@ -14,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from ..flags import did_you_mean
 from .files import Files, NotAPlainFileError, is_plain_name, resolve
+from .single_file import is_archive, manifest_text, size_of
 
 __all__ = [
     "FORMAT",
@@ -28,6 +31,7 @@ __all__ = [
     "Manifest",
     "NewerFormatError",
     "is_checkpoint",
+    "is_directory",
     "is_file_of_ours",
     "manifest_bytes",
     "parse_manifest",
@@ -108,7 +112,7 @@ class Manifest:
         return self.sequence, self.step, self.time
 
     def missing_files(self) -> list[str]:
-        """The files that every checkpoint has, but this manifest does not list."""
+        """The files that every directory has, but this manifest does not list."""
         return [name for name in (REST, RANKS, TENSORS if self.format > 1 else METADATA) if name not in self.files]
 
 
@@ -118,6 +122,11 @@ def is_file_of_ours(name: str) -> bool:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a checkpoint of ours: a directory that was published, or a file."""
+    return is_directory(path) or manifest_text(path) is not None
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a directory that was published."""
     fs, folder = resolve(path)
     return fs.exists(f"{folder}/{MANIFEST}")
@@ -139,6 +148,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     fs, folder = resolve(path)
     if not fs.exists(folder):
         raise CheckpointError(f"There is no checkpoint at {path}.{_nearest(fs.unstrip_protocol(folder))}")
+    if fs.isfile(folder):
+        return _of_file(path, folder.rsplit("/", 1)[-1])
     if not fs.exists(f"{folder}/{MANIFEST}"):
         raise CheckpointError(
             f"{path} is no checkpoint: it has no {MANIFEST}, so it was never finished or is something else."
@@ -149,6 +160,15 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"The checkpoint {path} is damaged: {MANIFEST} can't be read ({reason}).") from None
     return parse_manifest(content, path)
+
+
+def _of_file(path: str | os.PathLike[str], name: str) -> Manifest:
+    text = manifest_text(path)
+    if text is not None:
+        return dataclasses.replace(parse_manifest(text, path), files={name: (size_of(path), 0)})
+    if not is_archive(path):
+        raise CheckpointError(f"{path} is no checkpoint: it is no file of torch.save.")
+    raise CheckpointError(f"{path} is no checkpoint of Polyphase's, or damaged: it has no manifest.")
 
 
 def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:

@@ -49,6 +49,8 @@ def standing_at(path: str | os.PathLike[str]) -> Standing:
         return _of_folder(fs, place, path)
     if not os.path.lexists(place):
         return Standing("free")
+    if os.path.isfile(place) and not os.path.getsize(place):
+        return Standing("free")  # there is nothing in it to lose
     return Standing("ours") if _is_checkpoint_file(place) else Standing("foreign", "a file that is no checkpoint")
 
 

@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import pickle
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,13 +27,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..host_group import ALONE, HostGroup, num_ranks
-from .files import Files, NotAPlainFileError
-from .manifest import RANKS, REST, CheckpointError, Manifest, read_manifest
+from .files import Files, NotAPlainFileError, resolve
+from .manifest import RANKS, REST, CheckpointError, Manifest, parse_manifest, read_manifest
+from .not_plain import NotPlainError, not_plain
 from .pieces import LoadPlanner, SavePlanner
+from .sending import packed, unpacked
 from .shards import Reader, Writer, read_index
+from .single_file import wrong_in
 from .store import begin, check_files, discard, point, publish, remove
 from .tensor_index import Index
 from .tree import join, like, marks, merged, numbered, split
+from .whole import whole_checkpoint
 
 __all__ = ["RANKS", "REST", "Saver", "check_content", "load_checkpoint", "load_file"]
 
@@ -220,6 +223,32 @@ class Saver:
         assert checkpoint is not None
         return checkpoint
 
+    def check_file(self, path: str) -> None:
+        """Reads all of a file, which the ranks share, before anything is restored from it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        self.finish()
+        group = self._ranks()
+        wrong = sorted({*chain.from_iterable(group.gathered(wrong_in(path, (group.rank, group.size))))})
+        if wrong:
+            raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
+
+    def note_file(self, path: str, text: str) -> None:
+        """Of a checkpoint that was written as one file, with the manifest `text`; called by all ranks."""
+        self.newest = path
+        if self.on_published is not None and self._ranks().rank == 0:
+            self.on_published(path, parse_manifest(text.encode(), path))
+
+    def collect(self, mine: Any) -> list[Any]:
+        """As `gather`, on rank 0, tensors in host memory; the others' lists say nothing."""
+        group = self._ranks()
+        if group.size == 1:
+            return [mine]
+        everyones = group.collected(packed(mine))
+        return [unpacked(each) for each in everyones] if group.rank == 0 else everyones
+
     def gather(self, mine: Any) -> list[Any]:
         """What all ranks have, in their order, on each of them."""
         return self._ranks().gathered(mine)
@@ -262,10 +291,7 @@ class Saver:
             try:
                 torch.load(io.BytesIO(content), weights_only=True)
             except pickle.UnpicklingError as refused:
-                rank_zero_warn(
-                    "The checkpoint holds objects that are no plain values, so it will open with weights_only=False"
-                    f" only, or after torch.serialization.add_safe_globals([...]): {_first_line(refused)}"
-                )
+                rank_zero_warn(not_plain(refused))
         return content
 
     def _run(self, job: _Job, group: HostGroup) -> None:
@@ -392,7 +418,7 @@ def _making_sense(path: str, weights_only: bool | None = None) -> Iterator[None]
     """Whatever goes wrong within is the checkpoint's fault; and says which one it is."""
     try:
         yield
-    except _RefusedError:
+    except NotPlainError:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"The checkpoint {path} is damaged: {str(error).rstrip('.')}.") from error
@@ -414,7 +440,7 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
             index = read_index(files, manifest)
             rest, ranks = _states(files, manifest, True)
             _check_present([*marks(rest), *marks(ranks)], index)
-    except _RefusedError as refused:
+    except NotPlainError as refused:
         return [str(refused)] if is_to_open else []
     except CheckpointError as error:
         return [str(error).removeprefix(f"The checkpoint {path} is damaged: ").rstrip(".")]
@@ -427,6 +453,9 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
     Raises:
         CheckpointError: it is no checkpoint, damaged, or from a newer version.
     """
+    fs, place = resolve(path)
+    if fs.isfile(place):
+        return numbered(whole_checkpoint(os.fspath(path), weights_only))
     return numbered(Saver().load(os.fspath(path), weights_only=weights_only, alone=True))
 
 
@@ -460,10 +489,6 @@ def _packed(value: Any) -> bytes:
     return stream.getvalue()
 
 
-class _RefusedError(CheckpointError):
-    """A checkpoint is in order, but would run code if it was opened."""
-
-
 def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
     """Opens `REST` or `RANKS`, with marks in place of the tensors that are sharded.
 
@@ -477,16 +502,7 @@ def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
     try:
         return torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
     except pickle.UnpicklingError as refused:
-        raise _RefusedError(
-            f"The checkpoint {files.url} holds objects that are no plain values: {_first_line(refused)} If you trust"
-            " it, pass weights_only=False, or name the classes: torch.serialization.add_safe_globals([...])."
-        ) from None
-
-
-def _first_line(error: Exception) -> str:
-    """What torch refused, without its advice."""
-    found = re.search(r"(Unsupported|Trying to load unsupported|Can only create) [^\n]*?(?= was not|\n|$)", str(error))
-    return f"{(found[0] if found else str(error).splitlines()[0]).rstrip('.')}."
+        raise NotPlainError.of(files.url, refused) from None
 
 
 def _on_rank_0(group: HostGroup, function: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoint directories: whole and verified, or not there.
+"""Checkpoints, directories and single files: whole and verified, or not there.
 
 Phases of a save:
 1. `begin`: a staging directory beside the final name, whose files are fsynced as they are written;
@@ -6,13 +6,17 @@ Phases of a save:
 3. a rename to the final name, and then the `last` link.
 
 Whatever has no valid manifest does not exist. Object stores know no rename: there the files go under the final name,
-and the manifest alone makes them a checkpoint. Paths are local ones or fsspec URLs.
+and the manifest alone makes them a checkpoint. A single file is staged and renamed in the same way, by `writing_file`.
+Paths are local ones or fsspec URLs.
 """
 
 import os
 import re
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -25,11 +29,13 @@ from .manifest import (
     Manifest,
     NewerFormatError,
     is_checkpoint,
+    is_directory,
     is_file_of_ours,
     manifest_bytes,
     read_manifest,
 )
 from .ownership import check_may_replace, standing_at
+from .single_file import HEAD, wrong_in
 
 __all__ = [
     "LEFTOVERS",
@@ -44,6 +50,7 @@ __all__ = [
     "find",
     "home_of",
     "is_checkpoint",
+    "is_directory",
     "is_leftover",
     "lock",
     "point",
@@ -51,6 +58,7 @@ __all__ = [
     "read_manifest",
     "remove",
     "repair",
+    "writing_file",
 ]
 
 _STAGING = ".saving-"
@@ -96,11 +104,48 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> s
     if not files.is_local:
         return None
     sync(staging)
-    _, final = resolve(path)
+    return _give_name(staging, resolve(path)[1])
+
+
+@contextmanager
+def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]]:
+    """A stream to write the checkpoint `path` to, which has its name when all is written, and is not there before.
+
+    With it comes a list, to which is added what the user should know of it.
+
+    Raises:
+        CheckpointError: something that is not ours stands there, or another run has taken the folder.
+    """
+    check_may_replace(path)
+    fs, final = resolve(path)
+    notes: list[str] = []
+    if not isinstance(fs, LocalFileSystem):
+        if fs.isdir(final):
+            remove(path)
+        with fs.transaction, fs.open(final, "wb") as stream:
+            yield stream, notes
+        return
+    folder, staging = _parent(final), f"{_STAGING}{_random_name()}"
+    os.makedirs(folder, exist_ok=True)
+    keep_lock(folder)
+    try:
+        with Files(folder).writing(staging) as stream:
+            yield stream, notes
+        note = _give_name(f"{folder}/{staging}", final)
+    except BaseException:
+        if os.path.exists(f"{folder}/{staging}"):
+            os.remove(f"{folder}/{staging}")
+        raise
+    notes += [] if note is None else [note]
+
+
+def _give_name(staging: str, final: str) -> str | None:
+    """Renames what was written; what had the name is there until then. Returns what the user should know of it."""
     replaced = note = None
     check_may_replace(final)
     if os.path.islink(final) or os.path.isfile(final):
-        os.remove(final)
+        if os.path.isdir(staging):  # which, other than a file, can't be renamed onto it
+            os.remove(final)
     elif standing_at(final).kind == "damaged":
         aside = f"{final}.damaged-{_random_name()}"
         os.rename(final, aside)
@@ -109,7 +154,7 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> s
         # A directory that is not empty can't be renamed onto; between the two renames `repair` finds the way back.
         replaced = f"{_parent(final)}/{_REPLACED}{_random_name()}"
         os.rename(final, replaced)
-    os.rename(staging, final)
+    os.replace(staging, final)
     sync(_parent(final))
     if replaced is not None:
         remove(replaced)
@@ -184,14 +229,16 @@ def _remove_among_others(path: str | os.PathLike[str], extras: tuple[str, ...]) 
 
 
 def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with the files of a checkpoint; each is read once.
+    """What is wrong with the files of a checkpoint, or with its only one; each is read once.
 
     Args:
-        path: of the directory.
-        manifest: of that directory.
-        share: (r, W) to look at each W-th file only, from the r-th on: W ranks share the work.
+        path: of the directory, or the file.
+        manifest: of that.
+        share: (r, W) to look at each W-th file only, or record, from the r-th on: W ranks share the work.
     """
     files = Files(path)
+    if not is_directory(path) and files.fs.isfile(files.path):
+        return wrong_in(path, share)
     mine = sorted(manifest.files)[share[0] :: share[1]]
     wrong = [problem for name in mine if (problem := files.check(name, *manifest.files[name]))]
     if share[0] == 0:
@@ -212,7 +259,7 @@ def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
             continue  # `last`, which is one of the others
         path = entry if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(entry)
         try:
-            if fs.isdir(entry) and is_checkpoint(path):
+            if is_checkpoint(path):
                 found.append((path, read_manifest(path)))
         except CheckpointError:
             continue
@@ -220,8 +267,13 @@ def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
 
 
 def is_leftover(path: str) -> bool:
-    """Whether a local directory is what a save or a removal has left that was killed: by its name and all it holds."""
-    if not _LEFTOVER.fullmatch(os.path.basename(path)) or os.path.islink(path) or not os.path.isdir(path):
+    """Whether a local path is what a save or a removal has left that was killed: by its name and all it holds."""
+    if not _LEFTOVER.fullmatch(os.path.basename(path)) or os.path.islink(path):
+        return False
+    if os.path.isfile(path):
+        with open(path, "rb") as stream:
+            return HEAD.startswith(stream.read(len(HEAD)))
+    if not os.path.isdir(path):
         return False
     with os.scandir(path) as entries:
         return all(
@@ -261,7 +313,7 @@ def repair(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def home_of(leftover: str) -> str | None:
-    """The path that a directory of a killed process shall get; None if it is of no use.
+    """The path that a directory or file of a killed process shall get; None if it is of no use.
 
     Args:
         leftover: a local path whose name begins with one of `LEFTOVERS`.

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["NAMES", "by_name", "by_number", "join", "like", "marks", "merged", "numbered", "split"]
+__all__ = [
+    "NAMES",
+    "by_name",
+    "by_number",
+    "is_plain",
+    "join",
+    "like",
+    "mapped",
+    "marks",
+    "merged",
+    "numbered",
+    "split",
+]
 
 NAMES = "optimizer_parameters"
 
@@ -35,7 +47,7 @@ def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Ten
 
     def visit(value: Any, path: str, takes_all: bool) -> Any:
         if isinstance(value, Tensor):
-            if not _is_plain(value):
+            if not is_plain(value):
                 return value
             if takes_all or isinstance(value, DTensor) or value.numel() * value.element_size() >= _MANY_BYTES:
                 while path in tensors:
@@ -52,7 +64,7 @@ def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Ten
     return tensors, {key: visit(value, under + key, key in _ALWAYS) for key, value in checkpoint.items()}
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether its bytes are all there is to it; one that is sparse, say, is saved by `torch.save` with the rest."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
@@ -84,6 +96,17 @@ def merged(everyones: list[Any]) -> Any:
     if type(first) in (list, tuple):
         return type(first)(merged(list(parts)) for parts in zip(*everyones, strict=True))
     return first
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nested value with `function` of each tensor in its place."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (dict, OrderedDict):
+        return _as(value, {key: mapped(function, each) for key, each in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(mapped(function, each) for each in value)
+    return value
 
 
 def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:

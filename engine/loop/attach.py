@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ..choices import CheckpointFormat
 from ..flags import check_count
 from ..host_group import ALONE, EVERYONE, HostGroup
 from ..strategies import Heartbeat, Watchdog, announce
@@ -229,18 +230,20 @@ class LoopTrainer(Trainer):
         link: str | None = None,
         kind: Literal["snapshot", "checkpoint"] = "checkpoint",
     ) -> None:
-        """Saves the state of the run as the directory `filepath`; all ranks call it.
+        """Saves the state of the run as `filepath`; all ranks call it, and it is there when this returns.
 
-        While training goes on, it returns when the state is copied, and the disk is written to in the background.
+        It is one file, as stock Lightning writes it; a directory where the state is sharded. See `checkpoint_format`.
 
         Args:
             filepath: local path or fsspec URL.
             weights_only: leave out what only training needs.
             storage_options: for a CheckpointIO of the user's.
             link: name of a link beside `filepath` that shall point at it.
-            kind: a ``"snapshot"`` may be removed by this run, and by one that continues it.
+            kind: a ``"snapshot"`` is a directory that may be removed by this run, and by one that continues it; while
+                training goes on, it is written in the background.
 
         Raises:
+            TypeError: `storage_options` without a CheckpointIO of the user's.
             CheckpointError: something that is no checkpoint stands at `filepath`.
             NonFiniteError: with ``nonfinite="error"``, a loss or gradient norm was not finite.
         """
@@ -250,13 +253,8 @@ class LoopTrainer(Trainer):
             with as_one():
                 super().save_checkpoint(filepath, weights_only, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
-                " one, name the storage by an fsspec URL as the path."
-            )
         with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"), as_one():  # type: ignore[attr-defined]
-            checkpoints.save(str(filepath), weights_only, link=link, kind=kind)
+            checkpoints.save(filepath, weights_only, storage_options, link=link, kind=kind)
 
 
 class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector
@@ -283,6 +281,7 @@ def attach(
     *,
     hang_timeout_s: float | None = None,
     async_checkpoints: bool = True,
+    checkpoint_format: CheckpointFormat = "auto",
     keeps_global_batch: bool = False,
     global_batch_size: int | None = None,
     micro_batch_size: int | Literal["auto"] | None = None,
@@ -296,7 +295,8 @@ def attach(
         watch: sees each loss and gradient norm.
         default_bar: the progress bar that nobody asked for by name; None for none.
         hang_timeout_s: how long a rank may stand in one place before the run is ended; None for ever.
-        async_checkpoints: save while training goes on.
+        async_checkpoints: save snapshots while training goes on.
+        checkpoint_format: what a checkpoint is written as.
         keeps_global_batch: where another number of processes resumes, change the accumulation to match.
         global_batch_size: samples of an optimizer step, over all ranks; None: as the DataLoader has it.
         micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``: as
@@ -319,6 +319,7 @@ def attach(
     trainer._checkpoint_connector = CheckpointConnector(
         # A global batch size is kept by whoever deals the samples.
         trainer,
+        form=checkpoint_format,
         in_background=async_checkpoints,
         keeps_global_batch=keeps_global_batch and global_batch_size is None,
     )

@@ -1,11 +1,13 @@
-"""Every way in which Lightning saves or loads goes through directories of `engine.checkpoint`, under every strategy.
+"""Every way in which Lightning saves or loads goes through `engine.checkpoint`, under every strategy.
 
-The dict that Lightning gathers, hooks included, stays what it is; parameters and optimizer state are not gathered but
-written as each rank holds them, and what Lightning leaves out is added under the key ``polyphase``: the random state
-and the place in the data of every rank. Files of Lightning's own still load.
+The dict that Lightning gathers, hooks included, stays what it is, and what Lightning leaves out is added under the key
+``polyphase``: the random state and the place in the data of every rank. Where rank 0 has all of it, the strategy writes
+one file, as it does under Lightning; where the state is sharded, and for snapshots, a directory is written, in which
+parameters and optimizer state are as each rank holds them. Files of Lightning's own still load.
 """
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -31,42 +33,65 @@ from ..checkpoint import (
     draw_alone,
     get_random_state,
     is_checkpoint,
+    is_directory,
     load_checkpoint,
     numbered,
     read_manifest,
     set_random_state,
 )
+from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
 from ..checkpoint.ownership import is_torch_file, standing_at
 from ..checkpoint.run_record import RunRecord
-from ..checkpoint.store import check_may_replace
+from ..checkpoint.single_file import MANIFEST_KEY, OURS
+from ..checkpoint.store import check_may_replace, point
+from ..checkpoint.tree import mapped, merged
+from ..checkpoint.whole import names_in, part_of, read_file, refusal_of, write_file
+from ..choices import CheckpointFormat
 from ..compression import deal_residuals
 from ..environment import restart_count
+from ..host_group import num_ranks
 from ..strategies import LayoutStrategy
 from ..version import __version__
 from .nonfinite import NonFiniteError
 from .restoring import Templates, in_order_of, matching_accumulation, to_last_step, with_samples
 from .run_history import AUTO, FRESH, RunHistory, Seen, check_may_start_afresh
 
-__all__ = ["CheckpointConnector", "DirectoryIO"]
+__all__ = ["CheckpointConnector", "EngineIO"]
 
-OURS = "polyphase"
-"""Key of what Lightning's checkpoints do not have."""
 STRATEGY = "strategy"
-"""Key under that, and in what each rank says, of what the strategy alone goes on with."""
+"""Key under `OURS`, and in what each rank says, of what the strategy alone goes on with."""
 
 
-class DirectoryIO(TorchCheckpointIO):
-    """Lightning's files, and our directories where there are some."""
+class EngineIO(TorchCheckpointIO):
+    """Lightning's files, written so that they are whole or not there, and our directories where there are some."""
 
     def __init__(self, saver: Saver) -> None:
         super().__init__()
         self._saver = saver
+        self._has_checked = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes one file.
+
+        Raises:
+            TypeError: for `storage_options`, as of Lightning's.
+        """
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # says what it is for
+            return
+        write_file(checkpoint, str(path))
+        if not self._has_checked:
+            self._has_checked = True
+            if (refusal := refusal_of(str(path))) is not None:
+                rank_zero_warn(refusal)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens either kind, whole, on the CPU."""
         self._saver.finish()
-        if is_checkpoint(path):
+        if is_directory(path):
             return load_checkpoint(path, weights_only=weights_only)
+        if is_checkpoint(path):
+            return read_file(path, weights_only, lazily=num_ranks() > 1)  # of which each takes a part
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -79,22 +104,26 @@ class DirectoryIO(TorchCheckpointIO):
 
 
 class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoint_connector
-    """Lightning's, with directories in place of files.
+    """Lightning's, with directories in place of files where the state is sharded.
 
     Args:
         trainer: whose state is saved.
-        in_background: save while training goes on.
+        form: ``"file"``, ``"directory"``, or ``"auto"``: a directory where the state is sharded.
+        in_background: save snapshots while training goes on.
         keeps_global_batch: where another number of processes resumes, change the accumulation to match.
     """
 
     trainer: Any
 
-    def __init__(self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool, form: CheckpointFormat = "auto"
+    ) -> None:
         super().__init__(trainer)
         self.saver = Saver()
         self.history = RunHistory(trainer, self.saver)
         """Which run this is."""
         self._in_background = in_background
+        self._form = form
         self._keeps_global_batch = keeps_global_batch
         # Others, the resumption among them, may change it while training.
         self._accumulation_asked: int = trainer.accumulate_grad_batches
@@ -117,26 +146,108 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 )
             )
         )
+        if form == "directory" and not self.is_portable:
+            raise ValueError(
+                "checkpoint_format='directory' is for checkpoints that the engine writes itself: leave it out with a"
+                " CheckpointIO of your own, or a strategy that has a format of its own."
+            )
+        if form == "file" and self._is_sharded and not getattr(strategy, "gathers_state", True):
+            raise ValueError(
+                f"checkpoint_format='file' is not for strategy {strategy!r}, whose optimizer state no process gathers:"
+                " leave it out, and turn a directory into a file with `polyphase ckpt export`."
+            )
         if self.is_portable:
-            strategy.checkpoint_io = DirectoryIO(self.saver)
-            strategy.hands_out_shards = True
+            strategy.checkpoint_io = EngineIO(self.saver)
             self.saver.ranks = getattr(strategy, "saving_ranks", None)
 
     # --- saving
 
     def save(
-        self, path: str, weights_only: bool | None = None, *, link: str | None = None, kind: str = "checkpoint"
+        self,
+        filepath: Any,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+        *,
+        link: str | None = None,
+        kind: Kind = "checkpoint",
     ) -> None:
         """Saves the state of the run; all ranks call it at the same time.
 
         Raises:
+            TypeError: `storage_options`, which only a `CheckpointIO` of the user's knows what to do with.
             CheckpointError: something that is no checkpoint of ours stands at `path`.
             NonFiniteError: the state is not to be saved.
         """
-        trainer = self.trainer
+        path, as_directory = str(filepath), self._is_directory(kind)
+        if as_directory and storage_options is not None:
+            raise TypeError(
+                "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
+                " one, name the storage by an fsspec URL as the path."
+            )
         if not self._may_save(path):
             return
-        checkpoint = self.dump_checkpoint(bool(weights_only))
+        strategy = self.trainer.strategy
+        strategy.hands_out_shards = self._hands_out_shards = as_directory
+        try:
+            checkpoint = self.dump_checkpoint(bool(weights_only))
+        finally:
+            self._hands_out_shards = False
+        about = self._about("weights" if weights_only else kind, checkpoint)
+        if as_directory:
+            self._save_directory(checkpoint, path, about, link=link, in_background=kind == "snapshot")
+        else:
+            self._save_file(checkpoint, filepath, about, storage_options)
+            if link is not None and self.trainer.is_global_zero and (note := point(path, link)):
+                rank_zero_warn(note)
+
+    def _is_directory(self, kind: Kind) -> bool:
+        return kind == "snapshot" or self._form == "directory" or (self._form == "auto" and self._is_sharded)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return getattr(self.trainer.strategy, "state_is_sharded", False)
+
+    def _about(self, kind: Kind, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What the manifest says."""
+        return {
+            "step": checkpoint["global_step"],
+            "epoch": checkpoint["epoch"],
+            "layout": self._layout,
+            "world_size": self.trainer.world_size,
+            "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
+            "kind": kind,
+            **self.history.about(),
+        }
+
+    def _save_file(
+        self, checkpoint: dict[str, Any], filepath: Any, about: dict[str, Any], storage_options: Any
+    ) -> None:
+        """As Lightning does, by the strategy; all ranks learn whether it has worked."""
+        path = str(filepath)
+        name = path.rstrip("/").rsplit("/", 1)[-1]
+        text = manifest_bytes(Manifest(name=name, time=time.time(), files={}, **about)).decode()
+        ours = checkpoint.pop(OURS, {})  # to be the last: see `manifest_text`
+        states = checkpoint.get("optimizer_states", [])
+        if len(states) == len(self.trainer.optimizers) and all(map(_goes_by_number, states)):
+            ours[NAMES] = [self._names(optimizer) for optimizer in self.trainer.optimizers] if states else []
+        checkpoint[OURS] = {**ours, MANIFEST_KEY: text}
+        error: Exception | None = None
+        try:
+            self.trainer.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        except Exception as raised:
+            error = raised
+        failures = self.saver.gather(None if error is None else repr(error))
+        if error is not None:
+            raise error
+        failed = [f"rank {rank} could not write: {said}" for rank, said in enumerate(failures) if said is not None]
+        if failed:
+            raise CheckpointError(f"The checkpoint {path} could not be saved: {'; '.join(failed)}.")
+        self.saver.note_file(path, text)
+
+    def _save_directory(
+        self, checkpoint: dict[str, Any], path: str, about: dict[str, Any], *, link: str | None, in_background: bool
+    ) -> None:
+        trainer = self.trainer
         if trainer.data_rank:  # BatchNorm's statistics are each rank's own: those of the first count, as in evaluation
             for name in checkpoint["state_dict"].keys() & dict(trainer.lightning_module.named_buffers()).keys():
                 checkpoint["state_dict"][name] = checkpoint["state_dict"][name].to("meta")
@@ -145,22 +256,13 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             states = zip(checkpoint["optimizer_states"], names, strict=True)
             checkpoint["optimizer_states"] = [by_name(state, of_state) for state, of_state in states]
         fitting = OURS in checkpoint
-        about = {
-            "step": checkpoint["global_step"],
-            "epoch": checkpoint["epoch"],
-            "layout": self._layout,
-            "world_size": trainer.world_size,
-            "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
-            "kind": "weights" if weights_only else kind,
-            **self.history.about(),
-        }
         self.saver.save(
             checkpoint,
             path,
             about=about,
             of_rank=self._of_rank() if fitting else {},
             link=link,
-            in_background=self._in_background and self._is_training,
+            in_background=in_background and self._in_background and self._is_training,
             spread=frozenset({"optimizer_states"} if self._state_is_spread else ()),
         )
 
@@ -190,6 +292,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             raise NonFiniteError(f"{path} is not saved: {poison}", poison.rank)
         raise CheckpointError(taken)
 
+    _hands_out_shards = False
+    """Whether a directory is being saved, to which each rank gives what it has."""
+
     @property
     def _state_is_spread(self) -> bool:
         return getattr(self.trainer.strategy, "state_is_spread", False)
@@ -199,7 +304,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     @property
     def _is_training(self) -> bool:
-        """Whether training will go on after this: then nobody can want the directory at once."""
+        """Whether training will go on after this: then a snapshot need not be waited for."""
         trainer = self.trainer
         fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
         return fits and not self.is_ending
@@ -220,6 +325,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """Lightning's dict, with the progress as of the last whole step, and what it leaves out."""
         checkpoint = super().dump_checkpoint(weights_only)
         trainer = self.trainer
+        if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
+            # Lightning: Strategy.optimizer_state, one at a time, gives what this rank has.
+            checkpoint["optimizer_states"] = self._collected(checkpoint["optimizer_states"])
         if weights_only or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         checkpoint[OURS] = {
@@ -236,9 +344,14 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         }
         if isinstance(trainer.strategy, LayoutStrategy):
             checkpoint[OURS][STRATEGY] = trainer.strategy.shared_state()
-        if not self.is_portable:
-            checkpoint[OURS]["ranks"] = self.saver.gather(self._of_rank())
+        if not self._hands_out_shards:
+            checkpoint[OURS]["ranks"] = self.saver.collect(self._of_rank())
         return checkpoint
+
+    def _collected(self, states: list[Any]) -> list[Any]:
+        """On rank 0, optimizers' states with what all ranks have of them."""
+        everyones = self.saver.collect(states)
+        return merged(everyones) if self.trainer.is_global_zero else states
 
     def _of_rank(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -264,7 +377,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         # Lightning: _CheckpointConnector._get_lightning_module_state_dict, by which a strategy gathers shards.
-        if self.is_portable:
+        if self._hands_out_shards:
             state = self.trainer.lightning_module.state_dict()
             return self.trainer.strategy.saved_state(state) if self._state_is_spread else state
         return super()._get_lightning_module_state_dict()
@@ -289,13 +402,13 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         is_same = False
         if seen is not None and checkpoint_path in (AUTO, FRESH):
             is_same = self._resume_newest(seen, checkpoint_path, weights_only)
-        elif checkpoint_path and is_checkpoint(checkpoint_path):
+        elif checkpoint_path and is_directory(checkpoint_path):
             rank_zero_info(f"Restoring states from the checkpoint path at {checkpoint_path}")
             self._open(str(checkpoint_path), weights_only)
         else:
             if self.is_portable and checkpoint_path and _is_foreign(checkpoint_path):
                 read_manifest(checkpoint_path)  # says what is missing
-            super().resume_start(checkpoint_path, weights_only)
+            self._open_file(checkpoint_path, weights_only)
         if is_fit:
             self._begin_run(is_same)
 
@@ -315,8 +428,40 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             }
         )
 
+    def _open_file(self, path: Any, weights_only: bool | None) -> None:
+        """By the strategy, as Lightning does; of ours, each rank takes its part."""
+        if path and self.is_portable:
+            self.saver.check_file(str(path))
+        if path and self.is_portable and self._is_sharded and is_checkpoint(path):
+            # Lightning: ModelParallelStrategy.load_checkpoint would gather and deal what each takes here by itself.
+            rank_zero_info(f"Restoring states from the checkpoint path at {path}")
+            self._ckpt_path = path
+            self._loaded_checkpoint = self.trainer.strategy.checkpoint_io.load_checkpoint(
+                path, weights_only=weights_only
+            )
+        else:
+            super().resume_start(path, weights_only)
+        if not path or not self.is_portable:
+            return
+        names = names_in(self._loaded_checkpoint)
+        if num_ranks() == 1:
+            if names is not None:
+                self._loaded_checkpoint[NAMES] = names
+        elif names is None:
+            self._loaded_checkpoint = mapped(torch.clone, self._loaded_checkpoint)  # it may have been opened lazily
+        else:
+            self._loaded_checkpoint = part_of(
+                self._loaded_checkpoint,
+                Templates(self.trainer.lightning_module, self._keeps_state_of),
+                rank=self.trainer.global_rank,
+                needs_optimizers=self.trainer.state.fn == TrainerFn.FITTING,
+            )
+
     def _open(self, path: str, weights_only: bool | None) -> None:
         trainer = self.trainer
+        if not is_directory(path):
+            self._open_file(path, weights_only)
+            return
         if not self.is_portable and type(trainer.strategy).load_checkpoint is not Strategy.load_checkpoint:
             raise CheckpointError(
                 f"{type(trainer.strategy).__name__} has checkpoints of its own kind: turn {path} into a file of"
@@ -390,7 +535,10 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", self._loaded_checkpoint)
         module = trainer.lightning_module
         try:
-            module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=module.strict_loading)
+            if self._is_sharded:  # Lightning: strategies with shards of their own take whole tensors there
+                module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=module.strict_loading)
+            else:
+                trainer.strategy.load_model_state_dict(self._loaded_checkpoint, strict=module.strict_loading)
         except RuntimeError as mismatch:
             raise RuntimeError(f"The checkpoint {self._ckpt_path} does not fit the module. {mismatch}") from None
 
@@ -522,6 +670,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 def _is_elsewhere(state: dict[str, Any]) -> bool:
     """Whether a parameter's state was not read, since only other ranks need it."""
     return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+
+
+def _goes_by_number(state: Any) -> bool:
+    """Whether an optimizer's state is as torch's optimizers have it."""
+    return type(state) is dict and type(state.get("state")) is dict and "param_groups" in state
 
 
 def _is_foreign(path: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core import saving
 
-from ..checkpoint import is_checkpoint, load_checkpoint
+from ..checkpoint import is_directory, load_checkpoint
 
 __all__: list[str] = []
 
@@ -16,7 +16,7 @@ _load_file = saving.pl_load  # Lightning: what `_load_from_checkpoint` opens eve
 
 
 def _load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    if not isinstance(path, (str, Path)) or not is_checkpoint(path):
+    if not isinstance(path, (str, Path)) or not is_directory(path):
         return _load_file(path, map_location, weights_only)
     checkpoint = load_checkpoint(path, weights_only=weights_only)
     if map_location is None or map_location is saving._default_map_location:

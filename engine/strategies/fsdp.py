@@ -89,6 +89,7 @@ class FSDP(MeshStrategy):
         """The comm hook's, and those of FSDP2's own collectives where they are counted."""
         return [*super().wires, *self._wires]
 
+    state_is_sharded = True
     hands_out_shards = False
     """Whether optimizer state is handed out as each rank holds it, rather than gathered on rank 0."""
 

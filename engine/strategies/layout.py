@@ -39,6 +39,10 @@ class LayoutStrategy:
     """Whether `run_schedule` runs forward and backward of a batch, after the gradients are zeroed."""
     state_is_spread = False
     """Whether a rank's module or optimizers lack tensors that another rank has: see `keeps_state_of`."""
+    state_is_sharded = False
+    """Whether ranks hold parts of tensors, or of the module; what is not gathered is saved as a directory."""
+    gathers_state = True
+    """Whether rank 0 can be handed all of it."""
     averages_gradients = True
     """Whether a step's gradients are the mean over all ranks; else each rank steps by its own."""
     steps_alone = False

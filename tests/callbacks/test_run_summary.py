@@ -74,9 +74,21 @@ def test_it_is_short_and_says_where_everything_is(capsys, tmp_path):
     assert said[4] == "to go on, with a larger max_epochs:"
 
 
-def test_how_it_says_to_load_the_weights_works(capsys, tmp_path):
-    for module, expected in ((Net(width=3), "model.ckpt"), (NeedsSize(7), "model.safetensors")):
+def test_how_it_says_to_load_a_file_works(capsys):
+    for module in (Net(width=3), NeedsSize(7)):
         run(module)
+        *_, said, load = lines(capsys)
+        assert said == "to load it elsewhere:"
+        model = NeedsSize(7)
+        loaded = eval(load.strip(), {"Net": Net, "model": model, "torch": torch})
+        found = model if isinstance(module, NeedsSize) else loaded
+        for name, weight in module.state_dict().items():
+            assert torch.equal(found.state_dict()[name], weight)
+
+
+def test_how_it_says_to_load_a_directory_works(capsys, tmp_path):
+    for module, expected in ((Net(width=3), "model.ckpt"), (NeedsSize(7), "model.safetensors")):
+        run(module, checkpoint_format="directory")
         *_, said, export, load = lines(capsys)
         assert said == "to load it elsewhere, in a shell and in Python:"
         words = shlex.split(export)

@@ -23,6 +23,7 @@ OURS = {
     "name": None,
     "enable_run_summary": None,
     "async_checkpoints": True,
+    "checkpoint_format": "auto",
     "compile": False,
     "compression": "none",
     "global_batch_size": None,

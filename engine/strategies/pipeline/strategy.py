@@ -56,6 +56,8 @@ class Pipeline(MeshStrategy):
     state_is_spread = True
     schedules_itself = True
     why_no_repeat = "a pipeline"
+    state_is_sharded = True
+    gathers_state = False
     hands_out_shards = False
     """Whether optimizer state is handed out as each rank has it."""
     compile: Callable[..., Any] | None = None

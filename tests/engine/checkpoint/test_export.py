@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from safetensors.torch import load_file
 
 from polyphase.engine import Engine
-from polyphase.engine.checkpoint import CheckpointError, Saver
+from polyphase.engine.checkpoint import CheckpointError, Saver, load_checkpoint
 from polyphase.engine.checkpoint.export import export
 
 from ..loop.both import Small, exactly, rows, trainer_of
@@ -88,7 +88,7 @@ def test_safetensors_have_the_weights_alone(tmp_path):
     assert export(str(tmp_path / "ours"), str(tmp_path / "x.safetensors")) == []
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-    expected = Saver().load(str(tmp_path / "ours"))["state_dict"]
+    expected = load_checkpoint(tmp_path / "ours")["state_dict"]
     assert same(load_file(tmp_path / "x.safetensors"), dict(expected))
     Scheduled().load_state_dict(load_file(tmp_path / "x.safetensors"))
 

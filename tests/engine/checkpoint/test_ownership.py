@@ -11,7 +11,7 @@ from polyphase.engine.checkpoint import store as stores
 from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.ownership import is_torch_file, standing_at
 from polyphase.engine.checkpoint.store import begin, publish, remove
-from polyphase.engine.loop.checkpoint_connector import DirectoryIO
+from polyphase.engine.loop.checkpoint_connector import EngineIO
 
 from .made import about, content, is_whole, manifest, save, save_format1, seal
 
@@ -239,7 +239,7 @@ def test_a_file_that_lightnings_launchers_pass_weights_in_is_removed(tmp_path):
     assert is_torch_file(tmp_path / ".temp.ckpt")
     assert not is_torch_file(tmp_path / "thesis.tex")
     assert not is_torch_file(tmp_path / "link")
-    DirectoryIO(Saver()).remove_checkpoint(str(tmp_path / ".temp.ckpt"))
+    EngineIO(Saver()).remove_checkpoint(str(tmp_path / ".temp.ckpt"))
     with pytest.warns(UserWarning, match="that is not removed"):
-        DirectoryIO(Saver()).remove_checkpoint(str(tmp_path / "thesis.tex"))
+        EngineIO(Saver()).remove_checkpoint(str(tmp_path / "thesis.tex"))
     assert sorted(os.listdir(tmp_path)) == ["link", "thesis.tex"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
-from polyphase.engine.checkpoint import NAMES, is_checkpoint, load_checkpoint
+from polyphase.engine.checkpoint import is_checkpoint
 
 from .replay import describe
 
@@ -102,13 +102,12 @@ def outcome(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> di
 
 def files(folder: Path) -> dict[str, Any]:
     """All files below `folder` by their paths in it; checkpoints and tables with what is in them."""
-    # Engine's checkpoints are directories, Trainer's files; reports of failures are Engine's alone. So are the
-    # hyperparameters of a module that has saved none: Engine logs its flags, see `test_run_log.py`.
+    # Reports of failures are Engine's alone. So are the hyperparameters of a module that has saved none: Engine logs
+    # its flags, see `test_run_log.py`.
     found = sorted(
         path
         for path in folder.rglob("*")
-        if is_checkpoint(path) or (path.is_file() and not is_checkpoint(path.parent) and path.parent.name != "failures")
-        if path.name != "hparams.yaml"
+        if path.is_file() and path.parent.name != "failures" and path.name != "hparams.yaml"
     )
     return {str(path.relative_to(folder)): _content(path, folder) for path in found}
 
@@ -116,9 +115,8 @@ def files(folder: Path) -> dict[str, Any]:
 def _content(path: Path, folder: Path) -> Any:
     if path.suffix == ".ckpt":
         is_ours = is_checkpoint(path)
-        checkpoint = load_checkpoint(path) if is_ours else torch.load(path, weights_only=False)
-        for key in ("polyphase", NAMES):
-            assert (checkpoint.pop(key, None) is not None) is is_ours
+        checkpoint = torch.load(path, weights_only=False)
+        assert (checkpoint.pop("polyphase", None) is not None) is is_ours
         return without(exactly(checkpoint), folder)
     return path.read_text() if path.suffix == ".csv" else None
 

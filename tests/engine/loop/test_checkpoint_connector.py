@@ -82,7 +82,7 @@ def test_a_path_that_is_no_checkpoint(tmp_path):
 
 
 def test_a_newer_format(tmp_path):
-    path = saved(tmp_path)
+    path = saved(tmp_path, checkpoint_format="directory")
     content = json.loads((path / MANIFEST).read_text())
     del content["crc32"]
     content["format"] = 99
@@ -92,16 +92,27 @@ def test_a_newer_format(tmp_path):
         engine().fit(Regression(), rows(), ckpt_path=path)
 
 
-def test_nothing_is_changed_by_a_damaged_one(tmp_path):
-    path, module = saved(tmp_path), Regression()
-    shards = next(path.glob("*.safetensors"))
-    content = bytearray(shards.read_bytes())
-    content[len(content) // 2] ^= 1
-    shards.write_bytes(content)
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_nothing_is_changed_by_a_damaged_one(tmp_path, form):
+    trained = Regression()
+    path, module = saved(tmp_path, trained, checkpoint_format=form), Regression()
+    damaged = path if form == "file" else next(path.glob("*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    middle = len(content) // 2
+    content[content.find(trained.net[0].weight.detach().numpy().tobytes()) if form == "file" else middle] ^= 1
+    damaged.write_bytes(content)
     before = state(module)
-    with pytest.raises(CheckpointError, match=f"{shards.name} was changed"):
+    name = r"archive/data/\d+" if form == "file" else damaged.name
+    with pytest.raises(CheckpointError, match=f"{path} is damaged.*{name} was changed"):
         engine().fit(module, rows(), ckpt_path=path)
     assert state(module) == before
+
+
+def test_a_file_that_is_cut_off(tmp_path):
+    path = saved(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"{path} is damaged: it is cut off"):
+        engine().fit(Regression(), rows(), ckpt_path=path)
 
 
 class Opaque:
@@ -177,6 +188,10 @@ def test_a_checkpoint_io_of_the_users_writes_what_it_always_wrote(tmp_path):
 
 def test_storage_options_are_for_a_checkpoint_io(tmp_path):
     run = engine()
+    run.fit(Regression(), rows())
+    with pytest.raises(TypeError, match="Please implement your custom `CheckpointIO`"):
+        run.save_checkpoint(tmp_path / "x", storage_options={})
+    run = engine(checkpoint_format="directory")
     run.fit(Regression(), rows())
     with pytest.raises(TypeError, match="for a `CheckpointIO` of your own"):
         run.save_checkpoint(tmp_path / "x", storage_options={})

@@ -1,0 +1,138 @@
+"""A checkpoint that is one file: what `torch.save` writes and Lightning opens, with a manifest among its values.
+
+The file is a zip archive, whose format has a checksum for each of its records. The manifest is a text within its
+pickle, where it is found without anything being unpickled, and without torch.
+"""
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from .files import resolve
+
+__all__ = ["HEAD", "MANIFEST_KEY", "OURS", "is_archive", "manifest_text", "size_of", "wrong_in"]
+
+OURS = "polyphase"
+"""Key of what Lightning's checkpoints do not have."""
+MANIFEST_KEY = "manifest"
+"""Key under that of the manifest's text."""
+
+HEAD = b"PK\x03\x04"
+"""What every zip archive that is not empty begins with."""
+
+_SMALL_BYTES = 100
+"""Of records that say how a file was written, such as the order of bytes."""
+_BEGIN = b'{\n "name": '
+_MOST_BYTES = 1 << 20
+_PICKLE_MOST_BYTES = 1 << 30
+_CHUNK_BYTES = 1 << 22
+_DAMAGE = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, OSError)
+
+
+def is_archive(path: str | os.PathLike[str]) -> bool:
+    """Whether a plain file begins as those of `torch.save` do."""
+    try:
+        with _reading(path) as stream:
+            return stream is not None and stream.read(len(HEAD)) == HEAD
+    except OSError:
+        return False
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """Bytes of a file."""
+    fs, place = resolve(path)
+    return int(fs.size(place))
+
+
+def manifest_text(path: str | os.PathLike[str]) -> bytes | None:
+    """What a file says of itself; None if it is no checkpoint of ours, or damaged where that would stand."""
+    try:
+        with _reading(path) as stream:
+            if stream is None or stream.read(len(HEAD)) != HEAD:
+                return None
+            with zipfile.ZipFile(stream) as archive:
+                return _text_in(archive)
+    except _DAMAGE:
+        return None
+
+
+def wrong_in(path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with a file of `torch.save`; nothing of one in another form, which is not looked at.
+
+    Args:
+        path: local or a URL.
+        share: (r, W) to look at each W-th record only, from the r-th on: W ranks share the work.
+    """
+    try:
+        with _reading(path) as stream:
+            if stream is None or stream.read(len(HEAD)) != HEAD:
+                return []
+            return _wrong_records(stream, *share)
+    except zipfile.BadZipFile:
+        return ["it is cut off, or its list of records was changed"]
+    except _DAMAGE as error:
+        return [f"it can't be read: {getattr(error, 'strerror', None) or error}"]
+
+
+def _wrong_records(stream: Any, rank: int, num_ranks: int) -> list[str]:
+    wrong = []
+    with zipfile.ZipFile(stream) as archive:
+        records = archive.infolist()
+        small = [info for info in records if info.file_size <= _SMALL_BYTES]
+        if small and all(_is_damaged(archive, info) for info in small):
+            return []  # written without checksums: torch.serialization.set_crc32_options(False)
+        for info in records[rank::num_ranks]:
+            if _is_damaged(archive, info):
+                wrong.append(f"the content of {info.filename} was changed (its checksum differs)")
+    return wrong
+
+
+def _is_damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(info) as record:
+            while record.read(_CHUNK_BYTES):
+                pass
+    except _DAMAGE:
+        return True
+    return False
+
+
+def _pickle_in(archive: zipfile.ZipFile) -> zipfile.ZipInfo | None:
+    found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+    return found[0] if len(found) == 1 and found[0].file_size <= _PICKLE_MOST_BYTES else None
+
+
+def _text_in(archive: zipfile.ZipFile) -> bytes | None:
+    """The last text that looks like a manifest: ours is written last."""
+    info = _pickle_in(archive)
+    if info is None:
+        return None
+    content = archive.read(info)
+    position = content.rfind(_BEGIN)
+    while position >= 0:
+        text = content[position : position + _MOST_BYTES].decode("latin-1")
+        try:
+            said, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            said, end = None, 0
+        if isinstance(said, dict) and {"crc32", "format", "sequence"} <= said.keys():
+            return text[:end].encode("latin-1")
+        position = content.rfind(_BEGIN, 0, position)
+    return None
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """None if it is no file that can be read to its end: no folder, pipe or device."""
+    fs, place = resolve(path)
+    is_file = os.path.isfile(place) if isinstance(fs, LocalFileSystem) else fs.isfile(place)
+    if not is_file:
+        yield None
+        return
+    with fs.open(place, "rb") as stream:
+        yield stream
