@@ -11,7 +11,7 @@ from polyphase.engine.checkpoint import store as stores
 from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.ownership import is_torch_file, standing_at
 from polyphase.engine.checkpoint.store import begin, publish, remove
-from polyphase.engine.loop.checkpoint_connector import EngineIO
+from polyphase.engine.loop.engine_io import EngineIO
 
 from .made import about, content, is_whole, manifest, save, save_format1, seal
 
