@@ -94,11 +94,14 @@ class Places:
         self._watched = watched
         ours: Any = combined
         ours.__class__ = WatchedLoaders
-        ours.watched = [watched.get(loader, loader) for loader in combined.flattened]
+        # What is no DataLoader, such as a list of batches, need not be hashable.
+        ours.watched = [
+            watched.get(loader, loader) if isinstance(loader, DataLoader) else loader for loader in combined.flattened
+        ]
 
-    def size_of_batch(self, loader: DataLoader, index: int) -> int | None:
+    def size_of_batch(self, loader: Any, index: int) -> int | None:
         """Samples of a batch of a loader that is watched; None if that is not known."""
-        watched = self._watched.get(loader)
+        watched = self._watched.get(loader) if isinstance(loader, DataLoader) else None
         return None if watched is None else watched.size_of_batch(index)
 
     def settle(self) -> None:

@@ -15,6 +15,8 @@ from polyphase.callbacks import ConsoleLogger, ProgressBar
 from polyphase.engine import Engine
 
 from ..tiny import Regression, engine, rows
+from .both import TRAINERS, Small, exactly, trainer_of
+from .both import rows as both_rows
 
 
 @pytest.mark.parametrize("bar_of", [ConsoleLogger, ProgressBar])
@@ -50,6 +52,17 @@ def test_a_checkpoint_io_that_a_strategy_is_registered_with_stays():
         assert engine(strategy="single_of_mine").strategy.checkpoint_io is mine
     finally:
         StrategyRegistry.remove("single_of_mine")
+
+
+@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_list_of_batches_is_a_loader(flags):
+    weights = []
+    for trainer_class in TRAINERS:
+        module = Small()
+        trainer = trainer_of(trainer_class, Path(trainer_class.__name__), max_epochs=2, **flags)
+        trainer.fit(module, list(both_rows(3)), list(both_rows(2)))
+        weights.append(exactly(module.state_dict()))
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("flags", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}], ids=str)
