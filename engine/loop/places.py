@@ -94,7 +94,7 @@ class Places:
         self._watched = watched
         ours: Any = combined
         ours.__class__ = WatchedLoaders
-        # What is no DataLoader, such as a list of batches, need not be hashable.
+        # What is no DataLoader need not be hashable.
         ours.watched = [
             watched.get(loader, loader) if isinstance(loader, DataLoader) else loader for loader in combined.flattened
         ]
