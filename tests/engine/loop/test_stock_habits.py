@@ -75,7 +75,7 @@ def test_any_iterable_of_batches_is_a_loader(flags):
     for trainer_class in TRAINERS:
         module = Small()
         trainer = trainer_of(trainer_class, Path(trainer_class.__name__), max_epochs=2, **flags)
-        trainer.fit(module, Batches(3), Batches(2))
+        trainer.fit(module, Batches(4), Batches(2))
         weights.append(exactly(module.state_dict()))
     assert weights[0] == weights[1]
 
