@@ -294,10 +294,16 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                 f" configure_optimizers gives {', '.join(now) or 'none'}: use the same, or load the weights alone with"
                 " load_from_checkpoint."
             )
+        states = []
         for optimizer, state, names in zip(optimizers, saved, self._loaded_checkpoint[NAMES], strict=True):
             named = by_name(state, names)
             named["state"] = {name: each for name, each in named["state"].items() if not _is_elsewhere(each)}
-            optimizer.load_state_dict(in_order_of(named, optimizer, self._names(optimizer)))
+            states.append(in_order_of(named, optimizer, self._names(optimizer)))
+        if self._is_sharded or self._state_is_spread:
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+        else:  # a strategy of the user's may have its own way
+            self.trainer.strategy.load_optimizer_state_dict({**self._loaded_checkpoint, "optimizer_states": states})
 
     def resume_end(self) -> None:
         """Called by Lightning when all is restored."""

@@ -99,3 +99,17 @@ def test_a_run_has_no_warning_of_others_even_as_an_error(tmp_path):
         run.save_checkpoint(tmp_path / "saved.ckpt")
         engine(max_steps=2).fit(BoringModel(), ckpt_path=tmp_path / "saved.ckpt")
         run.predict(BoringModel())
+
+
+def test_a_strategy_of_the_users_is_handed_the_optimizers_state(tmp_path):
+    class Mine(SingleDeviceStrategy):
+        def load_optimizer_state_dict(self, checkpoint):
+            self.num_states = len(checkpoint["optimizer_states"])
+            super().load_optimizer_state_dict(checkpoint)
+
+    run = engine(max_steps=1)
+    run.fit(BoringModel())
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    mine = Mine("cpu")
+    engine(max_steps=2, strategy=mine).fit(BoringModel(), ckpt_path=tmp_path / "saved.ckpt")
+    assert mine.num_states == 1
