@@ -291,7 +291,7 @@ class HookWriter(Callback):
             if trainer.world_size > 1
             else [],
             "best": str(trainer.checkpoint_callback.best_model_path) != "",
-            "kept": len(list(self.folder.glob("**/MANIFEST.json"))),
+            "kept": len(list((self.folder / "best").iterdir())),
         }
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(content))
 
