@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from polyphase.engine import Engine
+from polyphase.engine.checkpoint import is_checkpoint
 from tests.engine.parity import MLP, build, largest_difference, loader
 from tests.engine.strategies.test_ddp_integration import QUIET
 
@@ -280,6 +281,7 @@ class HookWriter(Callback):
         self.folder = folder
 
     def on_train_end(self, trainer, pl_module):
+        trainer.strategy.barrier()  # rank 0 may still remove a checkpoint
         own = [p for p in pl_module.parameters() if not p.is_meta]
         state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if v.dim()]
         content = {
@@ -291,7 +293,7 @@ class HookWriter(Callback):
             if trainer.world_size > 1
             else [],
             "best": str(trainer.checkpoint_callback.best_model_path) != "",
-            "kept": len(list((self.folder / "best").iterdir())),
+            "kept": sum(map(is_checkpoint, (self.folder / "best").iterdir())),
         }
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(content))
 
