@@ -38,3 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     """Whatever a run writes (logs, checkpoints) goes to the test's own folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_it_was():
+    """Lightning's launchers name a port in the environment, which runs of a later test would all meet at."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

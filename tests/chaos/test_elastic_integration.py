@@ -3,7 +3,6 @@
 A node is an agent of its own, on loopback.
 """
 
-import socket
 import subprocess
 import sys
 import time
@@ -42,11 +41,6 @@ def meeting(port: int) -> list[str]:
     return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def kill_rank(node: subprocess.Popen) -> None:
     next(p for p in psutil.Process(node.pid).children(recursive=True) if str(JOB) in p.cmdline()).kill()
 
@@ -64,15 +58,15 @@ def test_the_global_batch_and_each_sample_stay(tmp_path):
     folder = tmp_path / "elastic"
     port = free_port()
     launcher = [sys.executable, "-m", "polyphase.engine", "launch", "--nnodes=1:2", "--nproc=1", *meeting(port)]
-    launcher += ["--max-restarts=100", "--rdzv-conf=last_call_timeout=3", "--"]
+    launcher += ["--max-restarts=100"]
 
-    def node() -> Job:
-        return Job(folder, "fsdp", *SIZES, pause_s=0.1, dropout=0.0, launcher=launcher)
+    def node(has_store: bool = False) -> Job:
+        # Without the key-value store no torchrun can go on, so the node that dies must not be the one that has it.
+        conf = f"--rdzv-conf=last_call_timeout=3,is_host={str(has_store).lower()}"
+        return Job(folder, "fsdp", *SIZES, pause_s=0.1, dropout=0.0, launcher=[*launcher, conf, "--"])
 
-    with node() as first:
-        began = time.time()
-        # The node that dies must not be the one with the key-value store, without which no torchrun can go on.
-        wait_for(lambda: listens(port), "meeting point", folder)
+    began = time.time()
+    with node(has_store=True) as first:
         with node() as second:
             wait_for(lambda: trains(folder, 2, began), "step of two ranks", folder)
             time.sleep(1.0)
