@@ -138,20 +138,16 @@ def _to_load(trainer: Any, path: str | None) -> list[str]:
     if path is None:
         return []
     shown, name = shown_path(path), _class_of(trainer.lightning_module).__name__
-    builds_itself = _builds_itself(trainer.lightning_module)
-    if os.path.isfile(path):
-        load = (
-            f"{name}.load_from_checkpoint({shown!r})"
-            if builds_itself
-            else f"model.load_state_dict(torch.load({shown!r}, map_location='cpu')['state_dict'])"
-        )
+    is_file, builds_itself = os.path.isfile(path), _builds_itself(trainer.lightning_module)
+    file = shown if is_file else "model.ckpt" if builds_itself else "model.safetensors"
+    if builds_itself:
+        load = f"{name}.load_from_checkpoint({file!r})"
+    elif is_file:
+        load = f"model.load_state_dict(torch.load({file!r}, map_location='cpu')['state_dict'])"
+    else:
+        load = f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
+    if is_file:
         return ["to load it elsewhere:", f"{_INDENT}{load}"]
-    file = "model.ckpt" if builds_itself else "model.safetensors"
-    load = (
-        f"{name}.load_from_checkpoint({file!r})"
-        if builds_itself
-        else f"model.load_state_dict(safetensors.torch.load_file({file!r}))"
-    )
     export = shlex.join(["polyphase", "ckpt", "export", shown, "--to", file])
     return ["to load it elsewhere, in a shell and in Python:", f"{_INDENT}{export}", f"{_INDENT}{load}"]
 

@@ -11,7 +11,7 @@ class BarState:
     """How far a stage is, by the names that tqdm has for it."""
 
     desc: str
-    """What is done with the batches."""
+    """Name of the stage: Epoch, Validation, Testing or Predicting."""
     n: int
     """Batches done."""
     total: float
@@ -34,13 +34,13 @@ class StockBars:
 
     @property
     def train_progress_bar(self) -> BarState:
-        """Of the last epoch of training."""
+        """How far the last epoch of training is, or was."""
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return BarState("Epoch", done, num_train_batches(self.trainer, done))
 
     @property
     def val_progress_bar(self) -> BarState:
-        """Of the last validation: that of `validate` if this was called last, else that of `fit`."""
+        """How far the last validation is, or was: that of `validate` if this was called last, else that of `fit`."""
         trainer = self.trainer
         is_alone = trainer.state.fn == "validate"
         loop = trainer.validate_loop if is_alone else trainer.fit_loop.epoch_loop.val_loop
@@ -48,13 +48,13 @@ class StockBars:
 
     @property
     def test_progress_bar(self) -> BarState:
-        """Of the last test."""
+        """How far the last test is, or was."""
         loop = self.trainer.test_loop
         return BarState("Testing", loop.batch_progress.current.ready, _total(loop.max_batches))
 
     @property
     def predict_progress_bar(self) -> BarState:
-        """Of the last prediction."""
+        """How far the last prediction is, or was."""
         loop = self.trainer.predict_loop
         return BarState("Predicting", loop.batch_progress.current.ready, _total(loop.max_batches))
 

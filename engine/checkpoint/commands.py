@@ -30,7 +30,6 @@ from .manifest import (
     read_manifest,
 )
 from .single_file import wrong_in
-from .store import check_files
 
 __all__ = ["main"]
 
@@ -90,7 +89,7 @@ def _list(folder: str) -> int:
 
 
 def _inspect(path: str, tensors: bool) -> int:
-    from .saver import check_content
+    from .opening import check_content
     from .shards import tensors_in
 
     _check_exists(path)
@@ -214,7 +213,7 @@ def _about(path: str, manifest: Manifest, num_tensors: int) -> dict[str, str]:
 
 def _progress(files: Files) -> dict[str, str]:
     """What Lightning's part says."""
-    from .saver import load_file
+    from .opening import load_file
 
     try:
         return _said(load_file(files, REST, True), load_file(files, RANKS, True))
@@ -247,20 +246,19 @@ def _trained_on(ranks: list[Any]) -> dict[str, str]:
 
 
 def _problems(path: str) -> list[str]:
-    from .saver import check_content
+    from .opening import check_content, wrong_files
 
     try:
         manifest = read_manifest(path)
         if not is_directory(path):
             return wrong_in(path) or _unopenable(path)
-        missing = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
-        return missing + check_files(path, manifest) or check_content(path, manifest)
+        return wrong_files(path, manifest) or check_content(path, manifest)
     except CheckpointError as damage:
         return [str(damage)]
 
 
 def _unopenable(path: str) -> list[str]:
-    """What would have to be executed to open a file counts as wrong, too."""
+    """Why a file can't be opened: also that opening it would run code, which is not done here."""
     from .whole import whole_tensors
 
     try:

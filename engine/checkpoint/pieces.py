@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-__all__ = ["LoadPlanner", "Pieces", "SavePlanner"]
+__all__ = ["Pieces", "SavePlanner", "reading_plan"]
 
 
 class Pieces:
@@ -70,7 +75,7 @@ class SavePlanner(DefaultSavePlanner):
         return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_object(index)
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """torch's, that reads each block of a tensor of which this rank has several."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
@@ -82,6 +87,19 @@ class LoadPlanner(DefaultLoadPlanner):
         """Where to read to."""
         found = self.state_dict[index.fqn]
         return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_tensor(index)
+
+
+def reading_plan(tensors: dict[str, Tensor], metadata: Metadata) -> tuple[DefaultLoadPlanner, LoadPlan]:
+    """What one rank reads, by itself: as `torch.distributed.checkpoint.load` of one rank plans it, which would warn.
+
+    Args:
+        tensors: to be filled, by their keys.
+        metadata: of what is stored.
+    """
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    (plan,) = planner.create_global_plan([planner.create_local_plan()])
+    return planner, planner.finish_plan(plan)
 
 
 def _in_pieces(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 As they are, each would be written by `torch.save` within the pickle.
 """
 
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +35,9 @@ def _pack(tensor: Tensor) -> Any:
 
 def unpacked(value: Any) -> Any:
     """What `packed` was given."""
-    if isinstance(value, _Packed):
-        content = np.require(value.content, requirements="W")
-        return torch.from_numpy(content).view(value.dtype).reshape(value.shape)
-    if type(value) is dict:
-        return {key: unpacked(each) for key, each in value.items()}
-    if type(value) is OrderedDict:
-        ordered = OrderedDict((key, unpacked(each)) for key, each in value.items())
-        ordered.__dict__.update(value.__dict__)
-        return ordered
-    return type(value)(map(unpacked, value)) if type(value) in (list, tuple) else value
+    return mapped(_unpack, value, _Packed)
+
+
+def _unpack(tensor: _Packed) -> Tensor:
+    content = np.require(tensor.content, requirements="W")
+    return torch.from_numpy(content).view(tensor.dtype).reshape(tensor.shape)

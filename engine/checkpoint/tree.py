@@ -98,14 +98,14 @@ def merged(everyones: list[Any]) -> Any:
     return first
 
 
-def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A nested value with `function` of each tensor in its place."""
-    if isinstance(value, Tensor):
+def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """A nested value with `function` of each tensor, or of each `kind`, in its place."""
+    if isinstance(value, kind):
         return function(value)
     if type(value) in (dict, OrderedDict):
-        return _as(value, {key: mapped(function, each) for key, each in value.items()})
+        return _as(value, {key: mapped(function, each, kind) for key, each in value.items()})
     if type(value) in (list, tuple):
-        return type(value)(mapped(function, each) for each in value)
+        return type(value)(mapped(function, each, kind) for each in value)
     return value
 
 

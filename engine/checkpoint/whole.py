@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from .files import resolve
 from .manifest import CheckpointError
 from .not_plain import NotPlainError, not_plain
-from .pieces import LoadPlanner
+from .pieces import reading_plan
 from .single_file import OURS, is_archive, wrong_in
 from .store import writing_file
 from .tree import NAMES, by_name, join, like, mapped, numbered, split
@@ -152,10 +152,8 @@ def part_of(
 def _fill(parts: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
     """Copies to each part what it is of the whole tensor, planned as for a directory."""
     metadata = Metadata({key: _one_chunk(whole[key]) for key in parts})
-    planner = LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(parts, metadata, is_coordinator=True)
-    (plan,) = planner.create_global_plan([planner.create_local_plan()])
-    for item in planner.finish_plan(plan).items:
+    planner, plan = reading_plan(parts, metadata)
+    for item in plan.items:
         block = whole[item.storage_index.fqn]
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             block = block.narrow(dim, offset, length)

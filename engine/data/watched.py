@@ -119,8 +119,7 @@ class _NotedIterator:
         before = state_before(sampler)
         self._items = iter(users)
         # Some samplers draw here, and most of them when they are asked for the first item.
-        self._is_drawn = not is_same_state(before, state_before(sampler))
-        self.seen.before = before if self._is_drawn else None
+        self.seen.before = None if is_same_state(before, state_before(sampler)) else before
 
     def __iter__(self) -> "_NotedIterator":
         return self

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyphase.engine.checkpoint import CheckpointError, Saver, find, read_manifest
-from polyphase.engine.checkpoint import saver as saving
+from polyphase.engine.checkpoint import CheckpointError, Saver, find, opening, read_manifest
 from polyphase.engine.checkpoint.store import MANIFEST, check_files
 
 from .made import is_whole, saved
@@ -62,7 +61,7 @@ def test_these_are_all_files(whole):
 def test_damage_is_found_before_anything_is_read(folder, name, damage, monkeypatch):
     damage(folder / "step=2" / name)
     for reader in ("load_file", "read_index"):
-        monkeypatch.setattr(saving, reader, lambda *_, reader=reader: pytest.fail(f"{reader} of a damaged checkpoint"))
+        monkeypatch.setattr(opening, reader, lambda *_, reader=reader: pytest.fail(f"{reader} of a damaged checkpoint"))
     with pytest.raises(CheckpointError, match=name):
         Saver().load(str(folder / "step=2"))
     monkeypatch.undo()
