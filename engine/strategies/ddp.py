@@ -66,7 +66,21 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             p.requires_grad for p in self._parameters
         ]:
             self._wrap_anew()
-        return super().training_step(*args, **kwargs)
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            self._name_unused(error)
+            raise
+
+    def _name_unused(self, error: RuntimeError) -> None:
+        """Puts the parameters' names into torch's message, which has their numbers."""
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if "finished reduction in the prior iteration" in str(error) and numbers:
+            assert self.lightning_module is not None
+            # `toggle_optimizer` may have frozen some for the moment.
+            everyones = zip(self.lightning_module.named_parameters(), self._requires_grad, strict=True)
+            names = [name for (name, _), is_trained in everyones if is_trained]
+            error.args = (self._unused_message([names[int(number)] for number in numbers[1].split()]),)
 
     def _wrap_anew(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -106,7 +120,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             self._checks_unused = False
             unused = [n for n, p in self._trained_parameters() if p.grad is None]
             if unused:
-                raise RuntimeError(_unused_message(unused))
+                raise RuntimeError(self._unused_message(unused))
 
     @property
     def why_no_repeat(self) -> str | None:  # type: ignore[override]
@@ -166,13 +180,13 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             with super().block_backward_sync():
                 yield
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Adds the parameters' names where torch reports unused ones by index only."""
-        text = str(exception)
-        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-        if "finished reduction in the prior iteration" in text and indices:
-            names = [name for name, _ in self._trained_parameters()]
-            exception.args = (_unused_message([names[int(i)] for i in indices[1].split()]) + "\n" + text,)
+    def _unused_message(self, names: list[str]) -> str:
+        flag = repr(self).strip("'")
+        return (
+            f"under {flag!r} these parameters had no part in the loss: {', '.join(names)}. Their gradients can't be"
+            f" averaged. If that is meant, set strategy='{flag}:find_unused_parameters=true'; if they are never"
+            " trained, set `requires_grad = False` on them."
+        )
 
     def _trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters in the order by which `DistributedDataParallel` counts them."""
@@ -191,11 +205,3 @@ def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:
         new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
         arguments["forward_sync_buffers" if new_name else "broadcast_buffers"] = False
     return arguments
-
-
-def _unused_message(names: list[str]) -> str:
-    return (
-        f"under `ddp`, these parameters had no part in the loss: {', '.join(names)}. Their gradients can't be averaged."
-        " If that is meant, set strategy='ddp:find_unused_parameters=true'; if they are never trained, set"
-        " `requires_grad = False` on them."
-    )

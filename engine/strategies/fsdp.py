@@ -12,7 +12,7 @@ all-reduce of the 4 P/S bytes of a shard. Phase 3 happens once per accumulation 
 
 import functools
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -34,11 +34,12 @@ from torch.utils.checkpoint import checkpoint
 from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
 from ..flags import Layout
+from .by_hand import ByHand, called_parts
 from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
-from .units import shard_units
+from .units import shard_units, untied
 
 __all__ = ["FSDP"]
 
@@ -64,6 +65,7 @@ class FSDP(MeshStrategy):
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
         self._is_in_step = False
+        self._by_hand: ByHand | None = None
         self._counted: Plain | None = None
         self._wires: list[Wire] = []
         self._replica_averages: list[ReplicaAverage] = []
@@ -118,6 +120,15 @@ class FSDP(MeshStrategy):
         """See `MeshStrategy`."""
         return ("replicate", "shard") if isinstance(self.options, HSDPOptions) else ("shard",)
 
+    def check_module(self, module: nn.Module) -> None:
+        """See `LayoutStrategy`."""
+        by_hand = not getattr(module, "automatic_optimization", True)
+        if by_hand and isinstance(self.options, FSDPOptions) and not self.options.reshard_after_forward:
+            raise ValueError(
+                f"{type(module).__name__} optimizes by hand: its weights change amid a step, so what a forward has"
+                " gathered can't be kept. Leave out reshard_after_forward=false."
+            )
+
     def _shard_mesh(self) -> Any:
         """Where units are sharded; the comm hook averages over the replicas in FSDP2's place."""
         return self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
@@ -151,11 +162,25 @@ class FSDP(MeshStrategy):
         self.setup_precision_plugin()
         if fitting:
             self._hook_units()
+            if self._by_hand is not None:
+                self._by_hand.end()
+            by_hand = not trainer.lightning_module.automatic_optimization and isinstance(self.model, FSDPModule)
+            self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Strategy`."""
+        if self._by_hand is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        with self._by_hand.backward(closure_loss):
+            return super().backward(closure_loss, *args, **kwargs)
 
     def _shard(self, model: nn.Module) -> None:
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
         units = set(shard_units(model))
         self.compiles_units = self.compile is not None and bool(units)
+        by_hand = not getattr(model, "automatic_optimization", True)
+        if by_hand:
+            units |= set(untied(model, called_parts(model)))
 
         def shard(part: nn.Module) -> None:
             if part not in units and part is not model:
@@ -166,7 +191,7 @@ class FSDP(MeshStrategy):
                 part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
             if part in units and self.compile is not None:
                 part.forward = self.compile(part.forward)
-            self._fully_shard(part, is_last=part is model)
+            self._fully_shard(part, is_last=part is model and not by_hand)
 
         before = {*model._forward_pre_hooks, *model._forward_hooks}
         materialize(model, on_complete=shard)
@@ -174,7 +199,8 @@ class FSDP(MeshStrategy):
         for step in _STEPS:
             if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
                 continue
-            setattr(model, step, self._marked(getattr(model, step)))
+            method = getattr(model, step)
+            setattr(model, step, self._marked(self._trained_by_hand(method) if step == "training_step" else method))
             if isinstance(model, FSDPModule):
                 register_fsdp_forward_method(model, step)
         # A step that calls `self(batch)` would have these hooks run in each other, and gather all once more.
@@ -224,6 +250,14 @@ class FSDP(MeshStrategy):
                 unit.set_custom_reduce_scatter(CountedReduceScatter(shards, index))
             if self.counts_traffic:
                 unit.set_custom_all_gather(CountedAllGather(shards, index))
+
+    def _trained_by_hand(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._by_hand.step() if self._by_hand is not None else nullcontext():
+                return step(*args, **kwargs)
+
+        return watched
 
     def _marked(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["check_inside", "repeated_blocks", "shard_units"]
+__all__ = ["check_inside", "repeated_blocks", "shard_units", "untied"]
 
 
 def shard_units(module: nn.Module) -> list[nn.Module]:
@@ -23,6 +23,11 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
         check_inside(module, units, "shard_units")
     else:
         _, units = repeated_blocks(module)
+    return untied(module, units)
+
+
+def untied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of `units` that share no parameter with what of `module` is outside of them."""
     owners = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     return [unit for unit in units if _owns_its_parameters(unit, owners)]
 

@@ -91,6 +91,7 @@ class TensorParallel(FSDP):
 
     def check_module(self, module: nn.Module) -> None:
         """Raises ValueError if `module` can't be split, before any process starts."""
+        super().check_module(module)
         if next(module.parameters(), None) is not None:  # else it is built later, in `configure_model`
             self._make_plan(module)
 

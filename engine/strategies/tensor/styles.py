@@ -39,6 +39,11 @@ def _whole(tensor: DTensor) -> Tensor:
     return _Leave.apply(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
 
 
+_NO_DOUBLE_BACKWARD = """\
+tensor parallelism can't give the gradient of a gradient, as create_graph=True asks for, say for a gradient penalty: \
+choose another strategy, such as 'fsdp'."""
+
+
 class _Leave(torch.autograd.Function):
     """A replica becomes a tensor. `DTensor.to_local` gives a view, which must not be changed in place."""
 
@@ -50,6 +55,9 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        if torch.is_grad_enabled():
+            # torch: the backward of a redistribution is not differentiable, and says so by leaving terms out.
+            raise RuntimeError(_NO_DOUBLE_BACKWARD)
         return DTensor.from_local(gradient, *ctx.spec, run_check=False)
 
 

@@ -1,0 +1,118 @@
+"""What `fsdp` needs of a module that optimizes by hand: backwards and optimizer steps amid its `training_step`.
+
+FSDP2 expects one forward, then one backward, then the step. Here the parts that the step calls, a generator and a
+discriminator, are units of their own: outside of their forward their parameters are the shards that the optimizers
+have. What belongs to the module itself is gathered for the whole step.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = ["ByHand", "called_parts"]
+
+
+def called_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The sub-modules with parameters that a step can call: children, or what is in a container without a forward."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from called_parts(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+class ByHand:
+    """Keeps a sharded module in order while its step goes forward, backward and on, as often as it likes.
+
+    Args:
+        model: with units and the root sharded by `fully_shard`, each of which is freed after its forward.
+        optimizers: that the step calls.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        assert isinstance(model, FSDPModule)
+        self._root: Any = model
+        self._units: list[Any] = [
+            part for part in model.modules() if isinstance(part, FSDPModule) and part is not model
+        ]
+        self._num_calls: Counter[Any] = Counter()
+        self._is_in_step = False
+        self._handles = [unit.register_forward_pre_hook(self._count) for unit in self._units]
+        self._handles += [optimizer.register_step_post_hook(self._renew) for optimizer in optimizers]
+        # A backward by torch.autograd.grad may be the first of two through the same graph, which needs the weights.
+        model.set_reshard_after_backward(False)
+
+    def end(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around `training_step`, the root's parameters being gathered.
+
+        Raises:
+            RuntimeError: one of those was written to, which would be lost.
+        """
+        before = {name: (p, p._version) for name, p in self._own_parameters()}
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+        written = [name for name, (parameter, version) in before.items() if parameter._version != version]
+        if written:
+            raise RuntimeError(
+                f"`training_step` wrote to {', '.join(written)}, of which each rank has a copy under fsdp that is"
+                " thrown away after the step. Write to it in `on_train_batch_end`, or put it into a sub-module."
+            )
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Around a backward within the step: gradients are reduced, and the units freed."""
+        if loss.requires_grad:
+            # torch: FSDPState._pre_backward, which the outputs of a forward call; that of the root is not over yet.
+            loss.register_hook(self._root._get_fsdp_state()._pre_backward)
+        for unit in self._units:
+            # Of several forwards the backward of the first would free what that of the next one needs.
+            unit.set_reshard_after_backward(self._num_calls[unit] == 1 and _is_sharded(unit), recurse=False)
+        try:
+            yield
+        finally:
+            self._num_calls.clear()
+            self._root.set_reshard_after_backward(False)
+            for unit in self._units:
+                unit.reshard()
+
+    def _count(self, unit: nn.Module, _: Any) -> None:
+        self._num_calls[unit] += torch.is_grad_enabled()
+
+    def _renew(self, *_: Any) -> None:
+        """After an optimizer's step: what was gathered is what the weights were before."""
+        left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"under fsdp the gradients of {', '.join(left)} were not averaged over the ranks: call"
+                " `self.manual_backward(loss)` in place of `loss.backward()`."
+            )
+        for unit in (self._root, *self._units):
+            unit.reshard()
+        if self._is_in_step:
+            self._root.unshard()
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the root that are gathered now."""
+        units = tuple(f"{name}." for name, part in self._root.named_modules() if isinstance(part, FSDPModule) and name)
+        for name, parameter in self._root.named_parameters():
+            if not isinstance(parameter, DTensor) and not name.startswith(units):
+                yield name, parameter
+
+
+def _is_sharded(unit: nn.Module) -> bool:
+    return all(isinstance(parameter, DTensor) for parameter in unit.parameters())
