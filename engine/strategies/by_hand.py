@@ -41,6 +41,11 @@ class ByHand:
         self._units: list[Any] = [
             part for part in model.modules() if isinstance(part, FSDPModule) and part is not model
         ]
+        self._own = [
+            (f"{path}.{name}".lstrip("."), part, name)
+            for path, part in _outside(model)
+            for name, _ in part.named_parameters(recurse=False)
+        ]
         self._num_calls: Counter[Any] = Counter()
         self._is_in_step = False
         self._handles = [unit.register_forward_pre_hook(self._count) for unit in self._units]
@@ -96,7 +101,7 @@ class ByHand:
     def _renew(self, *_: Any) -> None:
         """After an optimizer's step: what was gathered is what the weights were before."""
         left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
-        if left:
+        if left and self._is_in_step:  # outside of it these are the shards, whose gradients are due
             raise RuntimeError(
                 f"under fsdp the gradients of {', '.join(left)} were not averaged over the ranks: call"
                 " `self.manual_backward(loss)` in place of `loss.backward()`."
@@ -107,11 +112,17 @@ class ByHand:
             self._root.unshard()
 
     def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the root that are gathered now."""
-        units = tuple(f"{name}." for name, part in self._root.named_modules() if isinstance(part, FSDPModule) and name)
-        for name, parameter in self._root.named_parameters():
-            if not isinstance(parameter, DTensor) and not name.startswith(units):
-                yield name, parameter
+        """The root's, as they are now: gathered or not."""
+        for path, owner, name in self._own:
+            yield path, getattr(owner, name)
+
+
+def _outside(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and its sub-modules, but for units, by their names."""
+    yield path, module
+    for name, child in module.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _outside(child, f"{path}.{name}")
 
 
 def _is_sharded(unit: nn.Module) -> bool:

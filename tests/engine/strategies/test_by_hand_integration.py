@@ -202,6 +202,35 @@ def test_what_fsdp_would_lose_is_refused_by_name(step, text):
         run("fsdp_fork", step)
 
 
+class SteppedLater(ByHand):
+    """Its optimizers step in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(later)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def later(nets: Any, batch: Tensor, hands: Hands) -> None:
+    hands.backward(real_or_not(nets.discriminator(faked(nets, batch)), True))
+
+
+def at_once(nets: Any, batch: Tensor, hands: Hands) -> None:
+    later(nets, batch, hands)
+    for optimizer in hands.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_optimizers_may_step_in_a_hook():
+    module = SteppedLater()
+    Engine(strategy="fsdp_fork", devices=2, accelerator="cpu", max_epochs=1, **QUIET).fit(module, DataLoader(ROWS, 4))
+    assert largest_difference(module.state_dict(), plain(at_once)) < 1e-6
+
+
 def test_a_gradient_of_a_gradient_is_refused_under_tp():
     with pytest.raises(ProcessRaisedException, match=r"can't give the gradient of a gradient.*such as 'fsdp'"):
         run("tp_fork", penalised)
