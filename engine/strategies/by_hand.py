@@ -5,7 +5,6 @@ discriminator, are units of their own: outside of their forward their parameters
 have. What belongs to the module itself is gathered for the whole step.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 __all__ = ["ByHand", "called_parts"]
 
@@ -46,12 +44,9 @@ class ByHand:
             for path, part in _outside(model)
             for name, _ in part.named_parameters(recurse=False)
         ]
-        self._num_calls: Counter[Any] = Counter()
         self._is_in_step = False
-        self._handles = [unit.register_forward_pre_hook(self._count) for unit in self._units]
-        self._handles += [optimizer.register_step_post_hook(self._renew) for optimizer in optimizers]
-        # A backward by torch.autograd.grad may be the first of two through the same graph, which needs the weights.
-        model.set_reshard_after_backward(False)
+        self._handles = [optimizer.register_step_post_hook(self._renew) for optimizer in optimizers]
+        model.set_reshard_after_backward(False, recurse=False)  # the step goes on
 
     def end(self) -> None:
         """Takes the hooks away."""
@@ -78,25 +73,11 @@ class ByHand:
                 " thrown away after the step. Write to it in `on_train_batch_end`, or put it into a sub-module."
             )
 
-    @contextmanager
-    def backward(self, loss: Tensor) -> Iterator[None]:
-        """Around a backward within the step: gradients are reduced, and the units freed."""
+    def begin_backward(self, loss: Tensor) -> None:
+        """Called before a backward within the step: has it end with the reduction of all gradients."""
         if loss.requires_grad:
             # torch: FSDPState._pre_backward, which the outputs of a forward call; that of the root is not over yet.
             loss.register_hook(self._root._get_fsdp_state()._pre_backward)
-        for unit in self._units:
-            # Of several forwards the backward of the first would free what that of the next one needs.
-            unit.set_reshard_after_backward(self._num_calls[unit] == 1 and _is_sharded(unit), recurse=False)
-        try:
-            yield
-        finally:
-            self._num_calls.clear()
-            self._root.set_reshard_after_backward(False)
-            for unit in self._units:
-                unit.reshard()
-
-    def _count(self, unit: nn.Module, _: Any) -> None:
-        self._num_calls[unit] += torch.is_grad_enabled()
 
     def _renew(self, *_: Any) -> None:
         """After an optimizer's step: what was gathered is what the weights were before."""
@@ -123,7 +104,3 @@ def _outside(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
     for name, child in module.named_children():
         if not isinstance(child, FSDPModule):
             yield from _outside(child, f"{path}.{name}")
-
-
-def _is_sharded(unit: nn.Module) -> bool:
-    return all(isinstance(parameter, DTensor) for parameter in unit.parameters())

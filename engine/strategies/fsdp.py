@@ -38,6 +38,7 @@ from .by_hand import ByHand, called_parts
 from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
+from .second_backward import SecondBackward
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .units import shard_units, untied
 
@@ -66,6 +67,7 @@ class FSDP(MeshStrategy):
         self.comm_hook = comm_hook
         self._is_in_step = False
         self._by_hand: ByHand | None = None
+        self._second_backward: SecondBackward | None = None
         self._counted: Plain | None = None
         self._wires: list[Wire] = []
         self._replica_averages: list[ReplicaAverage] = []
@@ -162,6 +164,7 @@ class FSDP(MeshStrategy):
         self.setup_precision_plugin()
         if fitting:
             self._hook_units()
+            self._second_backward = SecondBackward(self.model)
             if self._by_hand is not None:
                 self._by_hand.end()
             by_hand = not trainer.lightning_module.automatic_optimization and isinstance(self.model, FSDPModule)
@@ -169,10 +172,12 @@ class FSDP(MeshStrategy):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """See `Strategy`."""
-        if self._by_hand is None:
-            return super().backward(closure_loss, *args, **kwargs)
-        with self._by_hand.backward(closure_loss):
-            return super().backward(closure_loss, *args, **kwargs)
+        if self._by_hand is not None:
+            self._by_hand.begin_backward(closure_loss)
+        loss = super().backward(closure_loss, *args, **kwargs)
+        if self._second_backward is not None:
+            self._second_backward.release()
+        return loss
 
     def _shard(self, model: nn.Module) -> None:
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""

@@ -106,16 +106,20 @@ def critic(nets: Any, batch: Tensor, hands: Hands) -> None:
     first.step()
 
 
-def penalised(nets: Any, batch: Tensor, hands: Hands) -> None:
+def penalised_loss(nets: Any, batch: Tensor) -> Tensor:
     """Wasserstein with a gradient penalty: a backward through a backward."""
-    _, second = hands.optimizers
     fake = faked(nets, batch).detach()
     between = (0.5 * (batch + fake)).requires_grad_()
     scores = torch.tanh(nets.discriminator(between))
     (slope,) = torch.autograd.grad(scores.sum(), between, create_graph=True)
     penalty = (slope.norm(dim=1) - 1).square().mean()
+    return nets.discriminator(fake).mean() - nets.discriminator(batch).mean() + penalty
+
+
+def penalised(nets: Any, batch: Tensor, hands: Hands) -> None:
+    _, second = hands.optimizers
     second.zero_grad()
-    hands.backward(nets.discriminator(fake).mean() - nets.discriminator(batch).mean() + penalty)
+    hands.backward(penalised_loss(nets, batch))
     second.step()
 
 
@@ -229,6 +233,26 @@ def test_optimizers_may_step_in_a_hook():
     module = SteppedLater()
     Engine(strategy="fsdp_fork", devices=2, accelerator="cpu", max_epochs=1, **QUIET).fit(module, DataLoader(ROWS, 4))
     assert largest_difference(module.state_dict(), plain(at_once)) < 1e-6
+
+
+class Automatic(ByHand):
+    def __init__(self) -> None:
+        super().__init__(penalised)
+        self.automatic_optimization = True
+        self.generator.requires_grad_(False)
+        self.scale.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return penalised_loss(self, batch)
+
+    def configure_optimizers(self):
+        return Nets.optimizers(self)[1]
+
+
+def test_gradients_of_gradients_under_automatic_optimization():
+    module = Automatic()
+    Engine(strategy="fsdp_fork", devices=2, accelerator="cpu", max_epochs=1, **QUIET).fit(module, DataLoader(ROWS, 4))
+    assert largest_difference(module.state_dict(), plain(penalised)) < 1e-6
 
 
 def test_a_gradient_of_a_gradient_is_refused_under_tp():
