@@ -7,7 +7,6 @@ is named at the first step.
 """
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import CommHook, Plain
 from ..flags import Layout
+from ..torch_versions import SYNC_BUFFERS
 from .compressing import CompressingStrategy
 from .launch import end_group_at_exit
 from .layout import LayoutStrategy
@@ -187,9 +187,7 @@ def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:
     del arguments["timeout_s"]
     broadcast = arguments.pop("broadcast_buffers")
     if not broadcast:
-        # Torch 2.13 renamed it and warns about the old name, even where it has its default value.
-        new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        arguments["forward_sync_buffers" if new_name else "broadcast_buffers"] = False
+        arguments[SYNC_BUFFERS] = False
     return arguments
 
 

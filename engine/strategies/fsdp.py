@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
 from ..flags import Layout
+from ..torch_versions import CAN_REPEAT_SHARDED
 from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
@@ -276,7 +277,7 @@ class FSDP(MeshStrategy):
     @property
     def why_no_repeat(self) -> str | None:  # type: ignore[override]
         """See `CompressingStrategy`."""
-        return None if hasattr(FSDPModule, "reset_iter_state") else "a torch before 2.13"
+        return None if CAN_REPEAT_SHARDED else "a torch before 2.13"
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
         """Runs the module on the smallest batch, for each unit's collectives; those it has made are left out."""
