@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_map_only
 
+from ...torch_versions import VIEWS
+
 __all__ = ["FusedColwise", "Region", "Rows", "Vocabulary", "replicate", "to_plain"]
 
 
@@ -269,5 +271,5 @@ def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
 
 
 _rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-for _operator in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default):
+for _operator in VIEWS:
     _rules[_operator] = functools.partial(_view, _rules[_operator])
