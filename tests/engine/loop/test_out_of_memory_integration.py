@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
+from polyphase.engine.torch_versions import CAN_REPEAT_SHARDED
 
 from ..parity import TOLERANCE, adamw, largest_difference, suffixed
 from ..tiny import QUIET
@@ -130,7 +131,8 @@ def weights(module: Hungry) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict().items() if name in names}
 
 
-STRATEGIES = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp:no_sync=false", 3), ("hsdp:replicate=2", 4)]
+SHARDED = [("fsdp", 2), ("fsdp:no_sync=false", 3), ("hsdp:replicate=2", 4)] if CAN_REPEAT_SHARDED else []
+STRATEGIES = [("single", 1), ("ddp", 2), ("ddp", 3), *SHARDED]
 
 
 @pytest.mark.parametrize("from_step", [0, 3], ids=["first step", "in the middle"])
@@ -151,7 +153,7 @@ def test_what_a_comm_hook_keeps_is_as_if_it_had_not_happened(compression):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("flag", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("flag", "devices"), [("single", 1), ("ddp", 2), *SHARDED[:1]])
 def test_all_else_is_as_if_it_had_not_happened(flag, devices, where, tmp_path):
     found = []
     for most, micro in ((3, "auto"), (SIZE, 3)):
@@ -201,14 +203,16 @@ def test_and_so_it_is_on_one_rank_of_several():
         fit(Hungry(most=0), "ddp", 2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"strategy": "ddp:static_graph=true"}, "under ddp:static_graph=true"),
-        ({"strategy": "ddp", "sync_batchnorm": True}, "under sync_batchnorm=True"),
-        ({"strategy": DDPStrategy()}, "under DDPStrategy"),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"strategy": "ddp:static_graph=true"}, "under ddp:static_graph=true"),
+    ({"strategy": "ddp", "sync_batchnorm": True}, "under sync_batchnorm=True"),
+    ({"strategy": DDPStrategy()}, "under DDPStrategy"),
+]
+if not CAN_REPEAT_SHARDED:
+    REFUSED += [({"strategy": flag}, "under a torch before 2.13") for flag in ("fsdp", "hsdp:replicate=2,shard=1")]
+
+
+@pytest.mark.parametrize(("flags", "why"), REFUSED)
 def test_what_can_not_be_repeated_is_refused(flags, why):
     with pytest.raises(ValueError, match=f"micro_batch_size='auto' can't repeat a step {why}"):
         Engine(devices=2, global_batch_size=BATCH, micro_batch_size="auto", **QUIET, **flags)
