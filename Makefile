@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The CPU wheel of this torch needs no CUDA packages; where a torch in the range is installed already, it stays.
-TORCH ?= torch>=2.11,<2.14
+TORCH ?= torch>=2.13,<2.14
+OLDEST ?= torch>=2.13,<2.14
+NEWEST ?= torch>=2.15,<2.16
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench chaos lint format check clean
+.PHONY: help install demo test versions bench chaos lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +33,10 @@ demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 test: install  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+versions:  ## all tests on the oldest and the newest torch, each in a .venv of its own; some 15 GB where those are for CUDA
+	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)"
+	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)"
+
 bench: install  ## what the engine costs per step, into benchmarks/results
 	$(PIP_INSTALL) --editable ".[bench]"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
@@ -50,4 +56,4 @@ format: install  ## ruff's formatting
 check: lint test  ## what continuous integration runs
 
 clean:  ## removes what was built; logs and checkpoints stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,17 @@ def test_the_version_is_written_once():
     assert "version" not in PROJECT["project"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "engine.version.__version__"}
     assert importlib.metadata.version("polyphase") == polyphase.engine.__version__
+
+
+def test_the_versions_of_torch_are_the_same_wherever_they_are_named():
+    (bounds,) = (line for line in PROJECT["project"]["dependencies"] if line.startswith("torch>"))
+    found = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", bounds)
+    assert found
+    oldest, newest = int(found[1]), int(found[2]) - 1
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"\nOLDEST ?= torch>=2.{oldest},<2.{oldest + 1}\n" in makefile
+    assert f"\nNEWEST ?= torch>=2.{newest},<2.{newest + 1}\n" in makefile
+    assert f"| torch | 2.{oldest} to 2.{newest} |" in (ROOT / "README.md").read_text()
 
 
 def test_the_versions_file_is_read_without_importing_anything():
