@@ -186,7 +186,8 @@ def _options(options: type) -> Iterator[str]:
     yield "options, as name:option=value,option=value"
     types, texts = typing.get_type_hints(options), field_docs(options)
     for field in fields:
-        left = f"  {field.name}={_text(field.default)}"
+        is_left_out = field.default is None and types[field.name] == bool | None  # then it counts as false
+        left = f"  {field.name}={_text(False if is_left_out else field.default)}"
         words = f"{texts.get(field.name, '')} ({_type_name(types[field.name])})".strip()
         yield from _wrapped(words, " " * 35, f"{left:<34} ")
 

@@ -33,7 +33,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
     """`DistributedDataParallel` with its options set well, and any comm hook on any device."""
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
-        super().__init__(timeout=timedelta(seconds=options.timeout_s), **_ddp_arguments(options))
+        super().__init__(timeout=timedelta(seconds=options.timeout_s), **_given(options))
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
@@ -58,6 +58,15 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         self._parameters = list(self.lightning_module.parameters())
         self._requires_grad = [p.requires_grad for p in self._parameters]
         super().configure_ddp()
+
+    # Lightning: DDPStrategy._setup_model, which wraps by _ddp_kwargs; those are what the user has asked for.
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        given = self._ddp_kwargs
+        self._ddp_kwargs = {"gradient_as_bucket_view": True, **given}
+        try:
+            return super()._setup_model(model)
+        finally:
+            self._ddp_kwargs = given
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; where parameters were frozen or unfrozen since the last one, the module is wrapped anew."""
@@ -194,14 +203,15 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
 
 
-def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:
-    """The arguments of `DistributedDataParallel`."""
-    # A subclass of the options, of a strategy from outside, may have more of them.
-    arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(DDPOptions)}
-    del arguments["timeout_s"]
-    broadcast = arguments.pop("broadcast_buffers")
-    if not broadcast:
+def _given(options: DDPOptions) -> dict[str, Any]:
+    """The arguments of `DistributedDataParallel` that the flag says: what Lightning keeps as the strategy's."""
+    given = {
+        field.name: value
+        for field in dataclasses.fields(DDPOptions)
+        if (value := getattr(options, field.name)) != field.default and field.name != "timeout_s"
+    }
+    if "broadcast_buffers" in given:
         # Torch 2.13 renamed it and warns about the old name, even where it has its default value.
         new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        arguments["forward_sync_buffers" if new_name else "broadcast_buffers"] = False
-    return arguments
+        given["forward_sync_buffers" if new_name else "broadcast_buffers"] = given.pop("broadcast_buffers")
+    return given

@@ -56,6 +56,23 @@ def test_unused_parameters_are_fine_with_the_flag(module):
     fit(module(), "ddp_fork_find_unused_parameters_true")
 
 
+class WritesHowItIsWrapped(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer, pl_module):
+        wrapped = trainer.model
+        self.path.write_text(f"{wrapped.gradient_as_bucket_view} {wrapped.find_unused_parameters}")
+
+
+@pytest.mark.parametrize(
+    ("options", "wrapped"), [("", "True False"), (":gradient_as_bucket_view=false", "False False")]
+)
+def test_gradients_live_in_the_buckets_unless_the_flag_says_otherwise(options, wrapped, tmp_path):
+    fit(MLP(), f"ddp_fork{options}", callbacks=[WritesHowItIsWrapped(tmp_path / "wrapped")], limit_train_batches=1)
+    assert (tmp_path / "wrapped").read_text() == wrapped
+
+
 class Counts(Callback):
     """Writes what rank 0's comm hook and the profiler counted."""
 

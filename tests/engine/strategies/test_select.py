@@ -80,7 +80,8 @@ def test_ddps_options_reach_distributed_data_parallel():
     options = {"find_unused_parameters": True, "static_graph": True, "bucket_cap_mb": 2.0}
     flag = ",".join(f"{key}={value}" for key, value in options.items())
     arguments = engine(strategy=f"ddp:{flag}").strategy._ddp_kwargs
-    assert arguments == {**options, "gradient_as_bucket_view": True}
+    assert arguments == options
+    assert engine(strategy="ddp").strategy._ddp_kwargs == {}
     off = engine(strategy="ddp:broadcast_buffers=false").strategy._ddp_kwargs
     assert [value for key, value in off.items() if key in ("broadcast_buffers", "forward_sync_buffers")] == [False]
 
