@@ -45,6 +45,11 @@ __all__ = ["CheckpointConnector"]
 class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_connector
     """Loads what a `SavingConnector` saves, and what Lightning does."""
 
+    _ours: dict[str, Any]
+    """What the checkpoint that was opened has under `OURS`."""
+    _saved_names: list[list[str]] | None = None
+    """The names of the parameters of each of its optimizers; None if it does not say them."""
+
     def begin(self) -> None:
         """Called when the trainer begins to run."""
         self.is_ending = self._draws_alone = False
@@ -64,15 +69,17 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             if self.is_portable and checkpoint_path and _is_foreign(checkpoint_path):
                 read_manifest(checkpoint_path)  # says what is missing
             self._open_file(checkpoint_path, weights_only)
+        # Hooks are to see what Lightning's checkpoints have.
+        loaded = self._loaded_checkpoint or {}
+        self._ours, self._saved_names = loaded.pop(OURS, {}), loaded.pop(NAMES, None)
         if is_fit:
             self._begin_run(is_same)
 
     def _begin_run(self, is_same: bool) -> None:
         trainer = self.trainer
         trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
-        ours = (self._loaded_checkpoint or {}).get(OURS)
         # Of format 1, and of Lightning's own files, the run is not known; they are continued all the same.
-        continues = (ours or {}).get("run") or ({} if self._loaded_checkpoint else None)
+        continues = self._ours.get("run") or ({} if self._loaded_checkpoint else None)
         self.history.begin(continues, is_same=is_same)
         self.history.record(
             {
@@ -199,8 +206,8 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
 
     def restore_loops(self) -> None:
         """Restores the progress, and remembers what is to be restored when the data is there."""
-        ours = self._loaded_checkpoint.get(OURS)
-        if not ours or "batches" not in ours or self.trainer.state.fn != TrainerFn.FITTING:
+        ours = self._ours
+        if "batches" not in ours or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_loops()
             return
         left = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], ours)
@@ -269,7 +276,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         self._restore_strategy()
 
     def _restore_strategy(self) -> None:
-        ours, trainer = self._loaded_checkpoint.get(OURS, {}), self.trainer
+        ours, trainer = self._ours, self.trainer
         if not isinstance(trainer.strategy, LayoutStrategy) or STRATEGY not in ours:
             return
         is_same = (ours["world_size"], ours["layout"]) == (trainer.world_size, self._layout)
@@ -282,12 +289,11 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         Raises:
             CheckpointError: other optimizers, or other parameters in their groups.
         """
-        if not self._is_ours:
+        if not self.is_portable or self._saved_names is None:
             super().restore_optimizers()
             return
-        saved, ours = self._loaded_checkpoint["optimizer_states"], self._loaded_checkpoint.get(OURS, {})
-        optimizers = self.trainer.optimizers
-        then, now = ours.get("optimizers"), [type(optimizer).__name__ for optimizer in optimizers]
+        saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
+        then, now = self._ours.get("optimizers"), [type(optimizer).__name__ for optimizer in optimizers]
         if then is not None and then != now:
             raise CheckpointError(
                 f"The checkpoint {self._ckpt_path} has the state of {', '.join(then) or 'no optimizer'}, but"
@@ -295,7 +301,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                 " load_from_checkpoint."
             )
         states = []
-        for optimizer, state, names in zip(optimizers, saved, self._loaded_checkpoint[NAMES], strict=True):
+        for optimizer, state, names in zip(optimizers, saved, self._saved_names, strict=True):
             named = by_name(state, names)
             named["state"] = {name: each for name, each in named["state"].items() if not _is_elsewhere(each)}
             states.append(in_order_of(named, optimizer, self._names(optimizer)))
@@ -325,7 +331,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
 
     @property
     def _is_ours(self) -> bool:
-        return self.is_portable and NAMES in self._loaded_checkpoint
+        return self.is_portable and self._saved_names is not None
 
 
 def _is_elsewhere(state: dict[str, Any]) -> bool:

@@ -256,7 +256,7 @@ class SavingConnector(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's dict, with the progress as of the last whole step, and what it leaves out."""
-        checkpoint = super().dump_checkpoint(weights_only)
+        checkpoint = dict(super().dump_checkpoint(weights_only))  # hooks may have kept the one that they were given
         trainer = self.trainer
         if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
             # Lightning: Strategy.optimizer_state, one at a time, gives what this rank has.
