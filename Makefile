@@ -8,7 +8,7 @@ OLDEST ?= torch>=2.13,<2.14
 NEWEST ?= torch>=2.15,<2.16
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test versions bench chaos lint format check clean
+.PHONY: help install demo test compatibility versions bench chaos lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 
 test: install  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+compatibility: install  ## what other code does with a trainer, with Lightning's and with the engine; takes two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility
 
 versions:  ## all tests on the oldest and the newest torch, each in a .venv of its own; some 15 GB where those are for CUDA
 	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)"
