@@ -7,6 +7,8 @@ import multiprocessing
 import pickle
 import sys
 
+import cloudpickle
+import hydra.utils
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -53,11 +55,10 @@ def test_a_target_by_its_path(trainer_class, tmp_path):
 
 
 def test_hydra(trainer_class, tmp_path):
-    hydra = pytest.importorskip("hydra.utils")
     target = f"{trainer_class.__module__}.{trainer_class.__qualname__}"
     stopping = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val_loss"}
     config = {"_target_": target, "max_epochs": 1, "accelerator": "cpu", "callbacks": [stopping], "logger": False}
-    trainer = hydra.instantiate(config, default_root_dir=str(tmp_path))
+    trainer = hydra.utils.instantiate(config, default_root_dir=str(tmp_path))
     assert isinstance(trainer.callbacks[0], EarlyStopping)
 
 
@@ -106,10 +107,10 @@ def test_a_parser_of_ones_own(trainer_class):
     assert (found.trainer.max_epochs, found.trainer.precision) == (4, "bf16-mixed")
 
 
-@pytest.mark.parametrize("how", ["pickle", "cloudpickle"])
+@pytest.mark.parametrize("how", [pickle, cloudpickle], ids=lambda module: module.__name__)
 @pytest.mark.parametrize("after_fit", [False, True])
 def test_pickles(make, how, after_fit):
-    dump = pytest.importorskip(how).dumps
+    dump = how.dumps
     trainer = make(max_epochs=1)
     if after_fit:
         trainer.fit(Small())
