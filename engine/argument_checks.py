@@ -65,6 +65,23 @@ _WORDS = {
 }
 """What an argument can be, where its annotation says too little."""
 
+_BATCHES_OF = "You have passed invalid value {value} for {name}"
+_LIGHTNING_SAYS = {
+    **{f"limit_{stage}_batches": _BATCHES_OF for stage in ("train", "val", "test", "predict")},
+    "overfit_batches": _BATCHES_OF,
+    "val_check_interval": _BATCHES_OF,
+    "check_val_every_n_epoch": "`{name}` should be an integer.",
+    "reload_dataloaders_every_n_epochs": "`{name}` should be an int >= 0",
+    "fast_dev_run": "{name}={value} is not a valid configuration. It should be >= 0.",
+    "max_epochs": "`{name}` must be a non-negative integer or -1",
+    "max_steps": "`{name}` must be a non-negative integer or -1",
+    "gradient_clip_val": "`{name}` should be an int or a float",
+    "gradient_clip_algorithm": "`{name}` {value} is invalid",
+    "profiler": "When passing string value for the `{name}` parameter of `Trainer`, it can only be one of",
+    "devices": "`{name}` must be an int, a string, a sequence of ints, but you passed",
+}
+"""How Lightning's own messages begin, which scripts and tests look for; ours end with them."""
+
 _ANY_CASE = ("gradient_clip_algorithm", "profiler")
 """Closed sets that Lightning takes in capitals too."""
 
@@ -94,7 +111,8 @@ def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
         if len(args) > 1:
             shown = ", ".join(_shorten(value) for value in args[1:])
             raise ArgumentError(f"{cls} takes its arguments by name, but got {shown} without one: write {EXAMPLE}.")
-        unknown = [f"{cls} has no argument {name!r}.{did_you_mean(name, names)}" for name in flags if name not in names]
+        unexpected = f"{cls}.__init__() got an unexpected keyword argument"  # in the words of Python
+        unknown = [f"{unexpected} {name!r}.{did_you_mean(name, names)}" for name in flags if name not in names]
         if unknown:
             raise ArgumentError("\n".join(unknown[:3]))
         check_arguments(flags)
@@ -115,10 +133,17 @@ def check_arguments(flags: Mapping[str, Any]) -> None:
         try:
             is_right = _is_right(name, value, hint, flags)
         except ValueError as error:
-            raise ArgumentError(str(error)) from None
+            raise ArgumentError(str(error) + _as_lightning_says(name, value)) from None
         if not is_right:
             near = did_you_mean(value.lower(), _texts(hint)) if isinstance(value, str) else ""
-            raise ArgumentError(f"{name}={_shorten(value)}: {_WORDS.get(name) or _described(name, hint)}.{near}")
+            ours = f"{name}={_shorten(value)}: {_WORDS.get(name) or _described(name, hint)}.{near}"
+            raise ArgumentError(ours + _as_lightning_says(name, value))
+
+
+def _as_lightning_says(name: str, value: Any) -> str:
+    said = _LIGHTNING_SAYS.get(name)
+    # A text without quotes, as Lightning has it.
+    return f" (Lightning: {said.format(name=name, value=' '.join(str(value)[:80].split()))} ...)" if said else ""
 
 
 def _is_right(name: str, value: Any, hint: Any, flags: Mapping[str, Any]) -> bool:
@@ -178,8 +203,20 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, os.PathLike)
     if hint in (str, type(None)):
         return isinstance(value, hint)
-    # The package `pytorch_lightning` has the same classes once more, and Lightning takes those too.
-    return any(base.__name__ == hint.__name__ for base in type(value).__mro__)
+    return isinstance(value, hint) or _stands_for(value, hint)
+
+
+def _stands_for(value: Any, cls: type) -> bool:
+    """Whether an object that is no instance of `cls` does as one, as Lightning never asks for its class.
+
+    Either its class has the same name, as those of the package `pytorch_lightning` have, or it has all that `cls` asks
+    of its subclasses.
+    """
+    if isinstance(value, type):
+        return False
+    asked = getattr(cls, "__abstractmethods__", ())
+    is_alike = bool(asked) and all(hasattr(value, name) for name in asked)
+    return is_alike or any(base.__name__ == cls.__name__ for base in type(value).__mro__)
 
 
 def _is_closed(hint: Any) -> bool:

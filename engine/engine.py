@@ -250,8 +250,7 @@ class Engine(LoopTrainer):
             given.insert(0, CompileSteps(mode))
         is_silent = barebones or (enable_progress_bar is False and logger is False)
         wants_summary = not is_silent if enable_run_summary is None else enable_run_summary
-        if wants_summary and not any(hasattr(callback, "on_run_end") for callback in given):
-            given.append(_run_summary())
+        has_summary = any(hasattr(callback, "on_run_end") for callback in given)
         self._parts = parts
         decided = {
             "strategy": parts.strategy,
@@ -268,6 +267,7 @@ class Engine(LoopTrainer):
             self,
             watch,
             default_bar,
+            _run_summary() if wants_summary and not has_summary else None,
             hang_timeout_s=hang_timeout_s,
             async_checkpoints=async_checkpoints,
             checkpoint_format=checkpoint_format,
@@ -326,7 +326,7 @@ class Engine(LoopTrainer):
             self._check_fit(model, train_dataloaders)
             check_checkpoint(resume, self.strategy.checkpoint_io)
             check_writable(folders_written_to(self))
-        if self.is_global_zero and not self.fast_dev_run:  # type: ignore[attr-defined]
+        if self.is_global_zero and not self.fast_dev_run and isinstance(model, LightningModule):  # type: ignore[attr-defined]
             claim_log_folders(self.loggers)
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)

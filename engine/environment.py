@@ -23,6 +23,8 @@ __all__ = [
     "global_seed",
     "is_started_again",
     "job_secret",
+    "keep_job_secret",
+    "keeping_interface",
     "knows_where_nodes_meet",
     "launched_sizes",
     "listen_on_loopback",
@@ -46,6 +48,8 @@ ALL_FRAMES = "POLYPHASE_TRACEBACK"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _SECRET = "POLYPHASE_JOB_SECRET"
 _PARENT = "POLYPHASE_PARENT_PID"
+_kept_secrets: list[str] = []
+"""At most one: that of the job whose other ranks this process has started."""
 
 
 def started_by() -> str | None:
@@ -152,6 +156,13 @@ def shows_all_frames() -> bool:
     return os.environ.get(ALL_FRAMES, "").strip().lower() == "full"
 
 
+@contextmanager
+def keeping_interface() -> Iterator[None]:
+    """Has the interface on which gloo listens be afterwards what it was before."""
+    with _restored("GLOO_SOCKET_IFNAME"):
+        yield
+
+
 def listen_on_loopback() -> None:
     """Has gloo listen on the loopback interface from now on, unless the user has named another.
 
@@ -170,13 +181,19 @@ def place_on_one_machine(environment: Any) -> str | None:
 
 def job_secret() -> bytes | None:
     """The secret that the processes of this job have in common; None if nobody has given them one."""
-    return os.environ.get(_SECRET, "").encode() or None
+    return (os.environ.get(_SECRET) or "".join(_kept_secrets)).encode() or None
 
 
 def share_job_secret() -> None:
     """Gives the processes that this one starts a secret, unless the user has."""
     if not os.environ.get(_SECRET):
-        os.environ[_SECRET] = secrets.token_hex(32)
+        os.environ[_SECRET] = "".join(_kept_secrets) or secrets.token_hex(32)
+
+
+def keep_job_secret() -> None:
+    """Has this process know the secret of those that it starts in `child_environment`: it is a rank of the same job."""
+    if not os.environ.get(_SECRET) and not _kept_secrets:
+        _kept_secrets.append(secrets.token_hex(32))
 
 
 @contextmanager

@@ -16,9 +16,12 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 
 # Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
 from lightning.pytorch.utilities.argparse import _parse_env_variables
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+# Lightning: how a finder, such as BatchSizeFinder, ends the run in which it was.
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from ..choices import CheckpointFormat
+from ..environment import keeping_interface
 from ..flags import check_count
 from ..host_group import ALONE, EVERYONE, HostGroup
 from ..strategies import Heartbeat, Watchdog, announce
@@ -68,6 +71,7 @@ class LoopTrainer(Trainer):
     hang_timeout_s: float | None = None
     """How long a rank may stand in one place."""
     _flags: Mapping[str, Any] = {}
+    _run_summary: Callback | None = None
     _ended_by: BaseException | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,22 +91,32 @@ class LoopTrainer(Trainer):
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._ended_by = None
+        self._add_summary()
         try:
-            with quiet(), logging_run_parameters():
+            with quiet(), logging_run_parameters(), keeping_interface():
                 results = self._run_watched(*args, **kwargs)
         except BaseException as exception:
             self._ended_by = exception
-            if isinstance(self.strategy.launcher, _MultiProcessingLauncher):  # a worker: nobody handles it in here
+            is_worker = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+            if is_worker or isinstance(exception, _TunerExitException):  # nobody handles it, or not as an error
                 self._end_run(exception)
             raise
         self._end_run(None)
         return results
 
+    def _add_summary(self) -> None:
+        """Puts the default summary among the callbacks until the run ends: before and after they are the user's."""
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        if self._run_summary is not None and self._run_summary not in callbacks:
+            callbacks.append(self._run_summary)
+
     def _end_run(self, exception: BaseException | None) -> None:
         """Tells callbacks that the run is over, and nothing of it is still to be saved; all other hooks are through."""
-        for callback in self.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
             if (on_run_end := getattr(callback, "on_run_end", None)) is not None:
                 on_run_end(self, self.lightning_module, exception)
+        callbacks[:] = [callback for callback in callbacks if callback is not self._run_summary]
 
     def _run_watched(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
@@ -278,6 +292,7 @@ def attach(
     trainer: LoopTrainer,
     watch: NonFiniteWatch,
     default_bar: Callback | None = None,
+    run_summary: Callback | None = None,
     *,
     hang_timeout_s: float | None = None,
     async_checkpoints: bool = True,
@@ -294,6 +309,7 @@ def attach(
         trainer: changed in place.
         watch: sees each loss and gradient norm.
         default_bar: the progress bar that nobody asked for by name; None for none.
+        run_summary: a callback for the time of each run; None for none.
         hang_timeout_s: how long a rank may stand in one place before the run is ended; None for ever.
         async_checkpoints: save snapshots while training goes on.
         checkpoint_format: what a checkpoint is written as.
@@ -311,6 +327,7 @@ def attach(
     trainer.hang_timeout_s = hang_timeout_s
     # Lightning: the private parts that Trainer.__init__ makes.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
+    trainer._run_summary = run_summary
     users = trainer.flags.get("callbacks")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         # Lightning: the summary that Trainer.__init__ adds where there is none.

@@ -218,9 +218,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         trainer.fit_loop.epoch_loop.left_of_batch = left
         places = trainer._data_connector.places
         self.knows_place = places.load_state_dict([ranks[rank]["data"] for rank in with_samples(ours)])
-        # Lightning: Trainer.estimated_stepping_batches, asked for in `configure_optimizers`, has prepared the loaders
-        # already, at the start of their order.
-        trainer.fit_loop._combined_loader = None
+        trainer.fit_loop.begins_elsewhere = True
         self._restore_compression([rank["compression"] for rank in ranks], ours.get("layout", {}))
         drawing, here = with_samples(ours), trainer.data_rank
         if ours.get("layout", {}) == self._layout:
@@ -271,7 +269,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     def restore_optimizers_and_schedulers(self) -> None:
         """Restores both; of sharded optimizers too, which Lightning leaves to its strategy."""
         super().restore_optimizers_and_schedulers()
-        if self._is_ours and not self.trainer.strategy.lightning_restore_optimizer:
+        if self._is_ours and self._is_sharded and not self.trainer.strategy.lightning_restore_optimizer:
             self.restore_optimizers()
         self._restore_strategy()
 

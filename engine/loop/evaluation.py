@@ -26,6 +26,8 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     _flat: "_Evaluation | None" = None
     _shares: Shares | None = None
     """Which batches are ghosts; None where all loaders are one process's, or see to it themselves."""
+    _may_stop_alike = False
+    """Whether all ranks can stop after the same batch: in mid-training, where they have as many."""
 
     def run(self) -> list[Any]:
         """All data loaders, once."""
@@ -53,13 +55,18 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         trainer: Any = self.trainer
         if self._shares is not None and dataloader_iter is None and self._shares.is_ghost(batch_idx, dataloader_idx):
             self._run_ghost(batch, batch_idx, dataloader_idx)
-            return
-        if dataloader_iter is not None or not isinstance(trainer.profiler, PassThroughProfiler):
+        elif dataloader_iter is not None or not isinstance(trainer.profiler, PassThroughProfiler):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        if self._flat is None:
-            self._flat = _Evaluation(self)
-        self._flat.step(batch, batch_idx, dataloader_idx)
+        else:
+            if self._flat is None:
+                self._flat = _Evaluation(self)
+            self._flat.step(batch, batch_idx, dataloader_idx)
+        progress = self.batch_progress
+        if self._may_stop_alike:
+            trainer._signal_connector.look(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
+        if not progress.is_last_batch and trainer.received_sigterm:
+            raise SIGTERMException
 
     def setup_data(self) -> None:
         """Makes the loaders."""
@@ -81,6 +88,8 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             for owner in (module, datamodule)
         )
         connector.is_met_by_all = shares.are_even or (self.num_dataloaders == 1 and not some_may_skip)
+        in_training = self.trainer.state.fn == TrainerFn.FITTING
+        self._may_stop_alike = in_training and all(isinstance(n, int) for n in self.trainer.num_val_batches)  # type: ignore[attr-defined]
         if shares.any and shares.have_ghosts and isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             rank_zero_warn(
                 f"A `{self._step_name}` with a `dataloader_iter` argument fetches for itself, so that some samples are"
@@ -106,17 +115,6 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         progress.increment_completed()
         if not trainer.sanity_checking:
             self._has_run = True
-        self._look_for_signals()
-
-    def _look_for_signals(self) -> None:
-        """Stops here if all ranks agreed to."""
-        trainer: Any = self.trainer
-        progress = self.batch_progress
-        # In mid-training all ranks can stop here, if they have as many batches.
-        if trainer.state.fn == TrainerFn.FITTING and all(isinstance(n, int) for n in trainer.num_val_batches):
-            trainer._signal_connector.look(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
-        if not progress.is_last_batch and trainer.received_sigterm:
-            raise SIGTERMException
 
     def _store_dataloader_outputs(self) -> None:
         # Lightning: _EvaluationLoop._store_dataloader_outputs, called when all batches of a loader were run.
@@ -148,8 +146,6 @@ class _Evaluation:
         self._step = getattr(trainer.strategy, self._step_name)
         step_of_module = getattr(trainer.lightning_module, self._step_name)
         self._has_idx = is_param_in_hook_signature(step_of_module, "batch_idx", min_args=2)
-        # In mid-training all ranks can stop here, if they have as many batches.
-        self._looks = trainer.state.fn == TrainerFn.FITTING and all(isinstance(n, int) for n in trainer.num_val_batches)
         self._names_loader = loop._is_sequential and loop.num_dataloaders > 1
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -178,7 +174,3 @@ class _Evaluation:
             seen[dataloader_idx] += 1
         if not progress.is_last_batch:
             self._heartbeat.phase = "fetch"
-        if self._looks:
-            trainer._signal_connector.look(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
-        if not progress.is_last_batch and trainer.received_sigterm:
-            raise SIGTERMException

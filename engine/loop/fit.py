@@ -27,10 +27,22 @@ class FitLoop(_FitLoop):
     returned nothing else through an epoch, that is a warning, and an error when the run or the next epoch ends, too.
     """
 
+    begins_elsewhere = False
+    """Whether a checkpoint was opened, in whose place the next data are to begin."""
     _num_lossless_epochs = 0
+
+    def on_run_start(self) -> None:
+        """Called before the first epoch."""
+        optimization: Any = self.epoch_loop.automatic_optimization
+        self._num_lossless_epochs, optimization.has_loss, optimization.num_skipped = 0, False, 0
+        super().on_run_start()
 
     def setup_data(self) -> None:
         """Makes the training loader and its iterator."""
+        if self.begins_elsewhere:
+            # Lightning: Trainer.estimated_stepping_batches, asked for in `configure_optimizers`, has prepared the
+            # loaders already, at the start of their order.
+            self._combined_loader, self.begins_elsewhere = None, False
         is_first = self._combined_loader is None
         with making_loaders():
             super().setup_data()
@@ -68,8 +80,8 @@ class FitLoop(_FitLoop):
     def _look_for_losses(self) -> None:
         optimization: Any = self.epoch_loop.automatic_optimization
         trainer: Any = self.trainer
-        # One that is resumed may have had its losses before.
-        if optimization.has_loss or optimization.num_skipped < 2 or trainer.ckpt_path is not None:
+        # One that is resumed may have had its losses before; one or two batches are a try.
+        if optimization.has_loss or optimization.num_skipped <= 2 or trainer.ckpt_path is not None:
             return
         self._num_lossless_epochs += 1
         message = f"`training_step` of {type(trainer.lightning_module).__name__} returned None for each of the"

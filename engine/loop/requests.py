@@ -69,7 +69,8 @@ def _check_data(command: str, model: LightningModule, loaders: Any, datamodule: 
     hook, name = _LOADERS[command], type(model).__name__
     if loaders is None:
         source: Any = model if datamodule is None else datamodule
-        if isinstance(source, (LightningModule, LightningDataModule)) and not is_overridden(hook, source):
+        is_known = isinstance(source, (LightningModule, LightningDataModule)) and callable(getattr(source, hook))
+        if is_known and not is_overridden(hook, source):  # else Lightning says what it is instead of a method
             raise RefusedError(
                 f"{command} has no data: `{hook}` must be implemented in {type(source).__name__}, or pass a DataLoader:"
                 f" engine.{command}({name[:1].lower() + name[1:]}, loader)."

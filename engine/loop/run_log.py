@@ -1,7 +1,8 @@
 """What tells runs apart where they are compared: the name of the log's folder, and the hyperparameters in it.
 
-Every logger gets, by `log_hyperparams`, the values that the module and the data module have saved, and beside them how
-the run was made: see `run_parameters`. Checkpoints keep the module's values alone.
+How the run was made, see `run_parameters`, is logged beside the values that the module and the data module have saved:
+by the default logger always, by those of the user's where Lightning logs such values. ``hparams.yaml`` (all that a
+`CSVLogger` writes) and checkpoints, from which modules are made again, keep the module's values alone.
 """
 
 import os
@@ -15,7 +16,7 @@ from fsspec.core import url_to_fs
 
 # Lightning: how its own loggers bring hyperparameters of any kind into flat dicts.
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 # Lightning: the module whose global `_log_hyperparams` Trainer._run calls.
 from lightning.pytorch.trainer import trainer as trainer_module
@@ -118,14 +119,15 @@ def logging_run_parameters() -> Iterator[None]:
         ours = run_parameters(trainer)
         sources = [trainer.lightning_module, trainer.datamodule]
         # Lightning: LightningModule._log_hyperparams says whether there are some to log.
-        if any(source is not None and source._log_hyperparams for source in sources):
-            with ExitStack() as stack:
-                for logger in trainer.loggers:
-                    stack.enter_context(_adding(logger, ours))
-                lightnings(trainer)
-        else:
+        has_some = any(source is not None and source._log_hyperparams for source in sources)
+        with ExitStack() as stack:
             for logger in trainer.loggers:
-                logger.log_hyperparams(ours)
+                if isinstance(logger, TensorBoardLogger) and (has_some or isinstance(logger, RunLogger)):
+                    stack.enter_context(_adding(logger, ours))
+                    if not has_some:
+                        logger.log_hyperparams({})
+                elif has_some and not isinstance(logger, (CSVLogger, TensorBoardLogger)):
+                    logger.log_hyperparams(ours)
             lightnings(trainer)
 
     trainer_module._log_hyperparams = log_hyperparams
@@ -136,10 +138,19 @@ def logging_run_parameters() -> Iterator[None]:
 
 
 @contextmanager
-def _adding(logger: Logger, ours: dict[str, Any]) -> Iterator[None]:
-    """Has `logger` log `ours` beside what it is given: the user's value stands where both have one."""
+def _adding(logger: TensorBoardLogger, ours: dict[str, Any]) -> Iterator[None]:
+    """Has `logger` log `ours` with what it is given, as TensorBoard shows what is written at once only.
+
+    The user's value stands where both have one.
+    """
     log: Any = logger.log_hyperparams
-    logger.log_hyperparams = lambda params, *args, **kwargs: log({**ours, **params}, *args, **kwargs)  # type: ignore[method-assign]
+
+    def log_both(params: Any, *args: Any, **kwargs: Any) -> None:
+        log({**ours, **params}, *args, **kwargs)
+        for name in ours.keys() - params.keys():
+            logger.hparams.pop(name, None)  # Lightning: what it writes into hparams.yaml
+
+    logger.log_hyperparams = log_both  # type: ignore[method-assign]
     try:
         yield
     finally:

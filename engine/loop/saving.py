@@ -26,6 +26,7 @@ from ..checkpoint.single_file import MANIFEST_KEY, OURS
 from ..checkpoint.store import check_may_replace, point
 from ..checkpoint.tree import merged
 from ..choices import CheckpointFormat
+from ..host_group import num_ranks
 from ..strategies import LayoutStrategy
 from ..version import __version__
 from .engine_io import EngineIO
@@ -261,7 +262,9 @@ class SavingConnector(_CheckpointConnector):
         if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
             # Lightning: Strategy.optimizer_state, one at a time, gives what this rank has.
             checkpoint["optimizer_states"] = self._collected(checkpoint["optimizer_states"])
-        if weights_only or trainer.state.fn != TrainerFn.FITTING:
+        # After workers have trained, the process that started them is alone, and has not seen the data.
+        is_alone = num_ranks() == 1 < trainer.world_size
+        if weights_only or trainer.state.fn != TrainerFn.FITTING or is_alone:
             return checkpoint
         checkpoint[OURS] = {
             "between_epochs": self._between_epochs,

@@ -171,22 +171,18 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, called by its own loop before each batch.
         pass
 
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Called by Lightning's own loop after each batch."""
-        super().on_advance_end(data_fetcher)
-        self.random_before_validation = None
-        if not self._should_accumulate():
-            self.end_step()
+    def on_advance_end(self, data_fetcher: _DataFetcher | None) -> None:
+        """Between two optimizer steps: stops here if all ranks agreed to, or saves a snapshot if one is due.
 
-    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
-        # Lightning: _TrainingEpochLoop._should_check_val_fx, asked right before a validation.
-        is_due = super()._should_check_val_fx(data_fetcher)
-        if is_due:
-            self.random_before_validation = get_random_state()
-        return is_due
-
-    def end_step(self) -> None:
-        """Between two optimizer steps: stops here if all ranks agreed to, or saves a snapshot if one is due."""
+        Args:
+            data_fetcher: given by Lightning's own loop, which comes here after each batch and leaves validation to
+                this; None by the flat one, which comes here after each step, when all else is done.
+        """
+        if data_fetcher is not None:
+            super().on_advance_end(data_fetcher)
+            self.random_before_validation = None
+            if self._should_accumulate():
+                return
         self._mark_step()
         self.is_between_steps = True
         signals: Any = self.trainer._signal_connector
@@ -199,6 +195,13 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             for on_train_step_end in self._on_train_step_end:
                 on_train_step_end(self.trainer, self.trainer.lightning_module, is_asked)
         self.is_between_steps = False
+
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        # Lightning: _TrainingEpochLoop._should_check_val_fx, asked right before a validation.
+        is_due = super()._should_check_val_fx(data_fetcher)
+        if is_due:
+            self.random_before_validation = get_random_state()
+        return is_due
 
 
 TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # by which a profile names its entries
@@ -374,7 +377,7 @@ class _Epoch:
         if trainer.should_stop:
             loop._save_loggers_on_train_batch_end()
         if ends_window:
-            loop.end_step()
+            loop.on_advance_end(None)
 
     def _may_validate(self) -> bool:
         """Whether validation can be due after this batch, which Lightning then decides."""

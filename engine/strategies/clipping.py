@@ -35,17 +35,19 @@ def norm_of(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, norm_of: Callable[[Iterable[Tensor]], Tensor] = norm_of
+    parameters: Iterable[Tensor], max_norm: float, norm: Callable[[Iterable[Tensor]], Tensor] | None = None
 ) -> Tensor:
     """Scales the gradients so that their 2-norm is at most `max_norm`; returns the norm before (a 0-d tensor).
 
     Args:
         parameters: whose gradients they are.
         max_norm: of all of them together.
-        norm_of: computes the norm, where other ranks have gradients of other parameters.
+        norm: computes it, where other ranks have gradients of other parameters; None where none has.
     """
     parameters = list(parameters)
-    total = norm_of(parameters)
+    if norm is None and not any(isinstance(p.grad, DTensor) for p in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    total = (norm or norm_of)(parameters)
     local = [_local(p.grad) for p in parameters if p.grad is not None]
     if local:
         torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))  # torch: clip_grads_with_norm_

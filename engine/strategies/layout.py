@@ -193,9 +193,11 @@ class LayoutStrategy:
 
     def meet(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group in it."""
+        strategy: Any = self
+        if strategy.num_nodes == 1:
+            listen_on_loopback()  # also for groups that are made later
         if dist.is_initialized():
             return
-        strategy: Any = self
         strategy.accelerator.setup_device(strategy.root_device)
         strategy.set_world_ranks()
         rank, world_size, timeout = strategy.global_rank, strategy.world_size, strategy._timeout or default_pg_timeout
@@ -215,8 +217,6 @@ class LayoutStrategy:
     def _job_store(self, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         strategy: Any = self
         environment = strategy.cluster_environment
-        if strategy.num_nodes == 1:
-            listen_on_loopback()
         address, port = environment.main_address, environment.main_port
         if is_started_again():
             store = dist.TCPStore(address, port, is_master=False, timeout=timeout)

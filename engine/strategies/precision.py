@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .clipping import clip_by_norm, clip_by_value, norm_of
+from .clipping import clip_by_norm, clip_by_value
 from .precision_names import PRECISIONS, canonical_precision
 
 __all__ = ["PRECISIONS", "canonical_precision", "make_precision"]
@@ -46,7 +46,7 @@ class _Clipping(Precision):
         if self.clipper is not None:
             self.clipper("norm", clip_val)
             return
-        self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val, self.norm_of or norm_of)
+        self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val, self.norm_of)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         if self.clipper is not None:

@@ -15,7 +15,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..environment import child_environment, port_is_ours, share_job_secret
+from ..environment import child_environment, keep_job_secret, port_is_ours
 from ..exiting import LAST_WORDS_S, await_ranks, end_tree, exit_at_once, started_ranks
 from .failure import say
 from .parent import watch_parent
@@ -82,7 +82,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     # Lightning: _SubprocessScriptLauncher._call_children_scripts, called by `launch` on the first rank of a machine.
     def _call_children_scripts(self) -> None:
-        share_job_secret()
+        keep_job_secret()
         with port_is_ours() as is_ours:
             if is_ours and isinstance(self.cluster_environment, LightningEnvironment):
                 _reservations.append(reserve_port(self.cluster_environment))

@@ -186,32 +186,31 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
                 f"{did_you_mean(accelerator.lower(), names, cutoff=0.5)} Allowed: {', '.join(names)}."
             )
         name = _select_auto_accelerator() if accelerator in ("auto", "gpu") else accelerator
-        if accelerator in ("gpu", "cuda", "mps"):
-            _check_gpu(accelerator, name)
         kind: Any = AcceleratorRegistry[name]["accelerator"]
     else:
         kind, name = type(accelerator), "cpu" if isinstance(accelerator, CPUAccelerator) else accelerator.name()
-    if not kind.is_available():  # begins as Lightning's does, which comes to it only after the number of devices
-        raise InvalidFlagError(
-            f"`{kind.__qualname__}` can not run on your system since the accelerator is not available. Available here:"
-            f" {', '.join(_available())}."
-        )
-    if devices == "auto":
-        num_devices = kind.auto_device_count()
-        # Lightning: _set_devices_flag_if_auto_passed takes one GPU only in an interactive session.
-        return name, min(1, num_devices) if name == "cuda" and accelerator_connector._IS_INTERACTIVE else num_devices
     if devices in (0, "0", []) or (isinstance(devices, int) and devices < -1):
+        # First, as in Lightning, though it is the smaller mistake where the accelerator isn't there either.
         raise InvalidFlagError(
             f"`Engine(devices={devices!r})` value is not a valid input using {name} accelerator: a number of at least"
             " 1, -1 or 'auto' for all, or a list of indices."
         )
+    not_available = f"`{kind.__qualname__}` can not run on your system since the accelerator is not available."
+    if accelerator in ("gpu", "cuda", "mps"):
+        _check_gpu(accelerator, name, not_available)
+    if not kind.is_available():
+        raise InvalidFlagError(f"{not_available} Available here: {', '.join(_available())}.")
+    if devices == "auto":
+        num_devices = kind.auto_device_count()
+        # Lightning: _set_devices_flag_if_auto_passed takes one GPU only in an interactive session.
+        return name, min(1, num_devices) if name == "cuda" and accelerator_connector._IS_INTERACTIVE else num_devices
     if name == "cpu" and (not isinstance(devices, (int, str)) or "," in str(devices)):
         raise InvalidFlagError(f"devices={devices!r}: the CPU has no indices; a number of processes, or 'auto'.")
     parsed = kind.parse_devices(devices)
     return name, len(parsed) if isinstance(parsed, (list, tuple)) else int(parsed)
 
 
-def _check_gpu(accelerator: str, name: str) -> None:
+def _check_gpu(accelerator: str, name: str, not_available: str) -> None:
     """Checks that there is a GPU where one is asked for by name; `name` is what Lightning makes of that."""
     if name in ("cuda", "mps") and AcceleratorRegistry[name]["accelerator"].is_available():
         return
@@ -221,8 +220,9 @@ def _check_gpu(accelerator: str, name: str) -> None:
         built_for = "MPS"
     has_driver = not version and os.path.exists("/dev/nvidiactl")
     driver = " An NVIDIA driver is here: install torch for CUDA." if has_driver else ""
+    said = "No supported gpu backend found!" if accelerator == "gpu" else not_available
     raise InvalidFlagError(
-        f"accelerator={accelerator!r}: No supported gpu backend found! torch {torch.__version__} is built for"
+        f"accelerator={accelerator!r}: {said} torch {torch.__version__} is built for"
         f" {built_for} and sees {torch.cuda.device_count()} GPUs.{driver} Available here: {', '.join(_available())}."
         ' Without a GPU: Engine(accelerator="cpu").'
     )
@@ -238,8 +238,8 @@ def _check_interactive(name: str, launcher: str) -> None:
     if accelerator_connector._IS_INTERACTIVE and LAUNCHERS[launcher] != "fork":
         flag = f"{name}_{launcher}" if launcher else name
         raise InvalidFlagError(
-            f"strategy {flag!r} is not compatible with an interactive environment (a notebook or prompt), which has no"
-            f' script to start again: Engine(strategy="{name}_notebook"), or run a script.'
+            f"`Engine(strategy={flag!r})` is not compatible with an interactive environment (a notebook or prompt),"
+            f' which has no script to start again: Engine(strategy="{name}_notebook"), or run a script.'
         )
 
 

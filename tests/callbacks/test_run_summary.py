@@ -261,3 +261,16 @@ def test_the_command_is_the_one_that_was_given(capsys, monkeypatch, short):
         assert f"to go on, with a larger max_steps:\n    polyphase fit --model Net --ckpt_path {path}" in said
     else:
         assert f"to go on, with a larger max_steps:\n    the same command and --ckpt_path {path}" in said
+
+
+def test_outside_of_a_run_the_callbacks_are_the_users(tmp_path):
+    class Looks(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.seen = list(trainer.callbacks)
+
+    looks = Looks()
+    engine = run(callbacks=[looks], enable_checkpointing=False)
+    for _ in range(2):
+        engine.fit(Net(), DATA)
+        assert sum(isinstance(c, RunSummary) for c in looks.seen) == 1
+        assert engine.callbacks == [looks]

@@ -44,6 +44,10 @@ def hparams(folder) -> dict:
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
 
 
+def saved_hparams(logger) -> dict:
+    return yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+
+
 def test_tensorboard_has_flags_layout_versions_and_the_modules_own(tmp_path):
     git = ["git", "-c", "user.name=a", "-c", "user.email=b"]
     subprocess.run([*git, "init", "-q"], check=True)
@@ -71,38 +75,47 @@ def test_tensorboard_has_flags_layout_versions_and_the_modules_own(tmp_path):
     assert {f"polyphase/{flag}" for flag in engine.flags} <= found.keys(), "all flags"
     assert "hp_metric" not in events(engine.logger.log_dir).Tags()["scalars"]
     assert json.dumps(found)
-    assert yaml.safe_load((Path(engine.logger.log_dir) / "hparams.yaml").read_text())["polyphase/git_commit"] == commit
+    assert saved_hparams(engine.logger) == {"width": 32, "precision": "mine"}
 
 
 def test_a_module_without_hyperparameters_is_told_apart_as_well(tmp_path):
     engine = fit(Seen())
     assert hparams(engine.logger.log_dir)["polyphase/strategy"] == "auto"
-    assert "polyphase/strategy" in (Path(engine.logger.log_dir) / "hparams.yaml").read_text()
+    assert not saved_hparams(engine.logger)
+
+
+class Keeps(Logger):
+    name, version = "keeps", 0
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.given.append(params)
 
 
 def test_loggers_of_the_users_own_get_them_and_stay_as_they_are(tmp_path):
-    class Keeps(Logger):
-        name, version = "keeps", 0
-
-        def __init__(self):
-            super().__init__()
-            self.given = []
-
-        def log_metrics(self, metrics, step=None):
-            pass
-
-        def log_hyperparams(self, params, *args, **kwargs):
-            self.given.append(params)
-
     keeps, csv, board = Keeps(), CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "board")
     fit(logger=[keeps, csv, board])
-    (given,) = keeps.given
-    assert given["width"] == 32
-    assert given["polyphase/max_epochs"] == 1
-    assert "polyphase/max_epochs: 1" in (Path(csv.log_dir) / "hparams.yaml").read_text()
-    assert "log_hyperparams" not in vars(csv)
+    ours, given = keeps.given
+    assert given == {"width": 32, "precision": "mine"}
+    assert ours["polyphase/max_epochs"] == 1
+    assert "log_hyperparams" not in vars(board)
     assert events(board.log_dir).Scalars("hp_metric")[0].value == -1
     assert hparams(board.log_dir)["polyphase/max_epochs"] == 1
+    for logger in (csv, board):
+        assert saved_hparams(logger) == {"width": 32, "precision": "mine"}
+
+
+def test_loggers_of_the_users_own_are_not_called_where_lightning_calls_none(tmp_path):
+    keeps, board = Keeps(), TensorBoardLogger(tmp_path / "board")
+    fit(Seen(), logger=[keeps, board])
+    assert not keeps.given
+    assert "hp_metric" not in events(board.log_dir).Tags()["scalars"]
 
 
 def test_who_wants_no_hyperparameters_logged_gets_none(tmp_path):
