@@ -298,6 +298,12 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                 f" configure_optimizers gives {', '.join(now) or 'none'}: use the same, or load the weights alone with"
                 " load_from_checkpoint."
             )
+        if then is None and not saved and optimizers:
+            rank_zero_warn(
+                f"The checkpoint {self._ckpt_path} has no state of optimizers, as the process has none that started"
+                " workers and saved when they had ended: they begin afresh. Have a callback save while they train."
+            )
+            return
         states = []
         for optimizer, state, names in zip(optimizers, saved, self._saved_names, strict=True):
             named = by_name(state, names)

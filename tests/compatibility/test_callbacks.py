@@ -1,6 +1,7 @@
 """Callbacks of Lightning's, and of others."""
 
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -229,8 +230,26 @@ def test_the_batch_size_finder(make, mode):
     data = SmallData(2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Tuner(make(max_epochs=1)).scale_batch_size(Small(), datamodule=data, mode=mode, max_trials=2, steps_per_trial=1)
+        trainer = make(max_epochs=1)
+        found = Tuner(trainer).scale_batch_size(
+            Small(), datamodule=data, mode=mode, max_trials=2, steps_per_trial=1, init_val=3
+        )
+        assert trainer.train_dataloader.batch_size == data.batch_size == found
         make(max_epochs=1, callbacks=[BatchSizeFinder(mode, max_trials=2, steps_per_trial=1)]).fit(
             Small(), datamodule=SmallData(2)
         )
     assert data.batch_size > 2
+
+
+def test_callbacks_after_a_finder_are_those_from_before(make):
+    finder = BatchSizeFinder("power", max_trials=1, steps_per_trial=1)
+    trainer = make(max_epochs=1, callbacks=[finder], enable_checkpointing=False)
+    before = list(trainer.callbacks)
+    trainer.fit(Small(), datamodule=SmallData(2))
+    assert trainer.callbacks == before
+
+
+def test_stand_ins_of_a_tests(make):
+    callback = Mock(spec=Callback, **{"state_dict.return_value": {}, "state_key": "stand-in"})
+    make(max_epochs=1, callbacks=[callback]).fit(Small())
+    assert callback.on_train_batch_end.call_count == 6

@@ -2,7 +2,10 @@
 
 import csv
 import os
+from pathlib import Path
 
+import pytest
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.utilities import _scan_checkpoints
@@ -83,3 +86,48 @@ def test_wandb_offline(make, tmp_path, monkeypatch):
     make(max_epochs=1, logger=logger).fit(Small())
     assert logger.experiment.config["width"] == 4
     logger.experiment.finish()
+
+
+class Alike:
+    """Has what a logger has, without being a `Logger`."""
+
+    name, version, save_dir, root_dir, log_dir, group_separator = "alike", 0, None, None, None, "/"
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, method):
+        return lambda *args, **_: self.calls.append(method)
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append("log_metrics")
+
+    def log_hyperparams(self, params):
+        self.given = params
+
+
+def test_a_logger_without_a_base_class(make):
+    alike = Alike()
+    make(max_epochs=1, logger=alike, log_every_n_steps=2, enable_checkpointing=False).fit(Small(width=5))
+    assert {"log_metrics", "save", "finalize"} <= set(alike.calls)
+    assert alike.given == {"width": 5, "lr": 0.1}
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_hparams_yaml_makes_the_module_again(make, tmp_path, kind):
+    logger = kind(tmp_path)
+    make(max_epochs=1, logger=logger).fit(Small(width=5))
+    text = (Path(logger.log_dir) / "hparams.yaml").read_text()
+    assert yaml.safe_load(text) == {"width": 5, "lr": 0.1}
+    assert dict(Small(**yaml.safe_load(text)).hparams) == {"width": 5, "lr": 0.1}
+
+
+def test_a_module_without_hyperparameters(make, tmp_path):
+    class Plain(Small):
+        def save_hyperparameters(self, *args, **kwargs):
+            pass
+
+    mine, board = Mine(), TensorBoardLogger(tmp_path)
+    make(max_epochs=1, logger=[mine, board]).fit(Plain())
+    assert not mine.parameters
+    assert not board.hparams

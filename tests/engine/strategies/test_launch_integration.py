@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
@@ -66,6 +67,17 @@ def test_every_run_has_a_port_of_its_own(strategy, monkeypatch):
     first, second = ports()
     assert first != second
     assert "MASTER_PORT" not in os.environ
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_the_process_that_started_workers_saves_what_they_trained(tmp_path):
+    one, module = engine("ddp_fork"), Regression()
+    one.fit(module, rows())
+    one.save_checkpoint("after.ckpt")
+    weights = torch.load("after.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    with pytest.warns(UserWarning, match="no state of optimizers, as the process has none that started workers"):
+        Engine(max_steps=2, **QUIET).fit(Regression(), rows(), ckpt_path="after.ckpt")
 
 
 def test_the_runs_of_one_engine_have_too(monkeypatch):
