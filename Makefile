@@ -30,8 +30,9 @@ install: $(VENV)/.installed  ## the package and all it needs, into .venv
 demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
-test: install  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+test: install  ## all tests; two at a time, but for those that measure seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone
 
 compatibility: install  ## what other code does with a trainer, with Lightning's and with the engine; takes two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
 
@@ -25,6 +26,37 @@ IGNORED = (
     # torch's optimizer and scheduler, when a loss scale skipped the very first step.
     "ignore:Detected call of `lr_scheduler.step",
 )
+
+
+ALONE = (
+    "benchmarks/test_overhead.py",
+    "benchmarks/test_strategies.py",
+    "callbacks/test_communication_integration.py",
+    "callbacks/test_notebook_integration.py",
+    "callbacks/test_snapshot_integration.py",
+    "callbacks/test_terminal_integration.py",
+    "chaos/test_elastic_integration.py",
+    "chaos/test_storm_integration.py",
+    "engine/checkpoint/test_killed_integration.py",
+    "engine/loop/test_compile_integration.py",
+    "engine/loop/test_signals_integration.py",
+    "engine/strategies/test_endings_integration.py",
+    "engine/strategies/test_failure_integration.py",
+    "engine/strategies/test_launch_integration.py",
+    "engine/strategies/test_network_integration.py",
+    "engine/strategies/test_watchdog.py",
+    "engine/strategies/test_watchdog_integration.py",
+    "engine/test_launch_integration.py",
+    "engine/test_packaging_integration.py",
+)
+"""Files whose tests have processes end within seconds, or count what the machine as a whole does."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(root).as_posix() in ALONE:
+            item.add_marker("alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
