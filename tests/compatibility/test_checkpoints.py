@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -352,3 +353,33 @@ def test_dump_and_restore_by_the_connector(make):
 def test_a_missing_checkpoint(make, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
         make(max_epochs=1).fit(Small(), ckpt_path=tmp_path / "missing.ckpt")
+
+
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_a_run_says_how_its_checkpoint_is_read(trained, make, weights_only):
+    path = trained[2]
+    make(max_epochs=3).fit(Small(), ckpt_path=path, weights_only=weights_only)
+    make().validate(Small(), ckpt_path=path, weights_only=weights_only, verbose=False)
+
+
+def test_warnings_as_errors(make, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Lightning's, with both.
+        warnings.filterwarnings("ignore", message=".*LeafSpec|.*does not have many workers|Converting a tensor")
+        make(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path)]).fit(Small())
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
+def test_saved_on_an_exception(make, tmp_path):
+    class Breaks(Small):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise RuntimeError("broken")
+            return super().training_step(batch, batch_idx)
+
+    callback = ModelCheckpoint(tmp_path, save_on_exception=True)
+    with pytest.raises(RuntimeError, match="broken"):
+        make(max_epochs=1, callbacks=[callback]).fit(Breaks())
+    (path,) = tmp_path.glob("*.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] == 3

@@ -100,6 +100,27 @@ def test_a_command_line_with_a_configuration_and_defaults(trainer_class, tmp_pat
     assert cli.trainer.early_stopping_callback is not None
 
 
+def test_a_subclass_of_the_command_line(trainer_class, tmp_path, monkeypatch):
+    seen = []
+
+    class CLI(LightningCLI):
+        def add_arguments_to_parser(self, parser):
+            parser.link_arguments("data.batch_size", "model.width")
+            parser.set_defaults({"trainer.max_epochs": 1, "trainer.logger": False, "trainer.accelerator": "cpu"})
+
+        def before_fit(self):
+            seen.append("before")
+
+        def after_fit(self):
+            seen.append((self.trainer.global_step, self.model.hparams.width))
+
+    monkeypatch.setattr(
+        sys, "argv", ["script.py", "fit", "--data.batch_size=6", f"--trainer.default_root_dir={tmp_path}"]
+    )
+    CLI(Small, SmallData, trainer_class=trainer_class, save_config_callback=None)
+    assert seen == ["before", (4, 6)]
+
+
 def test_a_parser_of_ones_own(trainer_class):
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(trainer_class, "trainer")

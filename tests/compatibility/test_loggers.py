@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.utilities import _scan_checkpoints
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -86,6 +87,15 @@ def test_wandb_offline(make, tmp_path, monkeypatch):
     make(max_epochs=1, logger=logger).fit(Small())
     assert logger.experiment.config["width"] == 4
     logger.experiment.finish()
+
+
+def test_mlflow_uploads_the_model(make, tmp_path):
+    store = f"sqlite:///{tmp_path / 'runs.db'}"
+    logger = MLFlowLogger("digits", tracking_uri=store, artifact_location=str(tmp_path / "artifacts"), log_model=True)
+    make(max_epochs=1, logger=logger, callbacks=[ModelCheckpoint(tmp_path / "saved")]).fit(Small())
+    (uploaded,) = (tmp_path / "artifacts").rglob("*.ckpt")
+    assert torch.load(uploaded, weights_only=True)["global_step"] == 6
+    assert logger.experiment.get_run(logger.run_id).data.params["width"] == "4"
 
 
 class Alike:
