@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU wheel of this torch needs no CUDA packages; where a torch in the range is installed already, it stays.
 TORCH ?= torch>=2.13,<2.14
-OLDEST ?= torch>=2.13,<2.14
+OLDEST ?= $(TORCH)
 NEWEST ?= torch>=2.15,<2.16
 
 .DEFAULT_GOAL := help

@@ -130,10 +130,15 @@ def _says_num_nodes() -> bool:
 
 
 @contextmanager
-def port_is_ours() -> Iterator[bool]:
-    """Whether nobody has named the port at which processes meet; one that is named in here then holds in here only."""
-    # Lightning: LightningEnvironment takes both.
-    is_ours = "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ
+def port_is_ours(environment: Any) -> Iterator[bool]:
+    """Whether nobody has named the port at which processes meet; one that is named in here then holds in here only.
+
+    Args:
+        environment: the strategy's cluster environment.
+    """
+    # Lightning: LightningEnvironment takes both variables; others have ports of their own.
+    is_named = "MASTER_PORT" in os.environ or "STANDALONE_PORT" in os.environ
+    is_ours = isinstance(environment, LightningEnvironment) and not is_named
     try:
         yield is_ours
     finally:

@@ -14,6 +14,7 @@ from .manifest import RANKS, REST, CheckpointError, Manifest
 from .not_plain import NotPlainError
 from .pieces import reading_plan
 from .shards import Reader, read_index
+from .single_file import OURS
 from .store import check_files
 from .tensor_index import Index
 from .tree import join, like, marks
@@ -22,7 +23,7 @@ __all__ = ["Wants", "check_content", "load_file", "open_directory", "wrong_files
 
 
 class Wants(NamedTuple):
-    """What of a checkpoint a rank wants; see `Saver.load`."""
+    """Which parts of a checkpoint a rank reads; the fields are the arguments of `Saver.load`."""
 
     template: Callable[[str], Tensor | None] = lambda key: None
     leave_out: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
         reader.read_data(plan, planner)
         tensors.update(elsewhere)
         checkpoint = join(rest, tensors)
-        checkpoint.setdefault("polyphase", {})["ranks"] = join(ranks, tensors)
+        checkpoint.setdefault(OURS, {})["ranks"] = join(ranks, tensors)
     return checkpoint
 
 
@@ -107,9 +108,15 @@ def _making_sense(path: str, weights_only: bool | None = None) -> Iterator[None]
 
 
 def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> list[str]:
-    """What is wrong with a checkpoint whose files are as the manifest says; none of its tensors is read.
+    """Looks for faults in a checkpoint whose files are as the manifest says, without reading its tensors.
 
-    Nothing of it is executed. What would have to be executed to open it counts as wrong, if `is_to_open`.
+    Args:
+        path: the directory.
+        manifest: that it has.
+        is_to_open: count it as a fault that something in it would have to be executed to open it.
+
+    Returns:
+        The faults, a text for each. Nothing of the checkpoint is executed.
     """
     files = Files(path)
     try:

@@ -90,7 +90,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def reading_plan(tensors: dict[str, Tensor], metadata: Metadata) -> tuple[DefaultLoadPlanner, LoadPlan]:
-    """What one rank reads, by itself: as `torch.distributed.checkpoint.load` of one rank plans it, which would warn.
+    """Plans what a rank reads on its own, as `torch.distributed.checkpoint.load` does, which warns that it is alone.
 
     Args:
         tensors: to be filled, by their keys.

@@ -5,7 +5,7 @@ optimizer's state is kept by parameter names, so that it does not depend on who 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,11 @@ def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
         names: of the parameters, in the order of the optimizer's groups.
     """
     return _renamed(state, lambda number: names[number])
+
+
+def all_by_name(states: Sequence[dict[str, Any]], names: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """`by_name` of several optimizers, each with the names of its parameters."""
+    return [by_name(state, of_state) for state, of_state in zip(states, names, strict=True)]
 
 
 def by_number(state: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from .not_plain import NotPlainError, not_plain
 from .pieces import reading_plan
 from .single_file import OURS, is_archive, wrong_in
 from .store import writing_file
-from .tree import NAMES, by_name, join, like, mapped, numbered, split
+from .tree import NAMES, all_by_name, join, like, mapped, numbered, split
 
 __all__ = ["names_in", "part_of", "read_file", "refusal_of", "whole_checkpoint", "whole_tensors", "write_file"]
 
@@ -116,8 +116,7 @@ def names_in(checkpoint: dict[str, Any]) -> list[list[str]] | None:
 
 def _by_names(checkpoint: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     if names:
-        states = zip(checkpoint["optimizer_states"], names, strict=True)
-        checkpoint["optimizer_states"] = [by_name(state, each) for state, each in states]
+        checkpoint["optimizer_states"] = all_by_name(checkpoint["optimizer_states"], names)
     return checkpoint
 
 

@@ -18,10 +18,6 @@ from torch import Tensor
 
 __all__ = ["DryWire", "Message", "Sent", "Wire", "aligned", "clock_s", "mark", "seconds_between"]
 
-# Torch 2.13 renamed both and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class Sent(NamedTuple):
     """What a count of bytes is of."""
@@ -93,7 +89,7 @@ class Wire:
             return lambda: repeated
         everyones = payload.new_empty(self.size, payload.numel())
         started = self._start(payload)
-        work = _all_gather(everyones.view(-1), payload, group=self.group, async_op=True)
+        work = dist.all_gather_single(everyones.view(-1), payload, group=self.group, async_op=True)
         self._count("all_gather", payload, self.size - 1)
         return lambda: self._finished(work, started, everyones)
 
@@ -103,7 +99,7 @@ class Wire:
             everyones.view(self.size, -1).copy_(payload.expand(self.size, -1))
             return None
         started = self._start(payload)
-        work = _all_gather(everyones, payload, group=self.group, async_op=async_op)
+        work = dist.all_gather_single(everyones, payload, group=self.group, async_op=async_op)
         self._end(started, payload)
         self._count("all_gather", payload, self.size - 1)
         return work
@@ -133,7 +129,7 @@ class Wire:
             shard.copy_(whole.view(self.size, -1)[self.rank])
             return None
         started = self._start(whole)
-        work = _reduce_scatter(shard, whole, op=op, group=self.group, async_op=async_op)
+        work = dist.reduce_scatter_single(shard, whole, op=op, group=self.group, async_op=async_op)
         self._end(started, whole)
         self._count("reduce_scatter", whole, self.reduce_scatter_share)
         return work

@@ -46,7 +46,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     """Loads what a `SavingConnector` saves, and what Lightning does."""
 
     _ours: dict[str, Any]
-    """What the checkpoint that was opened has under `OURS`."""
+    """The engine's own part of the checkpoint that was opened; it stands there under `OURS`."""
     _saved_names: list[list[str]] | None = None
     """The names of the parameters of each of its optimizers; None if it does not say them."""
 

@@ -20,11 +20,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint import NAMES, CheckpointError, Saver, by_name, get_random_state
+from ..checkpoint import NAMES, CheckpointError, Saver, get_random_state
 from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
 from ..checkpoint.single_file import MANIFEST_KEY, OURS
 from ..checkpoint.store import check_may_replace, point
-from ..checkpoint.tree import merged
+from ..checkpoint.tree import all_by_name, merged
 from ..choices import CheckpointFormat
 from ..host_group import num_ranks
 from ..strategies import LayoutStrategy
@@ -187,8 +187,7 @@ class SavingConnector(_CheckpointConnector):
                 checkpoint["state_dict"][name] = checkpoint["state_dict"][name].to("meta")
         if "optimizer_states" in checkpoint:
             names = [self._names(optimizer) for optimizer in trainer.optimizers]
-            states = zip(checkpoint["optimizer_states"], names, strict=True)
-            checkpoint["optimizer_states"] = [by_name(state, of_state) for state, of_state in states]
+            checkpoint["optimizer_states"] = all_by_name(checkpoint["optimizer_states"], names)
         fitting = OURS in checkpoint
         self.saver.save(
             checkpoint,

@@ -7,7 +7,6 @@ is named at the first step.
 """
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
     # Lightning: DDPStrategy._setup_model, which wraps by _ddp_kwargs; those are what the user has asked for.
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         given = self._ddp_kwargs
-        self._ddp_kwargs = {"gradient_as_bucket_view": True, **given}
+        self._ddp_kwargs = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **given}
         try:
             return super()._setup_model(model)
         finally:
@@ -211,7 +210,5 @@ def _given(options: DDPOptions) -> dict[str, Any]:
         if (value := getattr(options, field.name)) != field.default and field.name != "timeout_s"
     }
     if "broadcast_buffers" in given:
-        # Torch 2.13 renamed it and warns about the old name, even where it has its default value.
-        new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        given["forward_sync_buffers" if new_name else "broadcast_buffers"] = given.pop("broadcast_buffers")
+        given["forward_sync_buffers"] = given.pop("broadcast_buffers")  # torch warns about the old name
     return given

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 
@@ -164,8 +163,8 @@ def _port_reserved(environment: Any) -> Iterator[None]:
     """
     # Lightning: LightningEnvironment keeps the port of its first launch in _main_port, and _MultiProcessingLauncher
     # leaves it in MASTER_PORT for all launches to come.
-    with port_is_ours() as is_ours:
-        if not is_ours or not isinstance(environment, LightningEnvironment):
+    with port_is_ours(environment) as is_ours:
+        if not is_ours:
             yield
             return
         with reserve_port(environment):

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.plugins.environments import LightningEnvironment
-
 # Lightning: the private launcher is the one that its own DDPStrategy uses, and the thread by which it watches them.
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -83,8 +81,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     # Lightning: _SubprocessScriptLauncher._call_children_scripts, called by `launch` on the first rank of a machine.
     def _call_children_scripts(self) -> None:
         keep_job_secret()
-        with port_is_ours() as is_ours:
-            if is_ours and isinstance(self.cluster_environment, LightningEnvironment):
+        with port_is_ours(self.cluster_environment) as is_ours:
+            if is_ours:
                 _reservations.append(reserve_port(self.cluster_environment))
         with child_environment():
             super()._call_children_scripts()

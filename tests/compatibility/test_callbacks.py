@@ -163,27 +163,25 @@ def test_callbacks_that_are_added_by_hand(make):
     assert notes.steps == 6
 
 
-def test_optimizers_that_a_callback_replaces(make):
-    class Replaces(Callback):
-        def on_fit_start(self, trainer, pl_module):
-            trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.0)]
-            trainer.strategy.lr_scheduler_configs.clear()
+class Replaces(Callback):
+    """Puts other optimizers in the place of the module's."""
 
+    def on_fit_start(self, trainer, pl_module):
+        trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.0)]
+        trainer.strategy.lr_scheduler_configs.clear()
+
+
+class SetsRate(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.0
+
+
+@pytest.mark.parametrize("callback", [Replaces, SetsRate])
+def test_optimizers_that_a_callback_changes(make, callback):
     module = Small()
     before = module.net[0].weight.clone()
-    make(max_epochs=1, callbacks=[Replaces()]).fit(module)
-    assert torch.equal(module.net[0].weight, before)
-
-
-def test_a_learning_rate_that_a_callback_sets(make):
-    class Sets(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            for group in trainer.optimizers[0].param_groups:
-                group["lr"] = 0.0
-
-    module = Small()
-    before = module.net[0].weight.clone()
-    make(max_epochs=1, callbacks=[Sets()]).fit(module)
+    make(max_epochs=1, callbacks=[callback()]).fit(module)
     assert torch.equal(module.net[0].weight, before)
 
 

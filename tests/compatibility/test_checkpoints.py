@@ -56,24 +56,26 @@ def test_load_from_checkpoint(trained):
     assert Small.load_from_checkpoint(path, lr=0.5).lr == 0.5
 
 
-def test_load_from_checkpoint_that_is_not_strict(trained):
+@pytest.fixture
+def lacking(trained):
+    """A file without one of the module's parameters."""
     path = trained[2]
     content = torch.load(path, weights_only=True)
     del content["state_dict"]["net.2.bias"]
     torch.save(content, path)
+    return path
+
+
+def test_load_from_checkpoint_that_is_not_strict(lacking):
     with pytest.raises(RuntimeError, match=r"net\.2\.bias"):
-        Small.load_from_checkpoint(path)
-    Small.load_from_checkpoint(path, strict=False)
+        Small.load_from_checkpoint(lacking)
+    Small.load_from_checkpoint(lacking, strict=False)
 
 
-def test_strict_loading_of_the_module(trained, make):
-    path = trained[2]
-    content = torch.load(path, weights_only=True)
-    del content["state_dict"]["net.2.bias"]
-    torch.save(content, path)
+def test_strict_loading_of_the_module(lacking, make):
     module = Small()
     module.strict_loading = False
-    make().validate(module, ckpt_path=path, verbose=False)
+    make().validate(module, ckpt_path=lacking, verbose=False)
 
 
 def test_it_is_a_file_that_can_be_moved_and_removed(trained, make):

@@ -73,7 +73,8 @@ def test_the_versions_of_torch_are_the_same_wherever_they_are_named():
     assert found
     oldest, newest = int(found[1]), int(found[2]) - 1
     makefile = (ROOT / "Makefile").read_text()
-    assert f"\nOLDEST ?= torch>=2.{oldest},<2.{oldest + 1}\n" in makefile
+    assert f"\nTORCH ?= torch>=2.{oldest},<2.{oldest + 1}\n" in makefile
+    assert "\nOLDEST ?= $(TORCH)\n" in makefile
     assert f"\nNEWEST ?= torch>=2.{newest},<2.{newest + 1}\n" in makefile
     assert f"| torch | 2.{oldest} to 2.{newest} |" in (ROOT / "README.md").read_text()
 
