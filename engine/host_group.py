@@ -1,4 +1,4 @@
-"""What ranks tell each other in plain values, from host to host: no device takes part, or waits."""
+"""Collectives of plain values over the hosts' network: no device takes part, and none waits for them."""
 
 from typing import Any
 
@@ -56,28 +56,28 @@ class HostGroup:
         return 0 if self.size == 1 else dist.get_rank(self._group)
 
     def gathered(self, mine: Any) -> list[Any]:
-        """What each rank gives, which pickle must be able to take, on all of them."""
+        """Returns the values of all ranks, in their order, on every rank; pickle must be able to take them."""
         everyones = [mine] * self.size
         if len(everyones) > 1:
             dist.all_gather_object(everyones, mine, group=self.process_group)
         return everyones
 
     def collected(self, mine: Any) -> list[Any]:
-        """As `gathered`, on the first of them; the others' lists say nothing."""
+        """Returns the values of all ranks, in their order, on the first rank; the lists of the others mean nothing."""
         everyones = [mine] * self.size
         if len(everyones) > 1:
             dist.gather_object(mine, everyones if self.rank == 0 else None, group=self.process_group, group_dst=0)
         return everyones
 
     def told(self, value: Any) -> Any:
-        """What the first of them gives, on all of them."""
+        """Returns the first rank's value on every rank."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, group=self.process_group, group_src=0)
         return values[0]
 
     def numbers(self, mine: int) -> list[int]:
-        """What each rank says, on all of them, by one all-reduce of a number per rank."""
+        """Returns the numbers of all ranks, in their order, on every rank: one all-reduce of a number per rank."""
         said = torch.zeros(self.size, dtype=torch.int64)
         if len(said) == 1:
             return [mine]
@@ -86,7 +86,7 @@ class HostGroup:
         return said.tolist()
 
     def flags(self, mine: bool) -> list[bool]:
-        """As `numbers`, of yes and no."""
+        """Returns the flags of all ranks, in their order, on every rank."""
         return [bool(flag) for flag in self.numbers(mine)]
 
 

@@ -36,7 +36,7 @@ class Reference:
     package: str = ""
 
     def load(self) -> Any:
-        """What it names."""
+        """Imports the module, and returns the class or function."""
         module, _, name = self.path.partition(":")
         return getattr(importlib.import_module(module, self.package or None), name)
 

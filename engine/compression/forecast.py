@@ -37,7 +37,7 @@ class Link(NamedTuple):
     """Of what each rank hands to the collective."""
 
     def time_s(self, num_bytes: float) -> float:
-        """Of a message of `num_bytes` from each rank."""
+        """How long the collective takes, in seconds, if each rank hands it `num_bytes`."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""What a method remembers of each parameter from step to step, wherever its bucket goes.
+"""Values that a method keeps for each parameter from step to step, such as what it has not sent yet.
 
 DDP rebuilds its buckets after the first step of each run, and a checkpoint knows parameters by their names: memory is
 kept bucket by bucket, one flat tensor each, and is moved by name where a bucket has other members than before.
@@ -41,7 +41,7 @@ class Memory:
         self._waiting: dict[str, Tensor] = {}  # of parameters whose bucket has not come yet
 
     def of(self, bucket: Bucket) -> Tensor:
-        """What is remembered of `bucket`."""
+        """Returns the kept values of the members of `bucket`, as one flat tensor."""
         index = bucket.index
         if index in self._written:
             self._keep(index)  # two backwards before one step: the first one's gradients count
@@ -50,7 +50,7 @@ class Memory:
         return self._tensors[index]
 
     def draft(self, bucket: Bucket) -> Tensor:
-        """Where to write what is to be remembered; called after `of`."""
+        """Returns the tensor to which to write the next values of `bucket`; call `of` first."""
         index = bucket.index
         if not self.in_two_phases:
             return self._tensors[index]
@@ -60,7 +60,7 @@ class Memory:
         return self._drafts[index]
 
     def settle(self, *, keep: bool) -> None:
-        """The step counts, or what was written in it is forgotten."""
+        """Ends a step: takes over what was written to the drafts if `keep`, else discards it."""
         for index in list(self._written):
             if keep:
                 self._keep(index)

@@ -20,7 +20,7 @@ __all__ = ["DryWire", "Message", "Sent", "Wire", "aligned", "clock_s", "mark", "
 
 
 class Sent(NamedTuple):
-    """What a count of bytes is of."""
+    """Key of a count of bytes: by which collective they were sent, and for which bucket."""
 
     collective: str
     bucket: int
@@ -54,7 +54,7 @@ class Wire:
         self._num_muted = 0
 
     def mute(self, num_calls: int) -> None:
-        """Has so many of the next collectives not take place: this rank repeats itself, and the others do not.
+        """Skips the next `num_calls` collectives: this rank repeats a step in which it has done them already.
 
         What they return has the right shape, and no meaning.
         """
@@ -191,7 +191,7 @@ def aligned(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclasses.dataclass
 class Message:
-    """What was handed to a collective of a wire that is none."""
+    """A message that a `DryWire` was given to send, and when."""
 
     collective: str
     num_bytes: int
@@ -201,7 +201,7 @@ class Message:
 
 
 class DryWire(Wire):
-    """A wire of W ranks that all send the same, without any: to see what a method would send, and what it computes.
+    """Simulates a wire of W ranks that all send the same: nothing is sent, messages and times are noted.
 
     Attributes:
         messages: handed to it, in order.

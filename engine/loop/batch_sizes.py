@@ -14,7 +14,7 @@ __all__ = ["BatchSizes"]
 
 
 class BatchSizes:
-    """Of the training data of a run.
+    """Sizes of global batches and micro-batches in the training data of a run.
 
     Args:
         trainer: whose data it is.
@@ -65,7 +65,7 @@ class BatchSizes:
             trainer.val_check_batch = trainer.val_check_interval
 
     def samples(self, batch_idx: int) -> Samples:
-        """Of a training batch, on this rank and on all of them; where it is not known, one for each rank."""
+        """Number of samples in a training batch, on this rank and on all of them; one a rank where it is not known."""
         if isinstance(self.loader, Together):
             return self.loader.samples(batch_idx)
         batches: Any = getattr(self.loader, "batch_sampler", None)

@@ -30,7 +30,7 @@ __all__ = ["StepWeights"]
 
 
 class StepWeights:
-    """Of the step that is being done."""
+    """Weighs the losses of the micro-batches of the current optimizer step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
@@ -92,7 +92,7 @@ class StepWeights:
         return self._by_weight(loss, weight, batch_idx)
 
     def counted(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
-        """What `training_step` said that a micro-batch counts for; zero if it only keeps this rank in step."""
+        """The weight that `training_step` returned for a micro-batch; zero for a filler, which keeps ranks in step."""
         mine = torch.as_tensor(weight, dtype=torch.float32, device=device).detach()
         return torch.zeros_like(mine) if self._trainer._data_connector.sizes.is_filler(batch_idx) else mine
 
@@ -102,7 +102,7 @@ class StepWeights:
         self.weigh(nothing, {"weight": 0.0} if self._has_weights else nothing, batch_idx)
 
     def forget(self) -> None:
-        """What was done of the step does not count."""
+        """Discards the weights of the micro-batches so far: the next one is the first of its step."""
         self._first, self._estimate = -1, None
         self._samples.clear()
         self._weights.clear()

@@ -34,7 +34,7 @@ class Anchor:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that it is of."""
+        """The parameters that it has a copy of."""
         return list(self._names)
 
     @property

@@ -1,8 +1,8 @@
-"""What `fsdp` needs of a module that optimizes by hand: backwards and optimizer steps amid its `training_step`.
+"""Lets `fsdp` train a module that optimizes by hand: its `training_step` calls backward and the optimizers itself.
 
-FSDP2 expects one forward, then one backward, then the step. Here the parts that the step calls, a generator and a
-discriminator, are units of their own: outside of their forward their parameters are the shards that the optimizers
-have. What belongs to the module itself is gathered for the whole step.
+FSDP2 expects one forward, then one backward, then the optimizer's step. Here the parts that the step calls, such as a
+generator and a discriminator, are units of their own: outside of their forward their parameters are the shards that
+the optimizers have. Parameters of the module itself are gathered for the whole step.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What strategies share that compress gradients or count what they send."""
+"""Shared by the strategies that compress gradients or count what they send."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["CompressingStrategy", "check_join", "prepare_to_repeat"]
 
 
 def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
-    """Has a strategy of several ranks be able to repeat a step for which one of them lacked memory.
+    """Makes `strategy` able to repeat a step in which one of its ranks ran out of memory.
 
     Raises:
         ValueError: it can't.

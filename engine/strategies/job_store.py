@@ -68,11 +68,11 @@ class JobStore:
         self.store.set(key, signed(key, json.dumps(word).encode()))
 
     def read(self, key: str, fields: Fields) -> dict[str, Any] | None:
-        """What stands there; None if nothing does, or nothing that is in order. Waits for nobody."""
+        """Returns the word under `key`; None if there is none, or none that is valid. Does not wait for one."""
         return self.read_all([key], fields).get(key)
 
     def read_all(self, keys: Iterable[str], fields: Fields) -> dict[str, dict[str, Any]]:
-        """The same of several keys, in one exchange."""
+        """Returns the valid words under `keys`, all read in one exchange."""
         there = [key for key in keys if self.store.check([key])]
         values = self.store.multi_get(there) if there else []
         words = {key: self._understood(key, value, fields) for key, value in zip(there, values, strict=True)}

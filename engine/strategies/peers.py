@@ -156,7 +156,7 @@ class Peers:
 
 
 def this_process() -> dict[str, Any]:
-    """By which a process of this machine can be found."""
+    """Host, process namespace and number of this process: by these another process recognizes it."""
     space = ""
     with suppress(OSError):  # of containers with one host name, each counts its processes from 1
         space = os.readlink("/proc/self/ns/pid")

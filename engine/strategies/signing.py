@@ -15,7 +15,7 @@ from ..environment import job_secret
 __all__ = ["MOST_BYTES", "Fields", "opened", "parsed", "signed"]
 
 Fields = Mapping[str, type | tuple[type, ...]]
-"""What a word must have, by name; it may have more."""
+"""Names and types of the fields that a word must have; it may have more."""
 
 MOST_BYTES = 2_000_000
 """The longest word: the stack of a thread that recurses has thousands of lines."""
@@ -34,7 +34,7 @@ def signed(place: str, content: bytes) -> bytes:
 
 
 def opened(place: str, message: bytes) -> bytes | None:
-    """What was signed; None if the job has a secret, and the signature isn't made with it for this place."""
+    """Returns the content of a signed message; None if its signature is not the one of this job and this place."""
     signature, content = message[:_SIGNATURE_BYTES], message[_SIGNATURE_BYTES:]
     return content if hmac.compare_digest(signature, _signature(place, content)) else None
 

@@ -1,4 +1,4 @@
-"""What Python prints of a run's failure that nobody has caught: short, and not once more what was said already.
+"""Shortens what Python prints of an exception that nobody has caught and that has ended a run.
 
 The exception itself stays as it is, for callers, notebooks and debuggers. Python's hook for uncaught exceptions is
 replaced when a run has failed, and put back when it was called or another run begins. It leaves all exceptions but
@@ -35,7 +35,7 @@ class Failure(NamedTuple):
 
 
 def on_uncaught(exception: BaseException, failure: Failure) -> None:
-    """Has `exception` printed as `failure` says if nobody catches it; what was said of it first holds."""
+    """Sets how `exception` is printed if nobody catches it; a second call for the same exception changes nothing."""
     if failure_of(exception) is None:
         with suppress(AttributeError, TypeError):  # an exception that takes no attributes is printed whole
             setattr(exception, _MARK, failure)
@@ -45,7 +45,7 @@ def on_uncaught(exception: BaseException, failure: Failure) -> None:
 
 
 def failure_of(exception: BaseException) -> Failure | None:
-    """What `on_uncaught` was told of an exception."""
+    """The `Failure` that `on_uncaught` was given for an exception; None if there was none."""
     return vars(exception).get(_MARK)
 
 
