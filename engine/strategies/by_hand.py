@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["ByHand", "called_parts"]
+__all__ = ["ByHand", "called_parts", "optimizes_by_hand"]
+
+
+def optimizes_by_hand(module: nn.Module) -> bool:
+    """Whether the `training_step` of `module` calls backward and the optimizers itself."""
+    return not getattr(module, "automatic_optimization", True)
 
 
 def called_parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -40,8 +45,8 @@ class ByHand:
             part for part in model.modules() if isinstance(part, FSDPModule) and part is not model
         ]
         self._own = [
-            (f"{path}.{name}".lstrip("."), part, name)
-            for path, part in _outside(model)
+            (prefix + name, part, name)
+            for prefix, part in _outside(model)
             for name, _ in part.named_parameters(recurse=False)
         ]
         self._is_in_step = False
@@ -81,12 +86,13 @@ class ByHand:
 
     def _renew(self, *_: Any) -> None:
         """After an optimizer's step: what was gathered is what the weights were before."""
-        left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
-        if left and self._is_in_step:  # outside of it these are the shards, whose gradients are due
-            raise RuntimeError(
-                f"under fsdp the gradients of {', '.join(left)} were not averaged over the ranks: call"
-                " `self.manual_backward(loss)` in place of `loss.backward()`."
-            )
+        if self._is_in_step:  # outside of it these are the shards, whose gradients are due
+            left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
+            if left:
+                raise RuntimeError(
+                    f"under fsdp the gradients of {', '.join(left)} were not averaged over the ranks: call"
+                    " `self.manual_backward(loss)` in place of `loss.backward()`."
+                )
         for unit in (self._root, *self._units):
             unit.reshard()
         if self._is_in_step:
@@ -98,9 +104,9 @@ class ByHand:
             yield path, getattr(owner, name)
 
 
-def _outside(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and its sub-modules, but for units, by their names."""
-    yield path, module
+def _outside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and its sub-modules that are no units, each with what the names of its parameters begin with."""
+    yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, FSDPModule):
-            yield from _outside(child, f"{path}.{name}")
+            yield from _outside(child, f"{prefix}{name}.")

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
 from ..flags import Layout
-from .by_hand import ByHand, called_parts
+from .by_hand import ByHand, called_parts, optimizes_by_hand
 from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
@@ -124,8 +124,8 @@ class FSDP(MeshStrategy):
 
     def check_module(self, module: nn.Module) -> None:
         """See `LayoutStrategy`."""
-        by_hand = not getattr(module, "automatic_optimization", True)
-        if by_hand and isinstance(self.options, FSDPOptions) and not self.options.reshard_after_forward:
+        keeps_gathered = isinstance(self.options, FSDPOptions) and not self.options.reshard_after_forward
+        if keeps_gathered and optimizes_by_hand(module):
             raise ValueError(
                 f"{type(module).__name__} optimizes by hand: its weights change amid a step, so what a forward has"
                 " gathered can't be kept. Leave out reshard_after_forward=false."
@@ -167,7 +167,7 @@ class FSDP(MeshStrategy):
             self._second_backward = SecondBackward(self.model)
             if self._by_hand is not None:
                 self._by_hand.end()
-            by_hand = not trainer.lightning_module.automatic_optimization and isinstance(self.model, FSDPModule)
+            by_hand = optimizes_by_hand(trainer.lightning_module) and isinstance(self.model, FSDPModule)
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -183,7 +183,7 @@ class FSDP(MeshStrategy):
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
         units = set(shard_units(model))
         self.compiles_units = self.compile is not None and bool(units)
-        by_hand = not getattr(model, "automatic_optimization", True)
+        by_hand = optimizes_by_hand(model)
         if by_hand:
             units |= set(untied(model, called_parts(model)))
 
