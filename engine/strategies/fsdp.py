@@ -40,6 +40,7 @@ from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
 from .second_backward import SecondBackward
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
+from .unit_order import UnitOrder, watch_units
 from .units import shard_units, untied
 
 __all__ = ["FSDP"]
@@ -68,6 +69,8 @@ class FSDP(MeshStrategy):
         self._is_in_step = False
         self._by_hand: ByHand | None = None
         self._second_backward: SecondBackward | None = None
+        self._order: UnitOrder | None = None
+        self._synchronises = True
         self._counted: Plain | None = None
         self._wires: list[Wire] = []
         self._replica_averages: list[ReplicaAverage] = []
@@ -169,6 +172,24 @@ class FSDP(MeshStrategy):
                 self._by_hand.end()
             by_hand = not trainer.lightning_module.automatic_optimization and isinstance(self.model, FSDPModule)
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
+        self._watch_order(trainer)
+
+    def _watch_order(self, trainer: Any) -> None:
+        assert self.model is not None
+        self._order = None
+        if self.world_size > 1 and isinstance(self.model, FSDPModule):
+            heartbeat = trainer.heartbeat
+            self._order = watch_units(
+                self.model,
+                repr(self),
+                lambda: heartbeat.known() if heartbeat.known is not None else {},
+                self.options.timeout_s,
+            )
+
+    @property
+    def place_in_units(self) -> dict[str, Any] | None:
+        """The last collective of this rank, for its report: see `UnitOrder.place`."""
+        return None if self._order is None else self._order.place
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """See `Strategy`."""
@@ -177,6 +198,8 @@ class FSDP(MeshStrategy):
         loss = super().backward(closure_loss, *args, **kwargs)
         if self._second_backward is not None:
             self._second_backward.release()
+        if self._order is not None and self._by_hand is None:  # the step is over
+            self._order.begin(None)
         return loss
 
     def _shard(self, model: nn.Module) -> None:
@@ -205,9 +228,11 @@ class FSDP(MeshStrategy):
             if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
                 continue
             method = getattr(model, step)
-            setattr(model, step, self._marked(self._trained_by_hand(method) if step == "training_step" else method))
+            method = self._trained_by_hand(method) if step == "training_step" else method
+            setattr(model, step, self._marked(method))
             if isinstance(model, FSDPModule):
                 register_fsdp_forward_method(model, step)
+                setattr(model, step, self._followed(getattr(model, step), step))
         # A step that calls `self(batch)` would have these hooks run in each other, and gather all once more.
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key in hooks.keys() - before:
@@ -275,6 +300,19 @@ class FSDP(MeshStrategy):
 
         return marked
 
+    def _followed(self, step: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            order = None if self._is_in_step else self._order  # a step may call another one
+            if order is not None:
+                order.begin((name, self._synchronises))
+            result = step(*args, **kwargs)
+            if order is not None and (name != "training_step" or self._by_hand is not None):
+                order.begin(None)
+            return result
+
+        return followed
+
     def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         return None if self._is_in_step else hook(*arguments)
 
@@ -322,6 +360,8 @@ class FSDP(MeshStrategy):
         assert isinstance(self.model, FSDPModule)
         self._mute_what_was_sent()
         self.model.reset_iter_state()
+        if self._order is not None:
+            self._order.repeat()
         self.backward(step(self.training_step), None)
 
     @contextmanager
@@ -332,11 +372,13 @@ class FSDP(MeshStrategy):
         # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.
         switch = model.set_requires_gradient_sync if self.options.no_sync else model.set_requires_all_reduce
         switch(False)
+        self._synchronises = False
         for average in self._replica_averages:
             average.is_held = True
         try:
             yield
         finally:
             switch(True)
+            self._synchronises = True
             for average in self._replica_averages:
                 average.is_held = False
