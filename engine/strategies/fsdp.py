@@ -40,8 +40,9 @@ from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
 from .second_backward import SecondBackward
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
-from .unit_order import UnitOrder, watch_units
+from .unit_order import READ, UnitOrder, watch_units
 from .units import shard_units, untied
+from .whole_numbers import give_back_numbers, read_whole_numbers
 
 __all__ = ["FSDP"]
 
@@ -173,6 +174,13 @@ class FSDP(MeshStrategy):
             by_hand = not trainer.lightning_module.automatic_optimization and isinstance(self.model, FSDPModule)
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
         self._watch_order(trainer)
+        order = self._order
+        read_whole_numbers(lambda: order.check(READ) if order is not None else None)
+
+    def teardown(self) -> None:
+        """Puts torch's settings back."""
+        give_back_numbers()
+        super().teardown()
 
     def _watch_order(self, trainer: Any) -> None:
         assert self.model is not None

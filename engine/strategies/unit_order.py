@@ -31,7 +31,7 @@ from .job_store import FIRST_FAILURE, JobStore
 from .meeting import current_job
 from .signing import Fields
 
-__all__ = ["UnitOrder", "watch_units"]
+__all__ = ["READ", "UnitOrder", "watch_units"]
 
 _WORD: Fields = {"rank": int, "what": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
@@ -47,13 +47,15 @@ class Call(NamedTuple):
     """What a rank does next: a collective, or the end of a step."""
 
     what: str
-    """``"gather"``, ``"reduce"`` or ``"end"``."""
+    """``"gather"``, ``"reduce"``, ``"read"`` or ``"end"``."""
     unit: int = -1
     """Its number."""
     trained: int = 0
     """Which of its parameters have a gradient: a bit for each."""
 
 
+READ = Call("read")
+"""A number is read of a sharded tensor."""
 _END = Call("end")
 
 
@@ -212,6 +214,8 @@ class UnitOrder:
 
     def _said(self, call: Call, other: Call | None = None) -> str:
         """A call in words; of a reduction, the parameters without a gradient that have one in `other`."""
+        if call.what == READ.what:
+            return "reads a number of a sharded tensor (`item`, `float`)"
         if call.what == "end" or not 0 <= call.unit < len(self._units):
             return "is at the end of the step"
         name, parameters = self._units[call.unit]
