@@ -39,6 +39,7 @@ from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
 from .second_backward import SecondBackward
+from .shard_checks import check_callbacks, check_loss, check_parameters, explain_shards
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .unit_order import READ, UnitOrder, watch_units
 from .units import shard_units, untied
@@ -135,6 +136,11 @@ class FSDP(MeshStrategy):
                 " gathered can't be kept. Leave out reshard_after_forward=false."
             )
 
+    @property
+    def _shards(self) -> bool:
+        """Whether parameters are cut into shards over ranks with samples of their own."""
+        return True
+
     def _shard_mesh(self) -> Any:
         """Where units are sharded; the comm hook averages over the replicas in FSDP2's place."""
         return self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
@@ -155,6 +161,8 @@ class FSDP(MeshStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]
         if not self._is_laid_out(self.model):
             if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
                 self._counted = Plain()  # FSDP2's own all-reduce can't be replaced, only left out
@@ -202,8 +210,10 @@ class FSDP(MeshStrategy):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """See `Strategy`."""
         if self._by_hand is not None:
+            check_loss(closure_loss, repr(self))
             self._by_hand.begin_backward(closure_loss)
-        loss = super().backward(closure_loss, *args, **kwargs)
+        with self._explained():
+            loss = super().backward(closure_loss, *args, **kwargs)
         if self._second_backward is not None:
             self._second_backward.release()
         if self._order is not None and self._by_hand is None:  # the step is over
@@ -217,6 +227,9 @@ class FSDP(MeshStrategy):
         by_hand = not getattr(model, "automatic_optimization", True)
         if by_hand:
             units |= set(untied(model, called_parts(model)))
+
+        if self._shards:
+            check_parameters(model, units, repr(self))
 
         def shard(part: nn.Module) -> None:
             if part not in units and part is not model:
@@ -314,12 +327,24 @@ class FSDP(MeshStrategy):
             order = None if self._is_in_step else self._order  # a step may call another one
             if order is not None:
                 order.begin((name, self._synchronises))
-            result = step(*args, **kwargs)
+            with self._explained():
+                result = step(*args, **kwargs)
+            if name == "training_step":
+                check_loss(result.get("loss") if isinstance(result, dict) else result, repr(self))
             if order is not None and (name != "training_step" or self._by_hand is not None):
                 order.begin(None)
             return result
 
         return followed
+
+    @contextmanager
+    def _explained(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self.model is not None:
+                explain_shards(error, self.model, repr(self))
+            raise
 
     def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         return None if self._is_in_step else hook(*arguments)

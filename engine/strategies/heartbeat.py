@@ -160,8 +160,8 @@ def describe(report: dict[str, Any] | None) -> str:
     doing = {"fetch": "waits for its data loader", "save": "saves a checkpoint"}.get(report["phase"], "computes")
     if report["pending"] is not None:
         doing = f"waits for other ranks in {report['pending']}"
-    if report.get("units"):
-        doing += f" (last: {report['units']['done']})"
+        if report.get("units"):
+            doing += f" (it {report['units']['done']})"
     line = f", at {report['line']}" if report["line"] else ""
     return f"is in phase {report['phase']!r} of step {report['step']}, batch {report['batch']}: {doing}{line}"
 
