@@ -122,13 +122,25 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         if not self._checks_unused or not isinstance(model, DistributedDataParallel):
             return
         assert self.lightning_module is not None
+        if not model.require_backward_grad_sync:
+            return
         if not self.lightning_module.automatic_optimization:
-            self._checks_unused = False  # each optimizer there may use its own part of the module
-        elif model.require_backward_grad_sync:
+            self._check_reduction(model)
+        else:
             self._checks_unused = False
             unused = [n for n, p in self._trained_parameters() if p.grad is None]
             if unused:
                 raise RuntimeError(self._unused_message(unused))
+
+    def _check_reduction(self, model: DistributedDataParallel) -> None:
+        """After each backward by hand, as optimizers step amid the training step: all gradients have been averaged."""
+        try:
+            # torch: what the next forward begins with. It raises where the last backward has left parameters out, which
+            # is too late for the optimizer's step in between, and never comes after the last backward of a run.
+            model.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            self._name_unused(error)
+            raise
 
     @property
     def why_no_repeat(self) -> str | None:  # type: ignore[override]

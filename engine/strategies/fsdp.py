@@ -39,8 +39,11 @@ from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
 from .second_backward import SecondBackward
+from .shard_checks import check_callbacks, check_loss, check_parameters, explain_shards
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
+from .unit_order import READ, UnitOrder, watch_units
 from .units import shard_units, untied
+from .whole_numbers import give_back_numbers, read_whole_numbers
 
 __all__ = ["FSDP"]
 
@@ -68,6 +71,8 @@ class FSDP(MeshStrategy):
         self._is_in_step = False
         self._by_hand: ByHand | None = None
         self._second_backward: SecondBackward | None = None
+        self._order: UnitOrder | None = None
+        self._synchronises = True
         self._counted: Plain | None = None
         self._wires: list[Wire] = []
         self._replica_averages: list[ReplicaAverage] = []
@@ -131,6 +136,11 @@ class FSDP(MeshStrategy):
                 " gathered can't be kept. Leave out reshard_after_forward=false."
             )
 
+    @property
+    def _shards(self) -> bool:
+        """Whether parameters are cut into shards over ranks with samples of their own."""
+        return True
+
     def _shard_mesh(self) -> Any:
         """Where units are sharded; the comm hook averages over the replicas in FSDP2's place."""
         return self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
@@ -151,6 +161,8 @@ class FSDP(MeshStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]
         if not self._is_laid_out(self.model):
             if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
                 self._counted = Plain()  # FSDP2's own all-reduce can't be replaced, only left out
@@ -169,14 +181,43 @@ class FSDP(MeshStrategy):
                 self._by_hand.end()
             by_hand = optimizes_by_hand(trainer.lightning_module) and isinstance(self.model, FSDPModule)
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
+        self._watch_order(trainer)
+        order = self._order
+        read_whole_numbers(lambda: order.check(READ) if order is not None else None)
+
+    def teardown(self) -> None:
+        """Puts torch's settings back."""
+        give_back_numbers()
+        super().teardown()
+
+    def _watch_order(self, trainer: Any) -> None:
+        assert self.model is not None
+        self._order = None
+        if self.world_size > 1 and isinstance(self.model, FSDPModule):
+            heartbeat = trainer.heartbeat
+            self._order = watch_units(
+                self.model,
+                repr(self),
+                lambda: heartbeat.known() if heartbeat.known is not None else {},
+                self.options.timeout_s,
+            )
+
+    @property
+    def place_in_units(self) -> dict[str, Any] | None:
+        """The last collective of this rank, for its report: see `UnitOrder.place`."""
+        return None if self._order is None else self._order.place
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """See `Strategy`."""
         if self._by_hand is not None:
+            check_loss(closure_loss, repr(self))
             self._by_hand.begin_backward(closure_loss)
-        loss = super().backward(closure_loss, *args, **kwargs)
+        with self._explained():
+            loss = super().backward(closure_loss, *args, **kwargs)
         if self._second_backward is not None:
             self._second_backward.release()
+        if self._order is not None and self._by_hand is None:  # the step is over
+            self._order.begin(None)
         return loss
 
     def _shard(self, model: nn.Module) -> None:
@@ -186,6 +227,9 @@ class FSDP(MeshStrategy):
         by_hand = optimizes_by_hand(model)
         if by_hand:
             units |= set(untied(model, called_parts(model)))
+
+        if self._shards:
+            check_parameters(model, units, repr(self))
 
         def shard(part: nn.Module) -> None:
             if part not in units and part is not model:
@@ -205,9 +249,11 @@ class FSDP(MeshStrategy):
             if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
                 continue
             method = getattr(model, step)
-            setattr(model, step, self._marked(self._trained_by_hand(method) if step == "training_step" else method))
+            method = self._trained_by_hand(method) if step == "training_step" else method
+            setattr(model, step, self._marked(method))
             if isinstance(model, FSDPModule):
                 register_fsdp_forward_method(model, step)
+                setattr(model, step, self._followed(getattr(model, step), step))
         # A step that calls `self(batch)` would have these hooks run in each other, and gather all once more.
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key in hooks.keys() - before:
@@ -275,6 +321,31 @@ class FSDP(MeshStrategy):
 
         return marked
 
+    def _followed(self, step: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            order = None if self._is_in_step else self._order  # a step may call another one
+            if order is not None:
+                order.begin((name, self._synchronises))
+            with self._explained():
+                result = step(*args, **kwargs)
+            if name == "training_step":
+                check_loss(result.get("loss") if isinstance(result, dict) else result, repr(self))
+            if order is not None and (name != "training_step" or self._by_hand is not None):
+                order.begin(None)
+            return result
+
+        return followed
+
+    @contextmanager
+    def _explained(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self.model is not None:
+                explain_shards(error, self.model, repr(self))
+            raise
+
     def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         return None if self._is_in_step else hook(*arguments)
 
@@ -322,6 +393,8 @@ class FSDP(MeshStrategy):
         assert isinstance(self.model, FSDPModule)
         self._mute_what_was_sent()
         self.model.reset_iter_state()
+        if self._order is not None:
+            self._order.repeat()
         self.backward(step(self.training_step), None)
 
     @contextmanager
@@ -332,11 +405,13 @@ class FSDP(MeshStrategy):
         # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.
         switch = model.set_requires_gradient_sync if self.options.no_sync else model.set_requires_all_reduce
         switch(False)
+        self._synchronises = False
         for average in self._replica_averages:
             average.is_held = True
         try:
             yield
         finally:
             switch(True)
+            self._synchronises = True
             for average in self._replica_averages:
                 average.is_held = False

@@ -8,7 +8,7 @@ import gc
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ _SAVER = "polyphase.engine.checkpoint.saver."
 _RPC = "polyphase.engine.strategies.ps.rpc."
 _SIGNALS = "polyphase.engine.loop.signals."
 _MEETING = "polyphase.engine.strategies.meeting."
+_UNITS = "polyphase.engine.strategies.unit_order."
 _STORE = ("polyphase.engine.strategies.job_store.", "polyphase.engine.strategies.peers.")
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
@@ -53,6 +54,8 @@ class Heartbeat:
         """``"setup"``, ``"fetch"`` (waits for the data loader), ``"train"``, ``"validate"``, ``"save"``, ...: set by
         the loops."""
         self._thread = 0
+        self.known: Callable[[], dict[int, dict[str, Any]]] | None = None
+        """Where all ranks are, as far as is known here; None where no watchdog runs."""
 
     def begin(self) -> None:
         """Called as a run begins, by the thread that runs it."""
@@ -109,6 +112,7 @@ class Heartbeat:
             **self.place(),
             "pending": _pending(stack),
             "line": _line(stack),
+            "units": getattr(self._trainer.strategy, "place_in_units", None),
             "is_debugged": _is_debugged(stack),
             "resume_from": self.resume_from,
         }
@@ -156,6 +160,8 @@ def describe(report: dict[str, Any] | None) -> str:
     doing = {"fetch": "waits for its data loader", "save": "saves a checkpoint"}.get(report["phase"], "computes")
     if report["pending"] is not None:
         doing = f"waits for other ranks in {report['pending']}"
+        if report.get("units"):
+            doing += f" (it {report['units']['done']})"
     line = f", at {report['line']}" if report["line"] else ""
     return f"is in phase {report['phase']!r} of step {report['step']}, batch {report['batch']}: {doing}{line}"
 
@@ -174,6 +180,8 @@ def _pending(stack: list[Call]) -> str | None:
             return "the stop of all"
         if module == _MEETING:
             return "the meeting of all"
+        if module == _UNITS:
+            return "the agreement on the next unit"
         # The collectives of DDP's backward are torch's C++ alone.
         if number == 0 and (module, name) == ("torch.autograd.graph.", "_engine_run_backward"):
             return "backward"

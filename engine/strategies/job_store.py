@@ -88,15 +88,19 @@ class JobStore:
 
     def record_failure(self, failure: dict[str, Any]) -> dict[str, Any]:
         """The job's first failure: `failure`, unless there is one already."""
-        mine = signed(FIRST_FAILURE, json.dumps(failure).encode())
+        return self.record_first(FIRST_FAILURE, failure, _FAILURE)
+
+    def record_first(self, key: str, word: dict[str, Any], fields: Fields) -> dict[str, Any]:
+        """The first word that a rank has said there: `word`, unless there is one already."""
+        mine = signed(key, json.dumps(word).encode())
         there = b""
         for _ in range(_ATTEMPTS):
-            now = self.store.compare_set(FIRST_FAILURE, there, mine)
-            found = failure if now == mine else self._understood(FIRST_FAILURE, now, _FAILURE)
+            now = self.store.compare_set(key, there, mine)
+            found = word if now == mine else self._understood(key, now, fields)
             if found is not None:
                 return found
             there = b"" if now == there else now  # torch: where nothing stands any more it returns what was expected
-        return failure
+        return word
 
     def _understood(self, key: str, value: bytes, fields: Fields) -> dict[str, Any] | None:
         content = opened(key, value) if len(value) <= MOST_BYTES else None

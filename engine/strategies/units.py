@@ -1,5 +1,6 @@
 """Which parts of a module are sharded, checkpointed or moved as one: its repeated blocks."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -7,13 +8,15 @@ from torch import nn
 
 __all__ = ["check_inside", "repeated_blocks", "shard_units", "untied"]
 
+_ROUTER = re.compile(r"(^|_)(router|routing|gate|gating)(_?\d*)$", re.IGNORECASE)
+
 
 def shard_units(module: nn.Module) -> list[nn.Module]:
     """The modules that are sharded one by one; everything else of `module` forms one last unit.
 
     A module may say so itself by a method ``shard_units()`` that returns some of its sub-modules. Otherwise they are
-    the children of its longest `ModuleList` or `Sequential` whose children are all of one class. A block that shares a
-    parameter with a module outside of it is left to the last unit, so that the two stay tied.
+    the children of its longest `ModuleList` or `Sequential` whose children are all of one class, and no experts. A
+    block that shares a parameter with a module outside of it is left to the last unit, so that the two stay tied.
 
     Raises:
         ValueError: ``shard_units()`` returned something that is no sub-module of `module`.
@@ -48,16 +51,29 @@ def check_inside(module: nn.Module, units: Iterable[nn.Module], method: str) -> 
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The children of the longest `ModuleList` or `Sequential` of one class, and its name; none if it has but one."""
+    """The children of the longest `ModuleList` or `Sequential` of one class, and its name; none if it has but one.
+
+    Experts don't count: the data chooses which of them are called, on each rank.
+    """
     candidates = (
         (name, list(part))
         for name, part in module.named_modules()
         if isinstance(part, (nn.ModuleList, nn.Sequential))
         and len({type(child) for child in part}) == 1
         and all(next(child.parameters(), None) is not None for child in part)
+        and not (isinstance(part, nn.ModuleList) and _are_experts(module, name))
     )
     name, blocks = max(candidates, key=lambda candidate: len(candidate[1]), default=("", []))
     return (name, blocks) if len(blocks) > 1 else ("", [])
+
+
+def _are_experts(module: nn.Module, name: str) -> bool:
+    """Whether the list `name` of `module` is called so, or stands beside a router: names are all there is to see."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    beside = [child for child, part in owner.named_children() if not isinstance(part, nn.ModuleList)]
+    beside += [parameter for parameter, _ in owner.named_parameters(recurse=False)]
+    return "expert" in last.lower() or any(_ROUTER.search(each) for each in beside)
 
 
 def _owns_its_parameters(unit: nn.Module, owners: Counter[int]) -> bool:

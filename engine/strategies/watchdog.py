@@ -103,6 +103,7 @@ class Watchdog:
     def start(self) -> None:
         """Begins to watch the thread that calls this."""
         self.heartbeat.begin()
+        self.heartbeat.known = self.known
         watch_parent(self.heartbeat.rank, _PARENT_S)
         _delay_the_kill(self.heartbeat.rank, self._can_lose)
         self._thread.start()
@@ -111,6 +112,7 @@ class Watchdog:
         """Stops, and tells the others that this rank is not to be waited for."""
         self._stop.set()
         self._thread.join(2 * _PERIOD_S)
+        self.heartbeat.known = None
 
     def let_end(self) -> None:
         """Called where the trainer's thread has failed: if the run is being ended here, that is all there is to say."""

@@ -69,6 +69,29 @@ def test_a_longer_list_without_parameters_does_not_hide_the_blocks():
     assert same(shard_units(net), list(net.blocks))
 
 
+class Mixture(nn.Module):
+    """A mixture of more experts than `Net` has blocks."""
+
+    def __init__(self, experts: str, router: str):
+        super().__init__()
+        setattr(self, router, nn.Linear(4, 8))
+        setattr(self, experts, nn.ModuleList(nn.Linear(4, 4) for _ in range(8)))
+
+
+@pytest.mark.parametrize(("experts", "router"), [("experts", "choose"), ("mlps", "gate"), ("branches", "router_0")])
+def test_experts_are_no_blocks(experts, router):
+    net = Net()
+    for block in net.blocks:
+        block.mixture = Mixture(experts, router)
+    assert same(shard_units(net), list(net.blocks))
+
+
+def test_blocks_beside_a_gated_mlp_stay_blocks():
+    net = Net()
+    net.gate_proj = nn.Linear(4, 4)
+    assert same(shard_units(net), list(net.blocks))
+
+
 def test_a_block_tied_to_a_module_outside_is_left_to_the_rest():
     net = Net()
     net.blocks[1].linear.weight = net.short[0].weight
