@@ -227,7 +227,9 @@ class Engine(LoopTrainer):
         model_registry: str | None = None,
     ) -> None:
         self._flags = {name: value for name, value in locals().items() if name in Arguments.__annotations__}
-        devices, num_nodes = resolve_sizes(devices, num_nodes)
+        launched, num_nodes = resolve_sizes(devices, num_nodes)
+        if not (devices == "auto" and getattr(strategy, "parallel_devices", None)):  # which the strategy's object has
+            devices = launched
         watch = NonFiniteWatch(nonfinite)
         mode = compile_mode(compile)
         parts = select(
