@@ -306,6 +306,8 @@ class Places:
             _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
             for n in lengths
         ]
+        if combined._iterator is not None:  # Lightning: it, and not the loader, says how long the epoch is
+            combined._iterator.limits = combined.limits
 
     def _set_lengths(self) -> None:
         trainer, fit_loop = self.trainer, self.trainer.fit_loop
