@@ -27,6 +27,8 @@ class FitLoop(_FitLoop):
     returned nothing else through an epoch, that is a warning, and an error when the run or the next epoch ends, too.
     """
 
+    is_cut_short = False
+    """Whether the latest epoch ended, by `max_steps` or `should_stop`, before its data did."""
     _num_lossless_epochs = 0
 
     def setup_data(self) -> None:
@@ -55,6 +57,8 @@ class FitLoop(_FitLoop):
         super().advance()
         progress: Any = self.epoch_loop.batch_progress
         trainer: Any = self.trainer
+        has_more = progress.current.ready < self.max_batches and not progress.is_last_batch
+        self.is_cut_short = has_more and self._data_fetcher is not None and not self._data_fetcher.done
         if progress.total.ready == 0 and self._data_fetcher is not None and self._data_fetcher.done:
             if not self._may_be_empty() and not trainer.should_stop:
                 raise NothingTrainedError(
