@@ -255,8 +255,11 @@ class Passes:
         self._of_epoch: dict[int, Any] = {}
         self._num = 0
 
-    def begin(self, epoch: int, record: Any) -> None:
-        """Another one begins."""
+    def begin(self, epoch: int, record: Any, *, replaces_latest: bool = False) -> None:
+        """Another one begins, or takes the place of the latest, of which nothing was read."""
+        if replaces_latest and epoch == self._epoch:
+            self._of_epoch[self._num - 1] = record
+            return
         if epoch != self._epoch:
             self.num_before += self._num
             self._epoch, self._num = epoch, 0

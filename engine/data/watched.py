@@ -62,7 +62,10 @@ class Watched:
     def begin(self, users: Any) -> "_NotedIterator":
         """A pass over the user's sampler or batch sampler."""
         seen = _Seen()
-        self.passes.begin(self._epoch(), seen)
+        latest = self._iterator
+        # torch: an iterator with workers asks its sampler for two iterators, and reads the second one only.
+        is_unread = latest is not None and latest.is_unread and latest.seen is self.passes.latest
+        self.passes.begin(self._epoch(), seen, replaces_latest=is_unread)
         takes_batches = self.loader.batch_sampler is not None and self.sampler is not users
         self._iterator = _NotedIterator(users, self.sampler, seen, takes_batches)
         return self._iterator
@@ -118,6 +121,8 @@ class _NotedIterator:
         self._ahead: deque[Any] = deque()
         before = state_before(sampler)
         self._items = iter(users)
+        self.is_unread = True
+        """Whether nothing was asked for yet."""
         # Some samplers draw here, and most of them when they are asked for the first item.
         self.seen.before = None if is_same_state(before, state_before(sampler)) else before
 
@@ -138,6 +143,7 @@ class _NotedIterator:
     def _read(self) -> Any:
         if self.seen.before is None:
             self.seen.before = state_before(self._sampler)
+        self.is_unread = False
         item = next(self._items)
         self.seen.add(list(item) if self._takes_batches else [item])
         self.seen.ends.append(len(self.seen.order))

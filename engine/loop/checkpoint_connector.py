@@ -78,6 +78,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     def _begin_run(self, is_same: bool) -> None:
         trainer = self.trainer
         trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
+        trainer.fit_loop.is_cut_short = False
         # Of format 1, and of Lightning's own files, the run is not known; they are continued all the same.
         continues = self._ours.get("run") or ({} if self._loaded_checkpoint else None)
         self.history.begin(continues, is_same=is_same)

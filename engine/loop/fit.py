@@ -29,6 +29,8 @@ class FitLoop(_FitLoop):
 
     begins_elsewhere = False
     """Whether a checkpoint was opened, in whose place the next data are to begin."""
+    is_cut_short = False
+    """Whether the latest epoch ended, by `max_steps` or `should_stop`, before its data did."""
     _num_lossless_epochs = 0
 
     def on_run_start(self) -> None:
@@ -67,6 +69,8 @@ class FitLoop(_FitLoop):
         super().advance()
         progress: Any = self.epoch_loop.batch_progress
         trainer: Any = self.trainer
+        has_more = progress.current.ready < self.max_batches and not progress.is_last_batch
+        self.is_cut_short = has_more and self._data_fetcher is not None and not self._data_fetcher.done
         if progress.total.ready == 0 and self._data_fetcher is not None and self._data_fetcher.done:
             if not self._may_be_empty() and not trainer.should_stop:
                 raise NothingTrainedError(

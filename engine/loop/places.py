@@ -114,11 +114,17 @@ class Places:
             if (order := order_of(loader)) is not None:
                 order.settle()
 
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """Where this rank's training data is after `batches` batches of the epoch, plain values all."""
+    def state_dict(self, batches: int, *, is_cut_short: bool = False) -> dict[str, Any]:
+        """Where this rank's training data is after `batches` batches of the epoch, plain values all.
+
+        Args:
+            batches: of the present epoch.
+            is_cut_short: these are of the epoch before, which counts as over, but is to be gone on with.
+        """
+        epoch = self.epoch - is_cut_short
         # Lightning: the loaders as _prepare_dataloader left them.
         combined = self.trainer.fit_loop._combined_loader
-        states = [] if combined is None else [self._state_of(loader, batches) for loader in combined.flattened]
+        states = [] if combined is None else [self._state_of(loader, epoch, batches) for loader in combined.flattened]
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
@@ -126,9 +132,9 @@ class Places:
             "micro_batch_size": self.sizes.found,
         }
 
-    def _state_of(self, loader: Any, batches: int) -> dict[str, Any]:
+    def _state_of(self, loader: Any, epoch: int, batches: int) -> dict[str, Any]:
         if isinstance(loader, Remembering):
-            return {**_stateful(loader), "state": loader.state_after(self.epoch, batches)}
+            return {**_stateful(loader), "state": loader.state_after(epoch, batches)}
         if keeps_place(loader):
             return {**_stateful(loader), "state": loader.state_dict()}
         if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
@@ -142,7 +148,7 @@ class Places:
             place = Pass(loader, 1 if deals_itself else self.trainer.data_size, watched=watched)
         # Lightning: CombinedLoader's mode.
         place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"
-        return place.state_dict(self.epoch, batches)
+        return place.state_dict(epoch, batches)
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
         """Has the loaders that are prepared next go on where those of another run were.
@@ -306,6 +312,8 @@ class Places:
             _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
             for n in lengths
         ]
+        if combined._iterator is not None:  # Lightning: it, and not the loader, says how long the epoch is
+            combined._iterator.limits = combined.limits
 
     def _set_lengths(self) -> None:
         trainer, fit_loop = self.trainer, self.trainer.fit_loop

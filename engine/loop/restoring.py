@@ -26,6 +26,9 @@ def to_last_step(loops: dict[str, Any], ours: dict[str, Any]) -> Literal["end", 
     """
     progress = loops["epoch_loop.batch_progress"]
     left: Literal["end", "nothing"] | None = "nothing" if ours["between_steps"] else None
+    if ours.get("cut_short"):
+        for epochs in loops["epoch_progress"].values():
+            epochs["processed"] = epochs["completed"] = epochs["started"] - 1
     if ours["between_epochs"]:
         _begin_next(progress)
         for epochs in loops["epoch_progress"].values():

@@ -267,7 +267,8 @@ class SavingConnector(_CheckpointConnector):
             return checkpoint
         checkpoint[OURS] = {
             "between_epochs": self._between_epochs,
-            "between_steps": trainer.fit_loop.epoch_loop.is_between_steps,
+            "between_steps": trainer.fit_loop.epoch_loop.is_between_steps or self._is_cut_short,
+            "cut_short": self._is_cut_short,
             "in_validation": self._stopped_in_validation,
             "batches": trainer.fit_loop.epoch_loop.batches_done(),
             "world_size": trainer.world_size,
@@ -300,7 +301,7 @@ class SavingConnector(_CheckpointConnector):
         return {
             STRATEGY: strategy.state_of_rank() if isinstance(strategy, LayoutStrategy) else {},
             "random": random_state or get_random_state(),
-            "data": trainer._data_connector.places.state_dict(batches),
+            "data": trainer._data_connector.places.state_dict(batches, is_cut_short=self._is_cut_short),
             "compression": hook.state_dict() if hook is not None else {},
         }
 
@@ -308,7 +309,14 @@ class SavingConnector(_CheckpointConnector):
     def _between_epochs(self) -> bool:
         """Whether the last epoch is over, or nothing of the next one is done yet."""
         epochs = self.trainer.fit_loop.epoch_progress.current
-        return epochs.processed == epochs.ready or epochs.started < epochs.ready
+        return (epochs.processed == epochs.ready and not self._is_cut_short) or epochs.started < epochs.ready
+
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether the last epoch counts as over, but has batches left, with which a longer run goes on."""
+        fit_loop = self.trainer.fit_loop
+        epochs = fit_loop.epoch_progress.current
+        return fit_loop.is_cut_short and epochs.processed == epochs.ready
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         # Lightning: _CheckpointConnector._get_lightning_module_state_dict, by which a strategy gathers shards.

@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..tiny import Positions
-from .runs import assert_goes_on
+from ..tiny import Positions, SavesIn
+from .runs import assert_goes_on, train
 
 SIZE = 14
 
@@ -158,3 +158,23 @@ LOADERS = {
 )
 def test_goes_on(name, at, hook, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, hook=hook)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("at", [2, 6])
+def test_goes_on_with_workers_which_fetch_ahead(at, persistent, tmp_path):
+    arguments = {"shuffle": True, "num_workers": 1, "persistent_workers": persistent}
+    assert_goes_on(lambda: DataLoader(Positions(SIZE), batch_size=3, **arguments), tmp_path, at)
+
+
+@pytest.mark.parametrize(("batch_size", "limit"), [(7, 1.0), (3, 1.0), (3, 0.5)])
+def test_epochs_after_one_that_was_cut_anew_are_whole(batch_size, limit, tmp_path):
+    def loader(size):
+        return lambda: DataLoader(Positions(101), batch_size=size, shuffle=True)
+
+    train(loader(4), callbacks=[SavesIn("on_train_batch_end", 5, tmp_path / "saved")])
+    rest = train(loader(batch_size), tmp_path / "saved", max_epochs=4, limit_train_batches=limit)
+    for epoch in (1, 2, 3):
+        found = [i for at, _, batch in rest if at == epoch for i in batch]
+        expected = int(-(-101 // batch_size) * limit) * batch_size
+        assert len(set(found)) == len(found) == min(101, expected)

@@ -141,6 +141,34 @@ def test_ours_goes_on_as_if_nothing_had_been(tmp_path, hook, at, flags):
     assert resumed_weights == weights
 
 
+class Stops(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == 7
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("stop", [{"max_steps": 7}, {"callbacks": [Stops()], "min_epochs": 0}], ids=["max", "stop"])
+@pytest.mark.parametrize("dataset", [range(15), Stream(15)], ids=["known length", "unknown length"])
+def test_an_epoch_that_was_cut_short_is_gone_on_with(tmp_path, dataset, stop, hook):
+    runs: list[Any] = []
+    callbacks = [SavesIn(hook, 1 if hook == "on_train_end" else 2, tmp_path / "saved"), *stop.get("callbacks", [])]
+    for name, flags, checkpoint in (
+        ("whole", {}, None),
+        ("first", {**stop, "callbacks": callbacks}, None),
+        ("rest", {}, tmp_path / "saved"),
+    ):
+        module = Eventful(manual=False)
+        engine = trainer_of(Engine, tmp_path / name, **{"max_epochs": 3, **flags})
+        engine.fit(module, DataLoader(dataset, batch_size=3), ckpt_path=checkpoint)
+        batches = [seen for seen in module.seen if seen[0].startswith("batch")]
+        runs.append((batches, module.seen, exactly(engine.fit_loop.state_dict())))
+    (whole, _, state), (first, *_), (rest, seen, resumed_state) = runs
+    assert first + rest == whole
+    assert len(first) == 7
+    assert seen[0][0] == "batch 2", "the epoch does not start anew"
+    assert resumed_state == state
+
+
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_no_digit_is_lost_in_any_precision(tmp_path, precision):
     saved = tmp_path / "saved.ckpt"
