@@ -383,11 +383,6 @@ class FSDP(MeshStrategy):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    @property
-    def why_no_repeat(self) -> str | None:  # type: ignore[override]
-        """See `CompressingStrategy`."""
-        return None if hasattr(FSDPModule, "reset_iter_state") else "a torch before 2.13"
-
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
         """Runs the module on the smallest batch, for each unit's collectives; those it has made are left out."""
         assert isinstance(self.model, FSDPModule)
