@@ -132,11 +132,16 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             if unused:
                 raise RuntimeError(self._unused_message(unused))
 
+    def on_train_end(self) -> None:
+        """No forward follows the last backward of a run, which would find that it has left parameters out."""
+        super().on_train_end()
+        if isinstance(self.model, DistributedDataParallel) and self._has_run_backward:
+            self._check_reduction(self.model)
+
     def _check_reduction(self, model: DistributedDataParallel) -> None:
-        """After each backward by hand, as optimizers step amid the training step: all gradients have been averaged."""
+        """Checks that the last backward has averaged all gradients: by hand at once, since the optimizer comes next."""
         try:
-            # torch: what the next forward begins with. It raises where the last backward has left parameters out, which
-            # is too late for the optimizer's step in between, and never comes after the last backward of a run.
+            # torch: what the next forward begins with.
             model.reducer._rebuild_buckets()
         except RuntimeError as error:
             self._name_unused(error)

@@ -39,7 +39,7 @@ from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
 from .second_backward import SecondBackward
-from .shard_checks import check_callbacks, check_loss, check_parameters, explain_shards
+from .shard_checks import check_callbacks, check_loss, check_parameters, explained
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .unit_order import READ, UnitOrder, watch_units
 from .units import shard_units, untied
@@ -181,26 +181,15 @@ class FSDP(MeshStrategy):
                 self._by_hand.end()
             by_hand = optimizes_by_hand(trainer.lightning_module) and isinstance(self.model, FSDPModule)
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
-        self._watch_order(trainer)
-        order = self._order
+        order = self._order = None
+        if self.world_size > 1 and isinstance(self.model, FSDPModule):
+            order = self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s)
         read_whole_numbers(lambda: order.check(READ) if order is not None else None)
 
     def teardown(self) -> None:
         """Puts torch's settings back."""
         give_back_numbers()
         super().teardown()
-
-    def _watch_order(self, trainer: Any) -> None:
-        assert self.model is not None
-        self._order = None
-        if self.world_size > 1 and isinstance(self.model, FSDPModule):
-            heartbeat = trainer.heartbeat
-            self._order = watch_units(
-                self.model,
-                repr(self),
-                lambda: heartbeat.known() if heartbeat.known is not None else {},
-                self.options.timeout_s,
-            )
 
     @property
     def place_in_units(self) -> dict[str, Any] | None:
@@ -212,7 +201,7 @@ class FSDP(MeshStrategy):
         if self._by_hand is not None:
             check_loss(closure_loss, repr(self))
             self._by_hand.begin_backward(closure_loss)
-        with self._explained():
+        with explained(self.model, repr(self)):
             loss = super().backward(closure_loss, *args, **kwargs)
         if self._second_backward is not None:
             self._second_backward.release()
@@ -327,7 +316,7 @@ class FSDP(MeshStrategy):
             order = None if self._is_in_step else self._order  # a step may call another one
             if order is not None:
                 order.begin((name, self._synchronises))
-            with self._explained():
+            with explained(self.model, repr(self)):
                 result = step(*args, **kwargs)
             if name == "training_step":
                 check_loss(result.get("loss") if isinstance(result, dict) else result, repr(self))
@@ -336,15 +325,6 @@ class FSDP(MeshStrategy):
             return result
 
         return followed
-
-    @contextmanager
-    def _explained(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if self.model is not None:
-                explain_shards(error, self.model, repr(self))
-            raise
 
     def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         return None if self._is_in_step else hook(*arguments)

@@ -1,13 +1,14 @@
 """What `fsdp` and `hsdp` can't do with a module or a callback, by name, and what can be done instead."""
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_callbacks", "check_loss", "check_parameters", "explain_shards"]
+__all__ = ["check_callbacks", "check_loss", "check_parameters", "explained"]
 
 _MIXED = "mixed torch.Tensor and DTensor"  # torch: what it says of an operation on a shard and a plain tensor
 
@@ -64,11 +65,18 @@ def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
             )
 
 
-def explain_shards(error: RuntimeError, model: nn.Module, flag: str) -> None:
+@contextmanager
+def explained(model: nn.Module | None, flag: str) -> Iterator[None]:
     """Puts into torch's message of an operation on a shard which module was used outside of its unit's forward."""
-    message = str(error)
-    if _MIXED not in message or "whole only while" in message:
-        return
+    try:
+        yield
+    except RuntimeError as error:
+        if model is not None and _MIXED in str(error) and "whole only while" not in str(error):
+            _explain(error, model, flag)
+        raise
+
+
+def _explain(error: RuntimeError, model: nn.Module, flag: str) -> None:
     names = {part: name for name, part in model.named_modules() if name}
     used = ""
     traceback = error.__traceback__
@@ -77,7 +85,7 @@ def explain_shards(error: RuntimeError, model: nn.Module, flag: str) -> None:
         if isinstance(part, nn.Module) and any(isinstance(p, DTensor) for p in part.parameters(recurse=False)):
             used = f": {names[part]} was called from outside of it" if part in names else used
         traceback = traceback.tb_next
-    error.args = (f"{_used_outside(flag, used)} torch says: {message}",)
+    error.args = (f"{_used_outside(flag, used)} torch says: {error}",)
 
 
 def check_loss(loss: Any, flag: str) -> None:

@@ -244,10 +244,20 @@ class _Checked(AllGather):
         return self.inner(output_tensor, input_tensor, group, async_op)
 
 
-def watch_units(
-    model: nn.Module, flag: str, known: Callable[[], dict[int, dict[str, Any]]], timeout_s: float
-) -> UnitOrder:
-    """Has the collectives of all units of `model` checked; the other arguments are those of `UnitOrder`."""
+def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> UnitOrder:
+    """Has the collectives of all units of `model` checked.
+
+    Args:
+        model: sharded by `fully_shard`.
+        flag: the strategy's, for messages.
+        trainer: whose watchdog knows where the other ranks are.
+        timeout_s: how long to wait for them.
+    """
+    heartbeat = trainer.heartbeat
+
+    def known() -> dict[int, dict[str, Any]]:
+        return {} if heartbeat.known is None else heartbeat.known()
+
     units: list[tuple[str, Callable[[], list[str]]]] = []
     order = UnitOrder(flag, units, known, timeout_s)
     for name, part in model.named_modules():

@@ -43,7 +43,14 @@ def fit(module: LightningModule, strategy: str, **flags: object) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("module", [Unused, Conditional])
+class UnusedAtLast(Conditional):
+    """Uses one layer in all steps but the last, of which nothing else would be known."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, 1 if batch_idx + 1 == self.trainer.num_training_batches else 0)
+
+
+@pytest.mark.parametrize("module", [Unused, Conditional, UnusedAtLast])
 def test_unused_parameters_are_named_with_the_flag_to_set(module):
     name = "never.weight" if module is Unused else "sometimes.weight"
     with pytest.raises(ProcessRaisedException, match=f"{name}.*find_unused_parameters=true"):
