@@ -91,7 +91,6 @@ class LoopTrainer(Trainer):
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._ended_by = None
-        self._add_summary()
         try:
             with quiet(), logging_run_parameters(), keeping_interface():
                 results = self._run_watched(*args, **kwargs)
@@ -104,8 +103,8 @@ class LoopTrainer(Trainer):
         self._end_run(None)
         return results
 
-    def _add_summary(self) -> None:
-        """Puts the default summary among the callbacks until the run ends: before and after they are the user's."""
+    def add_run_summary(self) -> None:
+        """Puts the default summary among the callbacks while it trains: before and after they are the user's."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         if self._run_summary is not None and self._run_summary not in callbacks:
             callbacks.append(self._run_summary)
@@ -113,7 +112,7 @@ class LoopTrainer(Trainer):
     def _end_run(self, exception: BaseException | None) -> None:
         """Tells callbacks that the run is over, and nothing of it is still to be saved; all other hooks are through."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
+        for callback in dict.fromkeys([*callbacks, self._run_summary]):
             if (on_run_end := getattr(callback, "on_run_end", None)) is not None:
                 on_run_end(self, self.lightning_module, exception)
         callbacks[:] = [callback for callback in callbacks if callback is not self._run_summary]

@@ -37,6 +37,7 @@ class FitLoop(_FitLoop):
         """Called before the first epoch."""
         optimization: Any = self.epoch_loop.automatic_optimization
         self._num_lossless_epochs, optimization.has_loss, optimization.num_skipped = 0, False, 0
+        self.trainer.add_run_summary()  # type: ignore[attr-defined]
         super().on_run_start()
 
     def setup_data(self) -> None:

@@ -57,6 +57,9 @@ class Heartbeat:
         self.known: Callable[[], dict[int, dict[str, Any]]] | None = None
         """Where all ranks are, as far as is known here; None where no watchdog runs."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "known": None}  # a copy of a trainer is in no run
+
     def begin(self) -> None:
         """Called as a run begins, by the thread that runs it."""
         self.phase = "setup"

@@ -247,9 +247,11 @@ def test_a_module_is_copied_while_it_is_attached(make):
     class Copies(Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             self.copy = copy.deepcopy(pl_module.net)
+            copy.deepcopy(pl_module)
+            copy.deepcopy(trainer.callbacks)
 
     copies = Copies()
-    make(max_epochs=1, callbacks=[copies]).fit(module := Small())
+    make(max_epochs=1, callbacks=[copies], enable_progress_bar=True).fit(module := Small())
     assert torch.equal(copies.copy[0].weight, module.net[0].weight)
     copy.deepcopy(module)
 
