@@ -41,7 +41,7 @@ from .options import FSDPOptions, HSDPOptions
 from .second_backward import SecondBackward
 from .shard_checks import check_callbacks, check_loss, check_parameters, explained
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
-from .unit_order import READ, UnitOrder, watch_units
+from .unit_order import UnitOrder, watch_units
 from .units import shard_units, untied
 from .whole_numbers import give_back_numbers, read_whole_numbers
 
@@ -83,6 +83,10 @@ class FSDP(MeshStrategy):
                     " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
                 )
             comm_hook.feedback = False
+
+    def __repr__(self) -> str:
+        name = super().__repr__()
+        return name.replace("fsdp", "hsdp") if isinstance(self.options, HSDPOptions) else name
 
     @property
     def averaging(self) -> CommHook | None:
@@ -181,10 +185,9 @@ class FSDP(MeshStrategy):
                 self._by_hand.end()
             by_hand = optimizes_by_hand(trainer.lightning_module) and isinstance(self.model, FSDPModule)
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
-        order = self._order = None
-        if self.world_size > 1 and isinstance(self.model, FSDPModule):
-            order = self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s)
-        read_whole_numbers(lambda: order.check(READ) if order is not None else None)
+        meets_others = self.world_size > 1 and isinstance(self.model, FSDPModule)
+        self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s) if meets_others else None
+        read_whole_numbers(self._order)
 
     def teardown(self) -> None:
         """Puts torch's settings back."""

@@ -11,23 +11,26 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .unit_order import READ, UnitOrder
+
 __all__ = ["give_back_numbers", "read_whole_numbers"]
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
-def read_whole_numbers(before_each: Callable[[], None]) -> None:
+def read_whole_numbers(order: UnitOrder | None) -> None:
     """Has `item` of a DTensor reduce it first, until `give_back_numbers`.
 
     Args:
-        before_each: called before each reduction.
+        order: by which it is checked that all ranks do so; None where that is not known.
     """
 
     def item(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
         (tensor,) = args
         if all(placement.is_replicate() for placement in tensor.placements):
             return tensor.to_local().item()
-        before_each()
+        if order is not None:
+            order.check(READ)
         with torch.no_grad():
             return tensor.full_tensor().item()
 

@@ -173,6 +173,11 @@ def test_batch_norm_statistics_are_shared_for_evaluation():
     assert engine.callback_metrics["spread"] == 0
 
 
+def test_messages_say_which_of_the_two_it_is():
+    for flag in ("fsdp_spawn", "hsdp_spawn"):
+        assert repr(Engine(strategy=flag, accelerator="cpu", devices=2, **QUIET).strategy) == repr(flag)
+
+
 def test_units_are_printed_by_the_layout():
     assert str(Engine(strategy="hsdp_spawn:replicate=2", accelerator="cpu", devices=4, **QUIET).layout) == (
         "replicate=2 x shard=2"
