@@ -66,6 +66,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _outside_of_the_repository(tmp_path_factory):
+    """Whatever the fixtures of whole modules run and write (reports of failures, say) goes to a folder of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("fixtures"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     """Whatever a run writes (logs, checkpoints) goes to the test's own folder."""
