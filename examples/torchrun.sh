@@ -8,11 +8,10 @@
 # NNODES  number of nodes, or MIN:MAX                 JOB     any name, the same on all nodes
 set -euo pipefail
 
-cd "$(dirname "$0")/.."
 exec torchrun \
     --nproc_per_node="${NPROC:-2}" \
     --nnodes="${NNODES:-1}" \
     --rdzv_backend=c10d \
     --rdzv_endpoint="${HEAD:-127.0.0.1:0}" \
     --rdzv_id="${JOB:-polyphase}" \
-    examples/gpt.py "$@"
+    "$(dirname "$0")/gpt.py" "$@"

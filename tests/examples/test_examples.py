@@ -49,6 +49,7 @@ def test_gpt_on_one_node_needs_no_devices_flag():
     assert re.search(r"^polyphase \S+ \| fsdp, shard=2 on cpu \| ", finished.output, re.MULTILINE)
     assert finished.output.count("validation bits per byte") == 1, "rank 0 alone prints"
     assert "throughput/tokens_per_s" in finished.output
+    assert Path("lightning_logs").is_dir(), "it writes to where it is started, as the other examples do"
 
 
 def test_gpt_on_two_nodes():
