@@ -1,4 +1,4 @@
-"""On which rank something went wrong first, where it spreads to the others and they find it, too.
+"""Finds the rank on which a fault began, such as a NaN, that spreads to the other ranks and is found there, too.
 
 1. Each rank that has found something writes where into the job's store, out of band;
 2. it waits until all ranks have, or a few seconds have passed: the ranks look at the same step, so those that find
@@ -20,7 +20,7 @@ _FIELDS = {"rank": int, "step": int, "name": str, "order": int}
 
 
 def earliest(mine: dict[str, Any]) -> dict[str, Any]:
-    """What was found first, on any rank: the finding with the smallest step, order and rank.
+    """Returns the first finding of any rank: the one with the smallest step, order and rank.
 
     Args:
         mine: what this rank has found: rank, step, name, and its order within a step.

@@ -83,11 +83,11 @@ class Peers:
         self.job.write(process_key(self.rank), self.me)
 
     def publish(self, kind: str, word: dict[str, Any]) -> None:
-        """Says something of this rank."""
+        """Writes what this rank says of itself; a later word of the same kind replaces it."""
         self.job.write(self._key(kind, self.rank), word)
 
     def read(self, kind: str, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """What those of `ranks` said that have said something; waits for nobody."""
+        """Returns the latest words of this `kind` that any of `ranks` has written, by rank; waits for nobody."""
         return self._read({self._key(kind, rank): rank for rank in ranks}, _FIELDS[kind])
 
     def beat(self, report: dict[str, Any]) -> None:

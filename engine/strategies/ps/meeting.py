@@ -112,7 +112,7 @@ class LivingRanks(HostGroup):
         return 0 if self._connection is None else self._connection.rank
 
     def gathered(self, mine: Any) -> list[Any]:
-        """What each living rank gives, tensors and plain values, on all of them."""
+        """Returns the values of all living ranks, tensors and plain ones, on each of them."""
         if self._connection is None or not self._connection.is_open or self.size == 1:
             return [mine] if self._connection is not None and self._connection.lost else super().gathered(mine)
         self._number += 1
@@ -126,11 +126,11 @@ class LivingRanks(HostGroup):
         return self.gathered(mine)
 
     def told(self, value: Any) -> Any:
-        """What rank 0 gives, on all living ranks."""
+        """Returns rank 0's value on all living ranks."""
         return self.gathered(value if self.rank == 0 else None)[0]
 
     def numbers(self, mine: int) -> list[int]:
-        """What each living rank says, on all of them."""
+        """Returns the numbers of all living ranks, on each of them."""
         return self.gathered(mine)
 
 

@@ -36,7 +36,7 @@ class Clipping(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Of one optimizer's parameters, at one server."""
+    """Those of an optimizer's parameters that one server holds."""
 
     server: int
     numbers: list[int]
