@@ -11,6 +11,9 @@ from lightning.pytorch.callbacks import ProgressBar, RichModelSummary
 
 # Lightning: what its launchers of workers, and ours, are made of.
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+# Lightning: what it does where a run is interrupted.
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
@@ -97,7 +100,10 @@ class LoopTrainer(Trainer):
         except BaseException as exception:
             self._ended_by = exception
             is_worker = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+            if is_worker and isinstance(exception, SIGTERMException):
+                call._interrupt(self, exception)  # only here there is something to save
             if is_worker or isinstance(exception, _TunerExitException):  # nobody handles it, or not as an error
+                self._end_run(exception)
                 self._end_run(exception)
             raise
         self._end_run(None)

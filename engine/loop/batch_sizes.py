@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.data import has_iterable_dataset
 from torch.utils.data import BatchSampler, DataLoader
 
-from ..data import GlobalBatches, GlobalOrder, Samples, Together
+from ..data import GlobalBatches, GlobalOrder, Samples, Together, order_of
 
 __all__ = ["BatchSizes"]
 
@@ -69,17 +69,22 @@ class BatchSizes:
         if isinstance(self.loader, Together):
             return self.loader.samples(batch_idx)
         batches: Any = getattr(self.loader, "batch_sampler", None)
-        if isinstance(batches, (GlobalBatches, GlobalOrder)):
-            return batches.samples(batch_idx)
+        num_ranks = self._trainer.data_size
+        if isinstance(batches, (GlobalBatches, GlobalOrder)) and (order := order_of(self.loader)) is not None:
+            if order.num_replicas == num_ranks:
+                return batches.samples(batch_idx)
+            # Each rank goes on in an order of its own, and knows that of no other; they have as many batches.
+            mine = batches.samples(batch_idx).mine if isinstance(batches, GlobalBatches) else 1
+            return Samples(mine, mine * num_ranks)
         if type(batches) is BatchSampler and not has_iterable_dataset(self.loader):
             left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
             mine = min(batches.batch_size, left)
-            return Samples(mine, mine * self._trainer.data_size)
-        loader = self.loader
-        size = None if loader is None else self._trainer._data_connector.places.size_of_batch(loader, batch_idx)
-        if size is not None:
-            return Samples(size, size)
-        return Samples(1, self._trainer.data_size)
+            return Samples(mine, mine * num_ranks)
+        if self.loader is not None and num_ranks == 1:
+            size = self._trainer._data_connector.places.size_of_batch(self.loader, batch_idx)
+            if size is not None:
+                return Samples(size, size)
+        return Samples(1, num_ranks)
 
     def samples_of_step(self, first: int, num_batches: int) -> Samples | None:
         """Of so many batches from the one given; None if the end of the data is not known."""

@@ -103,12 +103,12 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if keeps_place(dataloader):
             # As many as an optimizer step has batches, those before and after it, and the one fetched ahead.
             dataloader = remembering(dataloader, self.places.epoch, lambda: self.trainer.accumulate_grad_batches + 2)
-        return self._in_step(dataloader) if order_of(dataloader) is None else dataloader
+        return self._in_step(dataloader)
 
     def _in_step(self, dataloader: DataLoader) -> DataLoader:
         """`dataloader` itself if all ranks' are equally long; else one that ends an epoch when theirs do."""
-        ranks = self.trainer.data_ranks
-        if ranks.size == 1:
+        ranks, order = self.trainer.data_ranks, order_of(dataloader)
+        if ranks.size == 1 or (order is not None and order.num_replicas == ranks.size):
             return dataloader
         lengths = ranks.gathered(sized_len(dataloader))
         if None not in lengths and len(set(lengths)) == 1 and not has_iterable_dataset(dataloader):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from ..data import (
     Pass,
     Remembering,
+    Together,
     Watched,
     WatchedLoaders,
     bring_to,
@@ -80,7 +81,7 @@ class Places:
 
     def watch(self, combined: CombinedLoader) -> None:
         """Watches the loaders that stay the user's own; called before the first iterator of them is made."""
-        if self.trainer.world_size > 1 or type(combined) not in (CombinedLoader, WatchedLoaders):
+        if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
         watched = {}
         for loader in combined.flattened:
@@ -147,7 +148,8 @@ class Places:
                 return {"unit": None}
             place = Pass(loader, 1 if deals_itself else self.trainer.data_size, watched=watched)
         # Lightning: CombinedLoader's mode.
-        place.cycles = self.trainer.fit_loop._combined_loader._mode == "max_size_cycle"
+        mode = self.trainer.fit_loop._combined_loader._mode
+        place.cycles = mode == "max_size_cycle" and not isinstance(loader, Together)
         return place.state_dict(epoch, batches)
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
@@ -218,6 +220,12 @@ class Places:
         place = Pass.resumed(loader, sharing, state)
         if state["per_step"] == list(place.per_step):
             place.count(self._saved)
+        elif state["position"] and isinstance(loader, Together):
+            raise ValueError(
+                "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with samplers of"
+                " their own, of different lengths, can't go on there. Resume with the same batch size, or load the"
+                " weights alone to begin an epoch."
+            )
         self._resumed[loader] = place
         # All loaders are as many batches on, also where one of them has begun again or was over.
         batches = max(place.batches for place in self._resumed.values())
