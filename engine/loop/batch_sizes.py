@@ -66,22 +66,24 @@ class BatchSizes:
 
     def samples(self, batch_idx: int) -> Samples:
         """Number of samples in a training batch, on this rank and on all of them; one a rank where it is not known."""
-        if isinstance(self.loader, Together):
-            return self.loader.samples(batch_idx)
-        batches: Any = getattr(self.loader, "batch_sampler", None)
-        num_ranks = self._trainer.data_size
-        if isinstance(batches, (GlobalBatches, GlobalOrder)) and (order := order_of(self.loader)) is not None:
+        loader, num_ranks = self.loader, self._trainer.data_size
+        if loader is None:
+            return Samples(1, num_ranks)
+        if isinstance(loader, Together):
+            return loader.samples(batch_idx)
+        batches: Any = getattr(loader, "batch_sampler", None)
+        if isinstance(batches, (GlobalBatches, GlobalOrder)) and (order := order_of(loader)) is not None:
             if order.num_replicas == num_ranks:
                 return batches.samples(batch_idx)
             # Each rank goes on in an order of its own, and knows that of no other; they have as many batches.
             mine = batches.samples(batch_idx).mine if isinstance(batches, GlobalBatches) else 1
             return Samples(mine, mine * num_ranks)
-        if type(batches) is BatchSampler and not has_iterable_dataset(self.loader):
+        if type(batches) is BatchSampler and not has_iterable_dataset(loader):
             left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
             mine = min(batches.batch_size, left)
             return Samples(mine, mine * num_ranks)
-        if self.loader is not None and num_ranks == 1:
-            size = self._trainer._data_connector.places.size_of_batch(self.loader, batch_idx)
+        if num_ranks == 1:
+            size = self._trainer._data_connector.places.size_of_batch(loader, batch_idx)
             if size is not None:
                 return Samples(size, size)
         return Samples(1, num_ranks)

@@ -89,7 +89,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         )
         connector.is_met_by_all = shares.are_even or (self.num_dataloaders == 1 and not some_may_skip)
         in_training = self.trainer.state.fn == TrainerFn.FITTING
-        self._may_stop_alike = in_training and all(isinstance(n, int) for n in self.trainer.num_val_batches)  # type: ignore[attr-defined]
+        self._may_stop_alike = in_training and all(isinstance(n, int) for n in self.trainer.num_val_batches)
         if shares.any and shares.have_ghosts and isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             rank_zero_warn(
                 f"A `{self._step_name}` with a `dataloader_iter` argument fetches for itself, so that some samples are"

@@ -174,9 +174,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def on_advance_end(self, data_fetcher: _DataFetcher | None) -> None:
         """Between two optimizer steps: stops here if all ranks agreed to, or saves a snapshot if one is due.
 
-        Args:
-            data_fetcher: given by Lightning's own loop, which comes here after each batch and leaves validation to
-                this; None by the flat one, which comes here after each step, when all else is done.
+        Lightning's own loop comes here after each batch; the flat one after each step, without `data_fetcher`.
         """
         if data_fetcher is not None:
             super().on_advance_end(data_fetcher)
