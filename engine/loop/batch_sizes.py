@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.data import has_iterable_dataset
+from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import BatchSampler, DataLoader
 
 from ..data import GlobalBatches, GlobalOrder, Samples, Together, order_of
@@ -76,9 +76,9 @@ class BatchSizes:
             # Each rank goes on in an order of its own, and knows that of no other; they have as many batches.
             mine = batches.samples(batch_idx).mine if isinstance(batches, GlobalBatches) else 1
             return Samples(mine, mine * num_ranks)
-        if type(batches) is BatchSampler and not has_iterable_dataset(self.loader):
-            left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
-            mine = min(batches.batch_size, left)
+        size = sized_len(batches.sampler) if type(batches) is BatchSampler else None
+        if size is not None and not has_iterable_dataset(self.loader):
+            mine = min(batches.batch_size, size - batch_idx * batches.batch_size)
             return Samples(mine, mine * num_ranks)
         if self.loader is not None and num_ranks == 1:
             size = self._trainer._data_connector.places.size_of_batch(self.loader, batch_idx)
