@@ -112,7 +112,7 @@ class Remembering(DataLoader):
             super().__iter__()  # what was left of the epoch before, of which no more was asked for
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = super().__iter__()
+        batches: Iterator[Any] = super().__iter__()
         if self._leftover is not None and self._leftover.is_due:
             leftover, self._leftover = self._leftover, None
             before, first = get_random_state(), list(itertools.islice(batches, 1))

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import BatchSampler, DataLoader
 
-from ..data import GlobalBatches, GlobalOrder, Samples, Together, order_of
+from ..data import GlobalBatches, GlobalOrder, Samples, Together
 
 __all__ = ["BatchSizes"]
 
@@ -70,7 +70,8 @@ class BatchSizes:
             return self.loader.samples(batch_idx)
         batches: Any = getattr(self.loader, "batch_sampler", None)
         num_ranks = self._trainer.data_size
-        if isinstance(batches, (GlobalBatches, GlobalOrder)) and (order := order_of(self.loader)) is not None:
+        if isinstance(batches, (GlobalBatches, GlobalOrder)):
+            order = batches.sampler if isinstance(batches, GlobalBatches) else batches
             if order.num_replicas == num_ranks:
                 return batches.samples(batch_idx)
             # Each rank goes on in an order of its own, and knows that of no other; they have as many batches.
