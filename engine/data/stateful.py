@@ -1,6 +1,7 @@
 """Loaders that keep their own place: torchdata's `StatefulDataLoader`, for data that has no order to be dealt."""
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from ..checkpoint.rng import get_random_state, set_random_state
 from .copied import copied
+from .drawing import is_same_state
 
 __all__ = ["Remembering", "as_stateful", "is_stateful", "keeps_place", "remembering"]
 
@@ -66,6 +69,7 @@ class Remembering(DataLoader):
     """How many states are asked for at most."""
     _states: dict[int, dict[str, Any] | None]
     _present: dict[str, Any] | None = None
+    _leftover: "_Leftover | None" = None
 
     def begin(self, epoch: int, batches: int = 0) -> None:
         """Called before the first batch of an epoch, or of what is left of it after `batches` batches."""
@@ -94,15 +98,35 @@ class Remembering(DataLoader):
         self.begin(epoch, batches)
         if state is None or (batches == 0 and not self.evolves):
             return
+        keeps_dataset = isinstance(self, StatefulDataLoader) and is_stateful(self.dataset)
+        if keeps_dataset and self.persistent_workers:
+            raise ValueError(
+                f"{type(self.dataset).__name__} has a state of its own, in workers that stay (persistent_workers=True):"
+                " it can't be seen whether the epochs after the resumed one would begin at its start. Go on with"
+                " persistent_workers=False, or num_workers=0."
+            )
+        if keeps_dataset and self.num_workers == 0:
+            self._leftover = _Leftover(self.dataset, begins_epoch=batches == 0)
         self.load_state_dict(copy.deepcopy(state["state"]))  # type: ignore[attr-defined]
         if batches == 0 and not state["ended"]:
             super().__iter__()  # what was left of the epoch before, of which no more was asked for
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return _Noted(self, super().__iter__())
+        batches: Iterator[Any] = super().__iter__()
+        if self._leftover is not None and self._leftover.is_due:
+            leftover, self._leftover = self._leftover, None
+            before, first = get_random_state(), list(itertools.islice(batches, 1))
+            if leftover.is_applied_again(first):
+                leftover.clear()
+                set_random_state(before)
+                first, batches = [], super().__iter__()
+            batches = itertools.chain(first, batches)
+        return _Noted(self, batches)
 
     def note(self, *, ended: bool) -> None:
         """Remembers the present state: one batch on, or at the end."""
+        if self._leftover is not None:
+            self._leftover.note()
         self._present = {"state": copy.deepcopy(self.state_dict()), "ended": ended}  # type: ignore[attr-defined]
         if not ended:
             self._keep()
@@ -116,6 +140,43 @@ class Remembering(DataLoader):
         self._states[self._batches] = self._present
         for oldest in list(self._states)[: -self.num_kept()]:
             del self._states[oldest]
+
+
+class _Leftover:
+    """The state that a data set was resumed with, which some (Hugging Face's) apply in all passes to come.
+
+    They are known by what they do: after the resumed epoch, the next pass begins where that one began, or has
+    nothing left. Others go on from what they have become.
+
+    Args:
+        dataset: before the state is loaded.
+        begins_epoch: the state is that of the end of an epoch.
+    """
+
+    def __init__(self, dataset: Any, *, begins_epoch: bool) -> None:
+        self._dataset = dataset
+        self._initial = copy.deepcopy(dataset.state_dict())
+        self._first: Any = None
+        self._has_first = False
+        self._begins_epoch = begins_epoch
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next pass is the one to look at."""
+        return self._begins_epoch or self._has_first
+
+    def note(self) -> None:
+        """Called after each batch of the resumed epoch, and at its end."""
+        if not self._has_first:
+            self._first, self._has_first = copy.deepcopy(self._dataset.state_dict()), True
+
+    def is_applied_again(self, first: list[Any]) -> bool:
+        """Whether a pass, of which `first` was read, began with the state that was loaded."""
+        return not first or (self._has_first and is_same_state(self._dataset.state_dict(), self._first))
+
+    def clear(self) -> None:
+        """Has the data set begin at its start."""
+        self._dataset.load_state_dict(self._initial)
 
 
 class _Noted:

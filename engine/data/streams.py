@@ -14,6 +14,9 @@ from .copied import copied
 
 __all__ = ["Agreeing", "agreeing", "shard_of"]
 
+_SHARD_THEMSELVES = ("litdata", "webdataset")
+"""Packages whose data sets find out the rank; or, like webdataset's without a `nodesplitter`, refuse several."""
+
 
 def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | None:
     """A loader of one rank's part of the stream; None where every rank would read all of it.
@@ -22,13 +25,24 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         loader: the user's; returned as it is where its data set sees to its part itself.
         num_shards: number of ranks.
         index: this rank.
+
+    Raises:
+        ValueError: the data set says that it has fewer shards (`num_shards`) than there are ranks.
     """
     dataset: Any = loader.dataset
+    if any(cls.__module__.partition(".")[0] in _SHARD_THEMSELVES for cls in type(dataset).__mro__):
+        return loader
     # Of Hugging Face's: what `split_dataset_by_node` has done to it.
     if getattr(dataset, "shards_itself", False) or getattr(dataset, "_distributed", None) is not None:
         return loader
     if not callable(getattr(dataset, "shard", None)):
         return None
+    has = getattr(dataset, "num_shards", None)
+    if isinstance(has, int) and has < num_shards:
+        raise ValueError(
+            f"{type(dataset).__name__} has {has} shard(s), which {num_shards} ranks can't share: give it as many"
+            " (num_shards, or more files), use fewer ranks, or Hugging Face's `split_dataset_by_node`."
+        )
     return copied(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
 
 

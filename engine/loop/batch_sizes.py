@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.data import has_iterable_dataset
+from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import BatchSampler, DataLoader
 
-from ..data import GlobalBatches, GlobalOrder, Samples, Together, order_of
+from ..data import GlobalBatches, GlobalOrder, Samples, Together
 
 __all__ = ["BatchSizes"]
 
@@ -66,24 +66,23 @@ class BatchSizes:
 
     def samples(self, batch_idx: int) -> Samples:
         """Number of samples in a training batch, on this rank and on all of them; one a rank where it is not known."""
-        loader, num_ranks = self.loader, self._trainer.data_size
-        if loader is None:
-            return Samples(1, num_ranks)
-        if isinstance(loader, Together):
-            return loader.samples(batch_idx)
-        batches: Any = getattr(loader, "batch_sampler", None)
-        if isinstance(batches, (GlobalBatches, GlobalOrder)) and (order := order_of(loader)) is not None:
+        if isinstance(self.loader, Together):
+            return self.loader.samples(batch_idx)
+        batches: Any = getattr(self.loader, "batch_sampler", None)
+        num_ranks = self._trainer.data_size
+        if isinstance(batches, (GlobalBatches, GlobalOrder)):
+            order = batches.sampler if isinstance(batches, GlobalBatches) else batches
             if order.num_replicas == num_ranks:
                 return batches.samples(batch_idx)
             # Each rank goes on in an order of its own, and knows that of no other; they have as many batches.
             mine = batches.samples(batch_idx).mine if isinstance(batches, GlobalBatches) else 1
             return Samples(mine, mine * num_ranks)
-        if type(batches) is BatchSampler and not has_iterable_dataset(loader):
-            left = len(batches.sampler) - batch_idx * batches.batch_size  # type: ignore[arg-type]
-            mine = min(batches.batch_size, left)
+        size = sized_len(batches.sampler) if type(batches) is BatchSampler else None
+        if size is not None and not has_iterable_dataset(self.loader):
+            mine = min(batches.batch_size, size - batch_idx * batches.batch_size)
             return Samples(mine, mine * num_ranks)
-        if num_ranks == 1:
-            size = self._trainer._data_connector.places.size_of_batch(loader, batch_idx)
+        if self.loader is not None and num_ranks == 1:
+            size = self._trainer._data_connector.places.size_of_batch(self.loader, batch_idx)
             if size is not None:
                 return Samples(size, size)
         return Samples(1, num_ranks)

@@ -178,3 +178,13 @@ def test_epochs_after_one_that_was_cut_anew_are_whole(batch_size, limit, tmp_pat
         found = [i for at, _, batch in rest if at == epoch for i in batch]
         expected = int(-(-101 // batch_size) * limit) * batch_size
         assert len(set(found)) == len(found) == min(101, expected)
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(SIZE))
+
+
+def test_accumulates_over_a_sampler_without_a_length():
+    seen = train(lambda: of(Unsized()), max_epochs=2, accumulate_grad_batches=2)
+    assert [i for _, _, batch in seen for i in batch] == 2 * list(range(SIZE))

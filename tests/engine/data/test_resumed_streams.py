@@ -7,8 +7,8 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..tiny import Positions, Stream
-from .runs import assert_goes_on, combined
+from ..tiny import Positions, SavesIn, Stream
+from .runs import assert_goes_on, combined, train
 
 SIZE = 14
 
@@ -45,6 +45,25 @@ class Endless(IterableDataset[int]):
         self.at = state["at"]
 
 
+class Pending(IterableDataset[int]):
+    """As Hugging Face's: what is loaded waits for the next iterators, for all of them."""
+
+    loaded: dict[str, int] | None = None
+    state: dict[str, int] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.state = {"at": 0} if self.loaded is None else dict(self.loaded)
+        while self.state["at"] < SIZE:
+            self.state["at"] += 1
+            yield self.state["at"]
+
+    def state_dict(self) -> dict[str, int] | None:
+        return None if self.state is None else dict(self.state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
 def plain() -> DataLoader[int]:
     return DataLoader(Stream(SIZE), batch_size=3)
 
@@ -59,6 +78,8 @@ LOADERS: dict[str, Any] = {
     "a stream of two workers": lambda: DataLoader(Split(), batch_size=3, num_workers=2),
     "torchdata's": lambda: StatefulDataLoader(Stream(SIZE), batch_size=3),
     "with a state of its own": lambda: StatefulDataLoader(Endless(), batch_size=3),
+    "with a state that waits": lambda: DataLoader(Pending(), batch_size=3),
+    "with a state that waits, in a worker": lambda: DataLoader(Pending(), batch_size=3, num_workers=1),
     "two streams": lambda: {"a": plain(), "b": DataLoader(Stream(9), batch_size=2)},
     "a stream beside an order": lambda: combined("min_size", a=plain(), b=ordered(SIZE)),
     "the longer of two": lambda: combined("max_size_cycle", a=ordered(SIZE), b=ordered(7)),
@@ -81,3 +102,21 @@ LOADERS: dict[str, Any] = {
 )
 def test_goes_on(name, at, flags, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, **flags)
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_after_a_limited_epoch_a_state_that_waits_does_not_wait_any_more(at, tmp_path):
+    flags = {"limit_train_batches": 4}
+    whole = train(
+        lambda: DataLoader(Pending(), 3), callbacks=[SavesIn("on_train_batch_end", at, tmp_path / "s")], **flags
+    )
+    assert train(lambda: DataLoader(Pending(), 3), tmp_path / "s", **flags) == whole[at:]
+
+
+def test_a_state_in_workers_that_stay_is_refused(tmp_path):
+    def loader():
+        return DataLoader(Pending(), batch_size=3, num_workers=1, persistent_workers=True)
+
+    train(loader, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "s")])
+    with pytest.raises(ValueError, match=r"Pending has a state of its own, in workers that stay .*=False"):
+        train(loader, tmp_path / "s")

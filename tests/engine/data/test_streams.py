@@ -53,3 +53,24 @@ def test_the_length_is_that_of_all_ranks():
 
 def test_a_data_set_that_cannot_be_sharded():
     assert shard_of(DataLoader(Stream(4)), 2, 0) is None
+
+
+class Sharded(Stream):
+    num_shards = 2
+
+    def shard(self, num_shards: int, index: int) -> "Sharded":
+        return Sharded(self.size // num_shards)
+
+
+def test_fewer_shards_than_ranks_are_refused():
+    part = shard_of(DataLoader(Sharded(4), batch_size=None), 2, 0)
+    assert part is not None
+    assert list(part) == [0, 1]
+    with pytest.raises(ValueError, match=r"Sharded has 2 shard\(s\), which 3 ranks can't share: give it as many"):
+        shard_of(DataLoader(Sharded(4)), 3, 0)
+
+
+def test_a_data_set_of_a_package_that_shards_itself_is_left_as_it_is():
+    cls = type("StreamingDataset", (Stream,), {"__module__": "litdata.streaming.dataset"})
+    loader = DataLoader(cls(4))
+    assert shard_of(loader, 2, 0) is loader
