@@ -225,8 +225,9 @@ def test_own_callback(monkeypatch, capfd, strategy, devices):
 @ways
 def test_own_logger(monkeypatch, tmp_path, strategy, devices):
     Page("own-logger").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
-    first, *lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert first["hyper_parameters"]["width"] == 32
+    run, module, *lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert run["hyper_parameters"]["polyphase/max_epochs"] == 1
+    assert module["hyper_parameters"]["width"] == 32
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(4, 34 // devices, 5))
 
 
