@@ -343,7 +343,7 @@ class Engine(LoopTrainer):
             check_manual_optimization(self, model)
             if isinstance(self.strategy, LayoutStrategy):
                 self.strategy.check_module(model)
-                self.strategy.check_run(compiles=bool(self._flags["compile"]))
+                self.strategy.check_run(compiles=bool(self._flags["compile"]), callbacks=self.callbacks)  # type: ignore[attr-defined]
                 self.strategy.check_loader(train_dataloaders)
         global_batch_size = self._flags["global_batch_size"]
         check_callbacks(self.callbacks, launcher=self.strategy.launcher, global_batch_size=global_batch_size)  # type: ignore[attr-defined]

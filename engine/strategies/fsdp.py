@@ -11,13 +11,13 @@ all-reduce of the 4 P/S bytes of a shard. Phase 3 happens once per accumulation 
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -140,6 +140,11 @@ class FSDP(MeshStrategy):
                 " gathered can't be kept. Leave out reshard_after_forward=false."
             )
 
+    def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
+        """See `LayoutStrategy`."""
+        super().check_run(compiles=compiles, callbacks=callbacks)
+        check_callbacks(callbacks, repr(self))
+
     @property
     def _shards(self) -> bool:
         """Whether parameters are cut into shards over ranks with samples of their own."""
@@ -166,7 +171,7 @@ class FSDP(MeshStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]
+            check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
         if not self._is_laid_out(self.model):
             if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
                 self._counted = Plain()  # FSDP2's own all-reduce can't be replaced, only left out

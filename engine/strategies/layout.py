@@ -1,12 +1,13 @@
 """What all multi-process strategies share: a layout, who has which samples, and what else the engine asks them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
@@ -70,8 +71,8 @@ class LayoutStrategy:
     def check_module(self, module: torch.nn.Module) -> None:
         """Called before any process starts; raises ValueError if `module` can't be run in this way."""
 
-    def check_run(self, *, compiles: bool) -> None:
-        """The same of how it is trained, compiled or not."""
+    def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
+        """The same of how it is trained, compiled or not, and with which callbacks."""
 
     def check_loader(self, dataloader: Any) -> None:
         """The same of what it is trained on; called again with each loader of the module's or a data module's."""

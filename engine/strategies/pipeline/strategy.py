@@ -13,12 +13,12 @@ Communication per batch and rank, for stages that hand over A bytes a batch:
 Once for each new shape of a batch: a trial forward pass, to tell all stages what they will receive.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -155,12 +155,13 @@ class Pipeline(MeshStrategy):
         if not is_overridden("configure_model", module):  # else there is more to come
             self._check_plan(module, plan_stages(module, self.num_stages))
 
-    def check_run(self, *, compiles: bool) -> None:
+    def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
         """Checks what else the flags ask for.
 
         Raises:
             ValueError: it can't be done in stages.
         """
+        super().check_run(compiles=compiles, callbacks=callbacks)
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True can't be honoured in a pipeline, where each micro-batch is normalised by itself:"

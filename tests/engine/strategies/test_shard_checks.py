@@ -8,6 +8,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
+from polyphase.engine.refusal import RefusedError
 from polyphase.engine.strategies.shard_checks import check_callbacks, check_parameters
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.test_ddp_integration import QUIET
@@ -68,7 +69,7 @@ def test_a_run_checks_both_before_its_first_step():
     module.part = Scale()
     with pytest.raises(ProcessRaisedException, match=r"'fsdp_fork' can't shard part\.scale"):
         fit(module)
-    with pytest.raises(ProcessRaisedException, match="EMAWeightAveraging averages a whole copy"):
+    with pytest.raises(RefusedError, match="EMAWeightAveraging averages a whole copy"):
         fit(Skipping(), callbacks=[EMAWeightAveraging()])
 
 
