@@ -24,7 +24,20 @@ from .transfer import Transfer
 from .undo import Undo
 from .weights import StepWeights
 
-__all__ = ["AutomaticOptimization"]
+__all__ = ["AutomaticOptimization", "check_may_skip"]
+
+
+def check_may_skip(trainer: Trainer, batch_idx: int) -> None:
+    """Checks that a rank may pass over a batch that is None.
+
+    Raises:
+        RuntimeError: there are other ranks.
+    """
+    if trainer.world_size > 1:
+        raise RuntimeError(
+            f"The train_dataloader yielded None as batch {batch_idx} of rank {trainer.global_rank}, and the other ranks"
+            " would wait in vain. Have its `collate_fn` return a batch, or leave the samples out of the data set."
+        )
 
 
 class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpochLoop.automatic_optimization

@@ -29,7 +29,7 @@ from .evaluation import EvaluationLoop
 from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
 from .nonfinite import NonFiniteWatch
-from .optimization import AutomaticOptimization
+from .optimization import AutomaticOptimization, check_may_skip
 from .out_of_memory import OutOfMemory, RepeatStep
 from .transfer import Transfer
 
@@ -314,6 +314,7 @@ class _Epoch:
         outputs: Any = None
         is_cancelled = False
         if batch is None:
+            check_may_skip(trainer, batch_idx)
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         elif self._is_cancelled(batch, batch_idx):
             progress.is_last_batch = is_last = ends_window = is_cancelled = True

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningDataModule, seed_everything
 from torch import Tensor
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from ..tiny import Positions, SavesIn, Seen, engine
@@ -58,3 +60,11 @@ def test_goes_on_with_the_same_samples_and_steps(kind, tmp_path):
     whole = run(tmp_path / "whole", kind, callbacks=[SavesIn("on_train_batch_end", 3, tmp_path / "saved")])
     rest = run(tmp_path / "rest", kind, tmp_path / "saved")
     assert rest == [of_rank[3:] for of_rank in whole]
+
+
+def test_a_batch_that_is_none_on_one_rank_ends_the_run():
+    def collate(samples):
+        return None if 5 in samples else torch.tensor(samples)
+
+    with pytest.raises(ProcessRaisedException, match=r"yielded None as batch 1 of rank 1, and the other ranks"):
+        engine(strategy="ddp_fork", devices=2).fit(Seen(), DataLoader(Positions(12), batch_size=2, collate_fn=collate))
