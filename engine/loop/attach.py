@@ -104,7 +104,6 @@ class LoopTrainer(Trainer):
                 call._interrupt(self, exception)  # only here there is something to save
             if is_worker or isinstance(exception, _TunerExitException):  # nobody handles it, or not as an error
                 self._end_run(exception)
-                self._end_run(exception)
             raise
         self._end_run(None)
         return results

@@ -1,4 +1,4 @@
-"""What `fsdp` and `hsdp` can't do with a module or a callback, by name, and what can be done instead."""
+"""Refuses modules, losses and callbacks that `fsdp` and `hsdp` can't shard, by name and with a way out."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager

@@ -35,7 +35,7 @@ __all__ = ["READ", "UnitOrder", "watch_units"]
 
 _WORD: Fields = {"rank": int, "what": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
-"""Of the collectives that are remembered; a module that always finds a new order is not followed for ever."""
+"""The largest number of remembered calls; all are forgotten when a module has made more different ones."""
 _POLL_S = (0.0002, 0.05)
 """How often the others' answers are looked for: at first, and in the end."""
 _BEAT_S = 1.0
@@ -44,7 +44,7 @@ _runs = itertools.count()
 
 
 class Call(NamedTuple):
-    """What a rank does next: a collective, or the end of a step."""
+    """A call of one rank, which all ranks must make in the same order: a collective, or the end of a step."""
 
     what: str
     """``"gather"``, ``"reduce"``, ``"read"`` or ``"end"``."""
@@ -64,7 +64,7 @@ class _Place:
     """A place in a step, known by the calls that lead to it."""
 
     expected: Call | None = None
-    """What all ranks did here the last time."""
+    """The call that all ranks made from this place in the latest step that came here."""
     after: dict[Call, "_Place"] = field(default_factory=dict)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.callbacks import MemoryMonitor, RunSummary, ThroughputMonitor
@@ -274,3 +275,16 @@ def test_outside_of_a_run_the_callbacks_are_the_users(tmp_path):
         engine.fit(Net(), DATA)
         assert sum(isinstance(c, RunSummary) for c in looks.seen) == 1
         assert engine.callbacks == [looks]
+
+
+def test_a_run_that_a_finder_ends_is_over_once(tmp_path):
+    class Counts(Callback):
+        ends = 0
+
+        def on_run_end(self, trainer, pl_module, exception):
+            self.ends += 1
+
+    counts = Counts()
+    engine = Engine(accelerator="cpu", devices=1, max_steps=2, logger=False, callbacks=[counts])
+    Tuner(engine).lr_find(Net(), DATA, num_training=2, update_attr=False)
+    assert counts.ends == 1
