@@ -64,9 +64,15 @@ def _figures(trainer: Any, end: RunEnd) -> str:
     return f"{steps} in {_duration(end.elapsed_s)}{share}; {speed}, peak memory {memory}{of_ranks}"
 
 
+def _model_checkpoints(trainer: Any) -> list[ModelCheckpoint]:
+    """Those that say what they saved; a stand-in for one, of its class alone, does not."""
+    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [callback for callback in found if hasattr(callback, "last_model_path")]
+
+
 def _best(trainer: Any) -> list[str]:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_path:
+    for callback in _model_checkpoints(trainer):
+        if callback.monitor and callback.best_model_path:
             score = callback.best_model_score
             value = "" if score is None else f" {float(score):.4g}"
             return [f"best {callback.monitor}{value}: {shown_path(callback.best_model_path)}"]
@@ -75,7 +81,7 @@ def _best(trainer: Any) -> list[str]:
 
 def _where(trainer: Any) -> list[str]:
     logs = log_folder(trainer)
-    folders = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
+    folders = [callback.dirpath for callback in _model_checkpoints(trainer) if callback.best_model_path]
     if trainer.snapshots_path:
         folders.append(trainer.snapshots_path)
     shown = ", ".join(dict.fromkeys(shown_path(str(folder)) for folder in folders if folder))
@@ -86,7 +92,7 @@ def _where(trainer: Any) -> list[str]:
 
 def _saved(trainer: Any) -> str | None:
     """The last checkpoint that is still there."""
-    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    callbacks = _model_checkpoints(trainer)
     paths = [trainer.last_checkpoint, *(path for c in callbacks for path in (c.last_model_path, c.best_model_path))]
     return next((path for path in paths if path and ("://" in path or os.path.exists(path))), None)
 
@@ -133,7 +139,7 @@ def _command() -> list[str] | None:
 
 
 def _to_load(trainer: Any, path: str | None) -> list[str]:
-    best = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor]
+    best = [callback.best_model_path for callback in _model_checkpoints(trainer) if callback.monitor]
     path = next(filter(None, best), path)
     if path is None:
         return []

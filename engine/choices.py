@@ -63,7 +63,7 @@ PrecisionName = Literal[
     32,
     64,
 ]
-"""As Lightning takes them; `transformer-engine` with its own strategies only."""
+"""As Lightning takes them; `transformer-engine` with single, ddp and its own strategies."""
 
 CompressionName = Literal["none", "auto", "bf16", "fp16", "int8", "powersgd", "sign", "topk"]
 """Compressions without options."""

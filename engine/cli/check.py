@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..compression.registry import parse_compression
 from ..flags import choose, did_you_mean
-from ..strategies.precision_names import ALIASES, PRECISIONS
+from ..strategies.precision_names import ALIASES, PRECISIONS, TRANSFORMER_ENGINE
 from ..strategies.registry import check_strategy
 from . import classes
 from .class_names import check_argument, check_class_name
@@ -203,8 +203,7 @@ def _devices(row: FlagRow, value: str) -> None:
 
 
 def _precision(row: FlagRow, value: str) -> None:
-    lightnings = ("transformer-engine", "transformer-engine-float16")  # which the engine itself refuses by name
-    if value.lower() not in _NOTHING and value not in lightnings:
+    if value.lower() not in _NOTHING and value not in TRANSFORMER_ENGINE:
         choose("precision", value, [*PRECISIONS, *ALIASES])
 
 

@@ -123,11 +123,18 @@ class Remembering(DataLoader):
             batches = itertools.chain(first, batches)
         return _Noted(self, batches)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the latest batch; Lightning asks for it at each save.
+
+        torchdata's own starts workers to ask them, which read ahead, where there is no iterator any more.
+        """
+        return super().state_dict() if self._present is None else self._present["state"]  # type: ignore[misc]
+
     def note(self, *, ended: bool) -> None:
         """Remembers the present state: one batch on, or at the end."""
         if self._leftover is not None:
             self._leftover.note()
-        self._present = {"state": copy.deepcopy(self.state_dict()), "ended": ended}  # type: ignore[attr-defined]
+        self._present = {"state": copy.deepcopy(super().state_dict()), "ended": ended}  # type: ignore[misc]
         if not ended:
             self._keep()
 

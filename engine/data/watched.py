@@ -176,3 +176,6 @@ class WatchedLoaders(CombinedLoader):
         super().reset()
         self.__class__ = CombinedLoader  # type: ignore[assignment]
         del self.watched
+
+
+WatchedLoaders.__name__ = CombinedLoader.__name__  # by which Lightning's messages name it

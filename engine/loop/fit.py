@@ -7,6 +7,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 
 # Lightning: Trainer.fit_loop.
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -51,6 +52,8 @@ class FitLoop(_FitLoop):
             super().setup_data()
         trainer: Any = self.trainer
         if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._may_be_empty():
+            return
+        if trainer.state.status != TrainerStatus.RUNNING:  # called by hand; Lightning has warned
             return
         loaders = self._combined_loader.flattened if self._combined_loader is not None else []
         reasons = [reason for loader in loaders if (reason := why_empty(loader, trainer.world_size))]

@@ -41,10 +41,11 @@ def to_last_step(loops: dict[str, Any], ours: dict[str, Any]) -> Literal["end", 
         progress["current"] = dict.fromkeys(progress["current"], ours["batches"])
         progress["total"] = dict.fromkeys(progress["total"], total)
     if ours["in_validation"]:
-        # Half a validation is of no use: it is done again from its start.
+        # Half a validation is of no use: it is done again from its start. A batch that failed counts as tried, as
+        # Lightning counts it.
         validation = loops["epoch_loop.val_loop.batch_progress"]
-        for field, count in validation["current"].items():
-            validation["total"][field] -= count
+        done = validation["current"]["completed"]
+        validation["total"] = {field: count - done for field, count in validation["total"].items()}
         _begin_next(validation)
         left = "end"
     return left

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..flags import did_you_mean
 
-__all__ = ["ALIASES", "PRECISIONS", "canonical_precision"]
+__all__ = ["ALIASES", "PRECISIONS", "TRANSFORMER_ENGINE", "canonical_precision"]
 
 ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
@@ -18,6 +18,9 @@ PRECISIONS = {
 }
 """Precisions by the name of their flag, and what each means."""
 
+TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-float16")
+"""Lightning's: float8 by NVIDIA's package of that name, which replaces layers; under single and ddp."""
+
 
 def canonical_precision(flag: Any) -> str:
     """The full name of a precision flag: 16 -> ``"16-mixed"``, None -> ``"32-true"``.
@@ -27,8 +30,9 @@ def canonical_precision(flag: Any) -> str:
     """
     text = "32-true" if flag is None else str(flag)
     name = ALIASES.get(text, text)
-    if name in PRECISIONS:
+    if name in PRECISIONS or name in TRANSFORMER_ENGINE:
         return name
     # Begins as Lightning's does.
-    near = did_you_mean(name.lower(), PRECISIONS, cutoff=0.5)
-    raise ValueError(f"Precision {flag!r} is invalid.{near} Allowed: {', '.join(sorted(PRECISIONS))}.")
+    names = sorted([*PRECISIONS, *TRANSFORMER_ENGINE])
+    near = did_you_mean(name.lower(), names, cutoff=0.5)
+    raise ValueError(f"Precision {flag!r} is invalid.{near} Allowed: {', '.join(names)}.")

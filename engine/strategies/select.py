@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from ..compression import CommHook, make_comm_hook
 from ..flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
 from .precision import make_precision
-from .precision_names import canonical_precision
+from .precision_names import TRANSFORMER_ENGINE, canonical_precision
 from .registry import STRATEGIES, find_strategy, import_all
 from .sync_batchnorm import CPUSyncBatchNorm
 
@@ -82,7 +82,10 @@ def select(
         can = f"It can do: {', '.join(['none', *row.compressions])}."
         raise ValueError(f"strategy {name!r} can't do compression {compression!r}: {row.why_not}. {can}")
     canonical = canonical_precision(precision)
-    if canonical not in row.precisions:
+    if canonical in TRANSFORMER_ENGINE:
+        if name not in ("single", "ddp"):
+            raise ValueError(f"strategy {name!r} can't do precision {canonical!r}: it works with single and ddp.")
+    elif canonical not in row.precisions:
         raise ValueError(
             f"strategy {name!r} can't do precision {canonical!r}: {row.why_not_precision}. It can do:"
             f" {', '.join(row.precisions)}."
@@ -117,8 +120,8 @@ def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnor
         # In the place of Lightning's own; another plugin of the user's for this stays.
         plugins = [p for p in plugins if type(p) is not TorchSyncBatchNorm]
         plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [CPUSyncBatchNorm()]
-    if any(isinstance(plugin, Precision) for plugin in plugins):
-        return {"plugins": plugins, "precision": precision}  # Lightning refuses a second one
+    if precision in TRANSFORMER_ENGINE or any(isinstance(plugin, Precision) for plugin in plugins):
+        return {"plugins": plugins, "precision": precision}  # Lightning makes it, or refuses a second one
     return {"plugins": [*plugins, make_precision(canonical_precision(precision), device_type)], "precision": None}
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
+    ModelCheckpoint,
     ModelPruning,
     ModelSummary,
     RichModelSummary,
@@ -249,5 +250,11 @@ def test_callbacks_after_a_finder_are_those_from_before(make):
 
 def test_stand_ins_of_a_tests(make):
     callback = Mock(spec=Callback, **{"state_dict.return_value": {}, "state_key": "stand-in"})
+    make(max_epochs=1, callbacks=[callback]).fit(Small())
+    assert callback.on_train_batch_end.call_count == 6
+
+
+def test_stand_ins_for_a_checkpoint_callback(make):
+    callback = Mock(spec=ModelCheckpoint, **{"state_dict.return_value": {}, "state_key": "stand-in"})
     make(max_epochs=1, callbacks=[callback]).fit(Small())
     assert callback.on_train_batch_end.call_count == 6

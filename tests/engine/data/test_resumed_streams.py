@@ -1,14 +1,15 @@
 """One process, whole fits: data without an order to deal, and several loaders at once, are gone on with exactly."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..tiny import Positions, SavesIn, Stream
-from .runs import assert_goes_on, combined, train
+from ..tiny import Positions, SavesIn, Stream, engine
+from .runs import Trains, assert_goes_on, combined, train
 
 SIZE = 14
 
@@ -120,3 +121,30 @@ def test_a_state_in_workers_that_stay_is_refused(tmp_path):
     train(loader, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "s")])
     with pytest.raises(ValueError, match=r"Pending has a state of its own, in workers that stay .*=False"):
         train(loader, tmp_path / "s")
+
+
+class Counted(IterableDataset[int]):
+    """Notes in a file, which workers share, each number that is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(5):
+            with self.path.open("a") as file:
+                file.write(".")
+            yield number
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_no_more_is_read_than_is_trained_on(num_workers, tmp_path):
+    counted = tmp_path / "counted"
+
+    def fit(max_epochs: int, ckpt_path: Path | None = None) -> Any:
+        run, loader = engine(max_epochs=max_epochs), DataLoader(Counted(counted), num_workers=num_workers)
+        run.fit(Trains(), loader, ckpt_path=ckpt_path)
+        return run
+
+    fit(2).save_checkpoint(tmp_path / "saved.ckpt")  # when the workers are gone
+    fit(4, tmp_path / "saved.ckpt")
+    assert len(counted.read_text()) == 4 * 5

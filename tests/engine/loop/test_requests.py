@@ -147,6 +147,15 @@ def test_empty_data_that_the_user_allows():
     engine().fit(module, datamodule=Given(rows(0)))
 
 
+def test_a_loader_that_is_set_up_by_hand_may_be_empty():
+    run = engine()
+    run.strategy.connect(Regression())
+    run._data_connector.attach_data(run.lightning_module, train_dataloaders=rows(0))
+    with pytest.warns(UserWarning, match="Total length of `CombinedLoader` across ranks is zero"):
+        run.fit_loop.setup_data()
+    assert run.num_training_batches == 0
+
+
 # --- no loss
 
 

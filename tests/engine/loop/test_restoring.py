@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyphase.engine.loop.restoring import matching_accumulation, with_samples
+from polyphase.engine.loop.restoring import matching_accumulation, to_last_step, with_samples
 
 
 def ours(world_size: int, per_rank: int, asked: int) -> dict[str, int]:
@@ -49,3 +49,16 @@ def test_ranks_that_share_samples_count_once():
     saved = {**ours(4, 2, 2), "layout": {"shard": 2, "tp": 2}}
     assert matching_accumulation(2, 4, saved) == 1
     assert matching_accumulation(2, 1, saved) == 4
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_half_a_validation_is_done_again_and_a_batch_that_failed_was_tried(failed):
+    def counts(tried: int, done: int) -> dict[str, int]:
+        return {"ready": tried, "started": tried, "processed": done, "completed": done}
+
+    batches = {"total": counts(8, 8), "current": counts(4, 4), "is_last_batch": True}
+    validation = {"total": counts(6 + failed, 6), "current": counts(2 + failed, 2), "is_last_batch": False}
+    loops = {"epoch_loop.batch_progress": batches, "epoch_loop.val_loop.batch_progress": validation}
+    said = {"between_steps": True, "between_epochs": False, "batches": 4, "in_validation": True}
+    assert to_last_step(loops, said) == "end"
+    assert validation == {"total": counts(4 + failed, 4), "current": counts(0, 0), "is_last_batch": False}

@@ -40,6 +40,17 @@ def test_single_takes_one_of_many_devices():
     assert run.world_size == 1
 
 
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("single", 1), ("ddp", 2)])
+def test_float8_by_the_package_of_that_name_is_lightnings(strategy, devices):
+    with pytest.raises(ModuleNotFoundError, match="transformer_engine"):
+        engine(strategy=strategy, devices=devices, precision="transformer-engine")
+
+
+def test_float8_replaces_layers_which_others_would_have_to_know():
+    with pytest.raises(ValueError, match=r"'fsdp' can't do precision .*engine': it works with single and ddp"):
+        engine(strategy="fsdp", devices=2, precision="transformer-engine")
+
+
 @pytest.mark.parametrize("suffix", list(LAUNCHERS))
 @pytest.mark.parametrize(("name", "cls"), [("ddp", DDP), ("fsdp", FSDP), ("hsdp", FSDP)])
 def test_a_name_and_a_suffix_choose_the_strategy_and_its_launcher(name, cls, suffix):
