@@ -4,6 +4,7 @@ import csv
 import os
 from pathlib import Path
 
+import mlflow
 import pytest
 import torch
 import yaml
@@ -96,6 +97,20 @@ def test_mlflow_uploads_the_model(make, tmp_path):
     (uploaded,) = (tmp_path / "artifacts").rglob("*.ckpt")
     assert torch.load(uploaded, weights_only=True)["global_step"] == 6
     assert logger.experiment.get_run(logger.run_id).data.params["width"] == "4"
+
+
+def test_mlflow_logs_by_itself(make, tmp_path):
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'runs.db'}")
+    mlflow.pytorch.autolog(log_models=False)
+    try:
+        with mlflow.start_run() as started:
+            make(max_epochs=2, logger=False, enable_checkpointing=False).fit(Small())
+    finally:
+        mlflow.pytorch.autolog(disable=True)
+    logged = mlflow.get_run(started.info.run_id).data
+    assert "val_loss" in logged.metrics
+    assert logged.params["epochs"] == "2"
+    assert logged.params["lr"] == "0.1"
 
 
 class Alike:

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -113,3 +114,17 @@ def test_a_strategy_of_the_users_is_handed_the_optimizers_state(tmp_path):
     mine = Mine("cpu")
     engine(max_steps=2, strategy=mine).fit(BoringModel(), ckpt_path=tmp_path / "saved.ckpt")
     assert mine.num_states == 1
+
+
+def test_what_is_put_in_the_place_of_a_trainers_method_is_called(monkeypatch):
+    """As by ``mlflow.pytorch.autolog()``, which adds a callback before it goes on."""
+    fit, callback = Trainer.fit, TQDMProgressBar()
+
+    def adds(self, *args, **kwargs):
+        self.callbacks.append(callback)
+        return fit(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "fit", adds)
+    run = engine(max_epochs=1)
+    run.fit(Regression(), rows(4))
+    assert callback.trainer is run
