@@ -11,6 +11,7 @@ from .stateful import Remembering, as_stateful, is_stateful, keeps_place, rememb
 from .streams import Agreeing, agreeing, shard_of
 from .uneven import UNEVEN, Together, together
 from .watched import Watched, WatchedLoaders
+from .workers import WithWorkers, Workers, has_workers
 
 __all__ = [
     "UNEVEN",
@@ -25,6 +26,8 @@ __all__ = [
     "Together",
     "Watched",
     "WatchedLoaders",
+    "WithWorkers",
+    "Workers",
     "agreeing",
     "as_stateful",
     "bring_to",
@@ -34,6 +37,7 @@ __all__ = [
     "decides",
     "evaluated_order",
     "even_batches_of",
+    "has_workers",
     "is_own",
     "is_stateful",
     "keeps_place",

@@ -280,11 +280,6 @@ class Passes:
         """The pass of that number in an epoch; None if it has not begun, or is too long ago."""
         return self._of_epoch.get(number) if epoch == self._epoch else None
 
-    def has_begun(self, epoch: int, number: int) -> bool:
-        """Whether the iterator of that pass is there, and has drawn nothing yet."""
-        record = self.of(epoch, number)
-        return record is not None and record.before is None
-
     @property
     def latest(self) -> Any:
         """The last one that has begun; None without any."""

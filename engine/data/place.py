@@ -119,8 +119,14 @@ class Pass:
         if order is not None and not self.began_again:
             order.count_done(batches if self._dealt is not None else batches * _per_rank(self.loader))
 
-    def state_dict(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Where the epoch is when this rank has done `batches` batches of it, those before the resumption included."""
+    def state_dict(self, epoch: int, batches: int, *, begins: bool = False) -> dict[str, Any]:
+        """Where the epoch is when this rank has done `batches` batches of it, those before the resumption included.
+
+        Args:
+            epoch: the present one, or the one after it.
+            batches: of this rank.
+            begins: nothing of the epoch was trained on yet.
+        """
         source: Any = order_of(self.loader) or self.watched
         decided = source.sampler if source is not None else decides(self.loader)
         length, start, began_again, number = len(decided), self.position, self.began_again, 0
@@ -133,7 +139,8 @@ class Pass:
         record = None if source is None else source.passes.of(epoch, number)
         position = self._position(start, done, length, record)
         order = _KNOWN if source is None else source.state(epoch, number)
-        if source is not None and source.passes.has_begun(epoch, number):
+        if begins and source is not None and source.passes.of(epoch, number) is not None:
+            # The iterator is there already: what seeds workers, and the order, may have been drawn.
             order = {**order, "begun": torch.get_rng_state()}
         if position == length and order["before"] is not None:
             order = {**order, "after": state_of(decided)}

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
 from .drawing import Passes, Record, is_same_state, state_before, state_of
+from .workers import Workers, has_workers
 
 __all__ = ["Watched", "WatchedLoaders"]
 
@@ -29,11 +30,13 @@ class Watched:
         loader: the user's.
         sampler: what in it says which samples are trained on together.
         epoch: number of the present epoch.
+        num_kept: after how many batches it is asked for the states of workers, at most.
     """
 
-    def __init__(self, loader: DataLoader, sampler: Any, epoch: Callable[[], int]) -> None:
+    def __init__(self, loader: DataLoader, sampler: Any, epoch: Callable[[], int], num_kept: Callable[[], int]) -> None:
         self.loader = loader
         self.sampler = sampler
+        self.workers = Workers(epoch, num_kept) if has_workers(loader) else None
         self.passes = Passes()
         self._epoch = epoch
         self._noted: _Noted | None = None
@@ -54,10 +57,14 @@ class Watched:
         if self._noted is None or self._noted.users is not users:
             self._noted = _Noted(users, self)
         self.loader.__dict__[name] = self._noted
+        if self.workers is not None:
+            self.workers.take_over(self.loader)
+            self.loader.__dict__["_get_iterator"] = lambda: self.workers.iterator(self.loader)  # torch: makes one
         try:
             return iter(self.loader)
         finally:
             self.loader.__dict__[name] = users
+            self.loader.__dict__.pop("_get_iterator", None)
 
     def begin(self, users: Any) -> "_NotedIterator":
         """A pass over the user's sampler or batch sampler."""

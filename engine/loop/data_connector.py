@@ -25,12 +25,14 @@ from ..data import (
     EvenBatches,
     GlobalOrder,
     InOneRow,
+    WithWorkers,
     agreeing,
     as_stateful,
     check_loader,
     copied,
     decides,
     evaluated_order,
+    has_workers,
     is_own,
     is_stateful,
     keeps_place,
@@ -101,8 +103,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         elif self._dealt(dataloader, RunningStage.TRAINING):
             dataloader = self._dealing(dataloader, RunningStage.TRAINING)
         if keeps_place(dataloader):
-            # As many as an optimizer step has batches, those before and after it, and the one fetched ahead.
-            dataloader = remembering(dataloader, self.places.epoch, lambda: self.trainer.accumulate_grad_batches + 2)
+            dataloader = remembering(dataloader, self.places.epoch, self.places.num_kept)
         return self._in_step(dataloader)
 
     def _in_step(self, dataloader: DataLoader) -> DataLoader:
@@ -133,6 +134,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if trains:
             # Workers ask for the first indices before Lightning says which epoch it is.
             sampler.set_epoch(self.places.epoch)
+            if has_workers(dataloader):
+                dataloader = copied(dataloader, WithWorkers, workers=self.places.new_workers())
         if size is not None or (trains and batches is not None and decided is not batches):
             return copied(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
         if decided is batches:

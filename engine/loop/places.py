@@ -22,6 +22,8 @@ from ..data import (
     Together,
     Watched,
     WatchedLoaders,
+    WithWorkers,
+    Workers,
     bring_to,
     decides,
     is_stateful,
@@ -51,6 +53,7 @@ class Places:
         self._resumed: dict[DataLoader, Pass] = {}
         self._watched: dict[DataLoader, Watched] = {}
         self._num_passes: dict[DataLoader, int] = {}
+        self._of_workers: dict[DataLoader, Any] = {}
         self._begun: list[tuple[DataLoader, dict[str, Any]]] = []
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = False
@@ -71,6 +74,17 @@ class Places:
         # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.
         self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
 
+    def num_kept(self) -> int:
+        """After how many batches a loader is asked for its state: those of an optimizer step, and two around them.
+
+        One is the step before, and one is fetched ahead.
+        """
+        return int(self.trainer.accumulate_grad_batches) + 2
+
+    def new_workers(self) -> Workers:
+        """For a loader whose workers' random states are to be in checkpoints."""
+        return Workers(lambda: self.epoch, self.num_kept)
+
     @property
     def is_amid(self) -> bool:
         """Whether the next loader is to go on in the midst of its order."""
@@ -89,9 +103,13 @@ class Places:
                 continue
             if has_iterable_dataset(loader) or sized_len(decides(loader)) is None:
                 continue
-            watched[loader] = self._watched.get(loader) or Watched(loader, decides(loader), lambda: self.epoch)
+            watched[loader] = self._watched.get(loader) or Watched(
+                loader, decides(loader), lambda: self.epoch, self.num_kept
+            )
             if loader in self._num_passes:
                 watched[loader].passes.resume(self._num_passes.pop(loader))
+            if (workers := watched[loader].workers) is not None:
+                workers.resume(loader, self._of_workers.pop(loader, None))
         self._watched = watched
         ours: Any = combined
         ours.__class__ = WatchedLoaders
@@ -115,17 +133,20 @@ class Places:
             if (order := order_of(loader)) is not None:
                 order.settle()
 
-    def state_dict(self, batches: int, *, is_cut_short: bool = False) -> dict[str, Any]:
+    def state_dict(self, batches: int, *, begins: bool = False, is_cut_short: bool = False) -> dict[str, Any]:
         """Where this rank's training data is after `batches` batches of the epoch, plain values all.
 
         Args:
             batches: of the present epoch.
+            begins: none of them was trained on yet.
             is_cut_short: these are of the epoch before, which counts as over, but is to be gone on with.
         """
         epoch = self.epoch - is_cut_short
         # Lightning: the loaders as _prepare_dataloader left them.
         combined = self.trainer.fit_loop._combined_loader
-        states = [] if combined is None else [self._state_of(loader, epoch, batches) for loader in combined.flattened]
+        states = (
+            [] if combined is None else [self._state_of(each, epoch, batches, begins) for each in combined.flattened]
+        )
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
@@ -133,7 +154,7 @@ class Places:
             "micro_batch_size": self.sizes.found,
         }
 
-    def _state_of(self, loader: Any, epoch: int, batches: int) -> dict[str, Any]:
+    def _state_of(self, loader: Any, epoch: int, batches: int, begins: bool) -> dict[str, Any]:
         if isinstance(loader, Remembering):
             return {**_stateful(loader), "state": loader.state_after(epoch, batches)}
         if keeps_place(loader):
@@ -150,7 +171,9 @@ class Places:
         # Lightning: CombinedLoader's mode.
         mode = self.trainer.fit_loop._combined_loader._mode
         place.cycles = mode == "max_size_cycle" and not isinstance(loader, Together)
-        return place.state_dict(epoch, batches)
+        found = place.state_dict(epoch, batches, begins=begins)
+        workers = loader.workers if isinstance(loader, WithWorkers) else getattr(place.watched, "workers", None)
+        return found if workers is None else {**found, "workers": workers.state_after(epoch, batches - place.batches)}
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
         """Has the loaders that are prepared next go on where those of another run were.
@@ -197,6 +220,8 @@ class Places:
         elif not state.get("position") and state.get("order") and isinstance(loader, DataLoader):
             sampler, num_passes = decides(loader), state["order"]["num_passes"]
             bring_to(sampler, num_passes, state["order"]["sampler"])
+            if self._is_dealt_alike(state, Pass(loader, state["num_sharing"])):
+                self._of_workers[loader] = state.get("workers")
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(state["epoch"])  # workers ask for the first indices before Lightning says so
             self._num_passes[loader] = num_passes
@@ -227,11 +252,17 @@ class Places:
                 " weights alone to begin an epoch."
             )
         self._resumed[loader] = place
+        if isinstance(loader, WithWorkers) and self._is_dealt_alike(state, place):
+            loader.workers.resume(loader, state.get("workers"))
         # All loaders are as many batches on, also where one of them has begun again or was over.
         batches = max(place.batches for place in self._resumed.values())
         for place in self._resumed.values():
             place.count(batches)
         self._count(batches)
+
+    def _is_dealt_alike(self, state: dict[str, Any], place: Pass) -> bool:
+        """Whether each worker gets the samples that the one of its number got in the run that saved `state`."""
+        return state["saved_by"] == self.trainer.data_size and state["per_step"] == list(place.per_step)
 
     def _resume_stateful(self, loader: Any, state: dict[str, Any]) -> None:
         world_size, then = self.trainer.data_size, state["saved_by"]
@@ -287,6 +318,8 @@ class Places:
         self.sizes.cut_again(micro_batch_size)
         done, place.batches = steps * batches.per_step, since * batches.per_step
         batches.sampler.go_on_at(place.position + (steps - since) * batches.size, done)
+        if isinstance(loader, WithWorkers):
+            loader.workers.recount(done - place.batches)
         fetcher = fit_loop._data_fetcher
         self._set_limits()
         iter(fetcher)  # takes them on

@@ -292,7 +292,8 @@ class SavingConnector(_CheckpointConnector):
     def _of_rank(self) -> dict[str, Any]:
         trainer = self.trainer
         loop = trainer.fit_loop.epoch_loop
-        batches = 0 if self._between_epochs else loop.batches_done()
+        begins = self._between_epochs
+        batches = 0 if begins else loop.batches_done()
         hook = getattr(trainer.strategy, "comm_hook", None)
         random_state = loop.random_before_validation if self._stopped_in_validation else None
         if random_state is None and not self._between_epochs:
@@ -301,7 +302,7 @@ class SavingConnector(_CheckpointConnector):
         return {
             STRATEGY: strategy.state_of_rank() if isinstance(strategy, LayoutStrategy) else {},
             "random": random_state or get_random_state(),
-            "data": trainer._data_connector.places.state_dict(batches, is_cut_short=self._is_cut_short),
+            "data": trainer._data_connector.places.state_dict(batches, begins=begins, is_cut_short=self._is_cut_short),
             "compression": hook.state_dict() if hook is not None else {},
         }
 

@@ -1,0 +1,158 @@
+"""What workers draw at random: a run that goes on draws what the uninterrupted one has drawn."""
+
+import json
+import pickle
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from polyphase.engine.data.workers import _InWorker
+
+from ..tiny import SavesIn, engine
+from .runs import Trains, assert_goes_on, combined, train
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Draws from all generators that torch seeds in a worker."""
+
+    def __init__(self, size: int = 14) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        drawn = [float(torch.rand(())), float(np.random.rand()), random.random()]
+        return torch.tensor([index, *drawn, 0 if worker is None else worker.seed % 1000], dtype=torch.float64)
+
+
+class InOrder(Augmented):
+    """Draws nothing."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def batches(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + torch.rand(())
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+
+
+LOADER = partial(DataLoader, batch_size=2, shuffle=True, num_workers=2)
+LOADERS = {
+    "new in each epoch": lambda: LOADER(Augmented()),
+    "persistent": lambda: LOADER(Augmented(), persistent_workers=True),
+    "in the collation": lambda: LOADER(InOrder(), collate_fn=batches),
+    "without batches": lambda: LOADER(Augmented(6), batch_size=None),
+    "one that begins again beside a longer one": lambda: combined(
+        "max_size_cycle", a=LOADER(Augmented()), b=LOADER(Augmented(7), persistent_workers=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("at", "flags"),
+    [
+        (3, {}),
+        (4, {"accumulate_grad_batches": 3}),
+        (1, {"hook": "on_train_start"}),
+        (1, {"hook": "on_train_epoch_end"}),
+    ],
+)
+def test_goes_on(name, at, flags, tmp_path):
+    flags = {**flags, "max_epochs": 2}
+    if flags.get("hook") == "on_train_start":
+        saves = SavesIn("on_train_start", at, tmp_path / "saved")
+        whole = train(LOADERS[name], callbacks=[saves], max_epochs=2)
+        assert train(LOADERS[name], tmp_path / "saved", max_epochs=2) == whole
+        return
+    assert_goes_on(LOADERS[name], tmp_path, at, **flags)
+
+
+def _draws_once(worker: int) -> None:
+    torch.rand(())
+
+
+def test_goes_on_with_an_initialization_of_the_users(tmp_path):
+    assert_goes_on(lambda: LOADER(Augmented(), worker_init_fn=_draws_once), tmp_path, 3, max_epochs=2)
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
+def test_what_workers_that_stay_have_fetched_in_vain_counts(hook, tmp_path):
+    assert_goes_on(LOADERS["persistent"], tmp_path, 1 + (hook[-1] == "t"), hook=hook, limit_train_batches=2)
+
+
+def test_what_runs_in_workers_can_be_sent_to_spawned_ones():
+    inside = _InWorker(LOADER(Augmented(), worker_init_fn=_draws_once), None)
+    collate, begin = pickle.loads(pickle.dumps((inside.collate, inside.begin)))  # noqa: S301
+    assert collate.__self__ is begin.__self__  # as begin notes what collate compares with
+
+
+def test_a_second_run_on_workers_that_stayed_goes_on_too(tmp_path):
+    def twice(ckpt_path: Path | None = None) -> list[Any]:
+        seed_everything(7 if ckpt_path is None else 8, verbose=False)
+        loader, seen = LOADER(Augmented(), persistent_workers=True), []
+        for number in range(2):
+            module = Trains()
+            saves = SavesIn("on_train_batch_end", 3, tmp_path / "saved")
+            if number or ckpt_path is None:
+                run = engine(max_epochs=2, callbacks=[saves] if number and ckpt_path is None else [])
+                run.fit(module, loader, ckpt_path=ckpt_path)
+            seen.append(module.seen)
+        return seen[1]
+
+    whole = twice()
+    assert twice(tmp_path / "saved") == whole[3:]
+
+
+def test_other_workers_begin_anew(tmp_path):
+    def indices(seen: list[Any]) -> list[Any]:
+        return [[sample[0] for sample in batch] for _, _, batch in seen]
+
+    whole = train(LOADERS["new in each epoch"], callbacks=[SavesIn("on_train_batch_end", 3, tmp_path / "saved")])
+    rest = train(lambda: LOADER(Augmented(), num_workers=1), tmp_path / "saved")
+    assert indices(rest) == indices(whole[3:])
+    assert rest != whole[3:]
+
+
+def test_nothing_is_sent_where_nothing_is_drawn(tmp_path):
+    saved = tmp_path / "saved.ckpt"
+    for data, drawn in ((Augmented(), {0, 1}), (InOrder(), set())):
+        train(lambda data=data: LOADER(data), callbacks=[SavesIn("on_train_batch_end", 3, saved)])
+        (rank,) = torch.load(saved, weights_only=True)["polyphase"]["ranks"]
+        assert rank["data"]["loaders"][0]["workers"]["states"].keys() == drawn
+
+
+class Writes(Trains):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self) -> None:
+        (self.path / f"{self.trainer.global_rank}.json").write_text(json.dumps(self.seen))
+
+
+def test_each_rank_goes_on_with_its_own(tmp_path):
+    def run(seed: int, ckpt_path: Path | None = None) -> list[list[Any]]:
+        seed_everything(seed, verbose=False)
+        saves = SavesIn("on_train_batch_end", 2, tmp_path / "saved")
+        callbacks = [saves] if ckpt_path is None else []
+        fits = engine(strategy="ddp_fork", devices=2, max_epochs=2, callbacks=callbacks)
+        fits.fit(Writes(tmp_path), LOADER(Augmented()), ckpt_path=ckpt_path)
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+    whole = run(7)
+    assert run(8, tmp_path / "saved") == [rank[2:] for rank in whole]
