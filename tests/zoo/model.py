@@ -1,0 +1,85 @@
+"""What a model of the zoo is, and the loop in one process that it is compared with."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+STEPS = 3
+BATCH = 8
+"""Samples of a step, over all ranks."""
+
+
+class Model(NamedTuple):
+    """A module as a user writes it, and its data."""
+
+    make: Callable[[], LightningModule]
+    data: Callable[[int], tuple[Tensor, ...]]
+    """Tensors of so many samples."""
+    note: str = ""
+    """What is special about it."""
+    is_random: bool = False
+    """It draws random numbers as it runs, other ones on each rank: that it runs is all that can be compared."""
+
+
+class Zoo(LightningModule):
+    """Trained by SGD, in which a wrong gradient shows at its size."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Wrapped(Zoo):
+    """A model of somebody else's in a LightningModule, with the loss that it computes itself."""
+
+    def __init__(self, model: nn.Module, *names: str) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(**dict(zip(self.names, batch, strict=True))).loss
+
+
+def build(model: Model) -> LightningModule:
+    torch.manual_seed(1)
+    return model.make().train()
+
+
+def loader(model: Model, ranks: int = 1) -> DataLoader:
+    torch.manual_seed(2)
+    return DataLoader(TensorDataset(*model.data(STEPS * BATCH)), batch_size=BATCH // ranks)
+
+
+def plain_loop(model: Model) -> dict[str, Tensor]:
+    """The weights after `STEPS` batches, by torch alone: no trainer, no strategy."""
+    module = build(model)
+    configured: Any = module.configure_optimizers()
+    optimizers = list(configured) if isinstance(configured, (tuple, list)) else [configured]
+    by_hand: Any = module  # what a trainer would give to a module that optimizes by hand, in terms of torch
+    by_hand.optimizers = lambda: optimizers if len(optimizers) > 1 else optimizers[0]
+    by_hand.manual_backward = lambda loss, **kwargs: loss.backward(**kwargs)
+    by_hand.toggle_optimizer = lambda optimizer: _toggle(module, optimizer)
+    by_hand.untoggle_optimizer = lambda optimizer: module.requires_grad_(True)
+    by_hand.all_gather = lambda tensor, sync_grads=False: tensor.unsqueeze(0)
+    by_hand.log = lambda *_, **__: None
+    for index, batch in enumerate(loader(model)):
+        if not module.automatic_optimization:
+            module.training_step(batch, index)
+            continue
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found = module.training_step(batch, index)
+        (found["loss"] if isinstance(found, dict) else found).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        module.on_train_batch_end(found, batch, index)  # where an average over the steps is usually updated
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def _toggle(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in module.parameters():
+        parameter.requires_grad_(id(parameter) in own)

@@ -1,0 +1,110 @@
+"""One model under one strategy: equal to the plain loop, refused by name, or a failure."""
+
+import os
+import re
+import signal
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import polyphase
+from polyphase.engine import Engine
+
+from .model import STEPS, Model, build, loader, plain_loop
+
+STRATEGIES = {"ddp": 2, "zero1": 2, "fsdp": 2, "tp": 2, "pp": 2}
+"""Flags, and how many ranks have samples of their own is the engine's to say; two processes each."""
+
+TOLERANCE = 1e-5
+"""Largest difference of a weight. Three steps in float32: sums in another order are 1e-7 apart."""
+
+_UNUSED = "find_unused_parameters=true"
+_OURS = str(Path(polyphase.__file__ or "").parent)
+_QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Cell(NamedTuple):
+    """What came of it."""
+
+    kind: str
+    """``"equal"``, ``"runs"``, ``"refused"``; or ``"different"``, ``"failed"``, ``"hangs"``."""
+    detail: str
+    """The largest difference, or the message."""
+
+    @property
+    def is_good(self) -> bool:
+        return self.kind in ("equal", "runs", "refused")
+
+
+def run(model: Model, strategy: str, timeout_s: float = 120) -> Cell:
+    """Runs it in a process of its own, that takes its children along."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(there, model, strategy))
+    process.start()
+    there.close()
+    try:
+        found = Cell(*here.recv()) if here.poll(timeout_s) else Cell("hangs", f"no end after {timeout_s:.0f} s")
+    except EOFError:
+        process.join()
+        found = Cell("failed", f"the process ended with exit code {process.exitcode}")
+    try:
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.join()
+    return found
+
+
+def _report(to: Any, model: Model, strategy: str) -> None:
+    os.setsid()
+    os.environ["POLYPHASE_TRACEBACK"] = "full"  # to see who has raised
+    to.send(tuple(_run(model, strategy)))
+    to.close()
+
+
+def _run(model: Model, strategy: str) -> Cell:
+    found = _run_under(model, f"{strategy}_fork")
+    if found.kind == "refused" and _UNUSED in found.detail:  # whose message names the option
+        found = _run_under(model, f"{strategy}_fork:{_UNUSED}")
+        return found._replace(detail=f"{found.detail} with `{_UNUSED}`")
+    return found
+
+
+def _run_under(model: Model, strategy: str) -> Cell:
+    module = build(model)
+    try:
+        engine = Engine(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **_QUIET)
+        engine.fit(module, loader(model, engine.data_size))
+    except Exception as error:
+        return _of_error(error)
+    if model.is_random:
+        return Cell("runs", "")
+    expected, found = plain_loop(model), module.state_dict()
+    difference = largest_difference(expected, found)
+    if engine.global_step < STEPS:
+        return Cell("failed", f"{engine.global_step} steps of {STEPS}")
+    moved = largest_difference({name: value for name, value in build(model).state_dict().items()}, expected)
+    if moved < 100 * TOLERANCE:
+        return Cell("failed", f"the plain loop moves weights by {moved:.0e} only, which shows nothing")
+    return Cell("equal" if difference <= TOLERANCE else "different", f"{difference:.0e}")
+
+
+def _of_error(error: Exception) -> Cell:
+    """Refused, if the engine raised it itself; else whoever did."""
+    text = "".join(traceback.format_exception(error))
+    raised = [line for line in text.splitlines() if line.startswith("  File ")]
+    message = str(error).strip().splitlines()[-1:]
+    said = message[0] if message else type(error).__name__
+    said = re.sub(r"^[\w.]*Error: ", "", said)
+    return Cell("refused" if raised and _OURS in raised[-1] else "failed", said)
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    if a.keys() != b.keys():
+        return float("inf")
+    return max(float((a[name].cpu() - b[name].cpu()).abs().double().max()) for name in a if a[name].numel())
