@@ -13,6 +13,7 @@ written: one call of theirs is one call here.
 import os
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Absent", "CutError", "has_absent", "tensors_in", "users_line"]
+__all__ = ["Absent", "CutError", "has_absent", "is_users", "tensors_in", "users_line"]
 
 _NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
@@ -51,10 +52,15 @@ class CutError(RuntimeError):
     """The module can't be run in stages: a stage needs a value that another one has."""
 
 
+def is_users(frame: types.FrameType) -> bool:
+    """Whether a frame runs code of the user's, or of a library of theirs."""
+    return not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))
+
+
 def users_line() -> str:
     """Where in the user's code this was called: ``file.py:12, "x = x + skip"``."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
+        if is_users(frame):
             [summary] = traceback.StackSummary.extract(iter([(frame, line)]), limit=1)
             return f'{summary.filename}:{line} in {summary.name}: "{summary.line}"'
     return "the module's step"

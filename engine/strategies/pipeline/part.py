@@ -10,8 +10,8 @@ On stage s the step runs as the user wrote it, from its beginning:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from .absent import Absent, CutError, has_absent, tensors_in, users_line
+from .attributes import Notes, Readers, Written
 from .plan import Plan
 from .share import Place, take_apart
 
@@ -81,9 +82,10 @@ class Cut:
         module: changed in place.
         plan: where it is cut.
         device: of this rank's parameters.
+        own_stages: those of this rank.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, device: torch.device, own_stages: Sequence[int]) -> None:
         self.module, self.plan, self.device = module, plan, device
         self.job: Job | None = None
         """What is being run."""
@@ -91,6 +93,9 @@ class Cut:
         """By which stage."""
         self.failure: Exception | None = None
         """What the user's step raised, which torch's schedules wrap."""
+        self.readers = Readers(module, set(own_stages), lambda: None if self.active is None else self.active.stage)
+        self.written: dict[int, Written] | None = None
+        """By stage, what it writes in a step, while that is noted; else None."""
         self.filled: dict[int, tuple[Tensor, Tensor]] = {}
         """By id, absent tensors that could not be filled in place, and what took theirs, until backward is over."""
         self.numbers = {unit: number for number, unit in enumerate(unit for stage in plan.stages for unit in stage)}
@@ -98,9 +103,22 @@ class Cut:
             for unit in units:
                 unit.forward = _Forward(self, unit, stage, unit.forward)
 
+    def name_of(self, unit: nn.Module) -> str:
+        """The first name of a sub-module."""
+        return next(name for name, part in self.module.named_modules() if part is unit)
+
     def is_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a buffer of the module."""
         return any(tensor is buffer for buffer in self.module.buffers())
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around the forward of a unit that this rank has."""
+        before, self.readers.inside = self.readers.inside, True
+        try:
+            yield
+        finally:
+            self.readers.inside = before
 
 
 class _Forward:
@@ -113,7 +131,8 @@ class _Forward:
         part = self._cut.active
         if part is None:  # called by a hook of the user's, or again in backward
             args, kwargs = _with_content(args, kwargs, self._cut.filled)
-            return self._forward(*args, **kwargs)
+            with self._cut.inside():
+                return self._forward(*args, **kwargs)
         return part.call(self._unit, self._stage, self._forward, args, kwargs)
 
 
@@ -145,6 +164,7 @@ class Part(nn.Module):
         self._is_live = False
         """Whether the step has come to this stage's own part."""
         self._index = 0
+        self._notes: Notes | None = None
 
     cut: Cut
 
@@ -178,6 +198,9 @@ class Part(nn.Module):
         self._is_live = self._absent.watches = self.stage == 0
         self._absent.meeting = None
         job.begin(index, self.stage)
+        # The last stage's trial run ends before its units.
+        notes_now = cut.written is not None and self.stage not in cut.written and (received or not self.is_last)
+        self._notes = Notes(cut.module) if notes_now else None
         cut.active = self
         sent: Sequence[Tensor] | None = None
         output: Any = None
@@ -189,6 +212,8 @@ class Part(nn.Module):
             end.__traceback__ = None  # which holds all that the step had computed
         finally:
             cut.active = self._received = None
+        if self._notes is not None:
+            cut.written[self.stage] = self._notes.end()  # type: ignore[index]
         if sent is not None:
             return self._to_send(sent)
         if not self.is_last or not self._is_live:
@@ -219,7 +244,8 @@ class Part(nn.Module):
             raise CutError(
                 f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage has. {_REMEDY}"
             )
-        with self._absent.paused():
+        notes = self._notes and self._notes.unit(self.cut.name_of(unit), unit, (args, kwargs))
+        with self._absent.paused(), self.cut.inside(), notes or nullcontext():
             output = forward(*args, **kwargs)
         if number not in job.shapes.units:
             job.shapes.units[number] = take_apart(output)[0]
@@ -278,7 +304,7 @@ class Part(nn.Module):
         )
 
     def _name(self, unit: nn.Module) -> str:
-        return next(repr(name) for name, part in self.cut.module.named_modules() if part is unit)
+        return repr(self.cut.name_of(unit))
 
 
 def _fill(absent: Tensor, content: Tensor) -> bool:

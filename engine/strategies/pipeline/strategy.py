@@ -245,8 +245,9 @@ class Pipeline(MeshStrategy):
             for stage in range(rank, self.num_stages, size):
                 for unit in plan.stages[stage]:
                     unit.forward = self.compile(unit.forward)
-        self._cut = Cut(model, plan, self.root_device)
-        self._parts = [Part(self._cut, stage) for stage in range(rank, self.num_stages, size)]
+        own_stages = range(rank, self.num_stages, size)
+        self._cut = Cut(model, plan, self.root_device, own_stages)
+        self._parts = [Part(self._cut, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             units = set(shard_units(model))
             for part in self._parts:

@@ -371,6 +371,39 @@ class LogsAnother(MLP):
         return loss
 
 
+class Expert(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.square().mean()
+        return super().forward(x)
+
+
+class KeepsAux(MLP):
+    """Blocks keep a part of the loss on themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Expert(64, 64) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + sum(block.aux for block in self.net)
+
+
+class KeepsOutputs(MLP):
+    """The losses of an epoch, kept in a list by a step, are read in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.losses).mean())
+
+
 class WithLBFGS(MLP):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
@@ -390,6 +423,8 @@ class Fails(MLP):
         (ReturnsNothing, "`training_step` must return a loss in a pipeline, .* returned NoneType"),
         (LogsAbsent, "in training_step: .* logs 'norm', which depends on parameters of another pipeline stage"),
         (LogsAnother, r"self.log\('mean', ...\) was given a MeanMetric that is no attribute of the module"),
+        (KeepsAux, r"in <genexpr>: .* reads 'aux' of 'net.0', which the block 'net.0' writes on another"),
+        (KeepsOutputs, r"in on_train_epoch_end: .* reads 'losses' of KeepsOutputs, which `training_step` writes on"),
         (WithLBFGS, "LBFGS looks at all parameters as one vector"),
         (Fails, "KeyError: 'mine'"),
     ],
