@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Absent", "CutError", "has_absent", "is_users", "tensors_in", "users_line"]
+__all__ = ["NOT_THE_USERS", "Absent", "CutError", "has_absent", "is_users", "tensors_in", "users_line"]
 
-_NOT_THE_USERS = tuple(
+NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, lightning.__file__, os.path.dirname(os.path.dirname(__file__)))
 )
+"""Folders of torch, Lightning and this package."""
 _ELSEWHERE = (
     "Give the module a method pipeline_stages() that puts what belongs together into one stage, or choose another"
     " strategy, such as 'fsdp'."
@@ -54,7 +55,7 @@ class CutError(RuntimeError):
 
 def is_users(frame: types.FrameType) -> bool:
     """Whether a frame runs code of the user's, or of a library of theirs."""
-    return not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))
+    return not frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<"))
 
 
 def users_line() -> str:
@@ -92,6 +93,11 @@ class Absent(TorchFunctionMode):
                 real = tensor
         if absent is None:
             return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # torch: in here, those of `remote.py` are as good as any
+            return self._without(func, args, kwargs, absent, real)
+
+    def _without(self, func: Any, args: Any, kwargs: Any, absent: Tensor, real: Tensor | None) -> Any:
+        """An operation that meets `absent`, and `real` if not None."""
         name = getattr(func, "__name__", "")
         if name == "__get__" and (attribute := func.__self__.__name__) in ("device", "is_cuda", "is_cpu"):
             return getattr(torch.empty(0, device=self._device), attribute)

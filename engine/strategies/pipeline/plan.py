@@ -11,11 +11,11 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import nn
 from torchmetrics import Metric
 
 from ..units import check_inside, repeated_blocks
+from .remote import RemoteTensor
 
 __all__ = ["Plan", "leave_out", "plan_stages"]
 
@@ -65,19 +65,14 @@ def plan_stages(module: nn.Module, num_stages: int) -> Plan:
 
 def leave_out(module: nn.Module, plan: Plan, absent: Collection[nn.Parameter]) -> None:
     """Puts shapes on the meta device in the places of parameters that other stages hold, under the same names."""
-    shapes = {parameter: _shape_of(parameter) for parameter in absent}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    shapes = {parameter: RemoteTensor.parameter(parameter, names[parameter]) for parameter in absent}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter in shapes:
                 part._parameters[name] = shapes[parameter]
     for parameter, shape in shapes.items():
         plan.holders[shape] = plan.holders.pop(parameter)
-
-
-def _shape_of(parameter: nn.Parameter) -> nn.Parameter:
-    shape = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    shape.__dict__.update(parameter.__dict__)  # what the user has marked it with
-    return shape
 
 
 def _given(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, ...], ...]:

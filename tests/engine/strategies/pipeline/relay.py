@@ -75,6 +75,6 @@ class Relay:
         total: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.cut.module.named_parameters():
-                if parameter.grad is not None:
+                if not parameter.is_meta and parameter.grad is not None:
                     total[name] = total.get(name, 0) + parameter.grad
         return total

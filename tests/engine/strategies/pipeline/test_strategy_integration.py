@@ -22,6 +22,8 @@ from polyphase.engine.checkpoint import is_checkpoint
 from tests.engine.parity import MLP, build, largest_difference, loader
 from tests.engine.strategies.test_ddp_integration import QUIET
 
+from .test_optimizers import Lamb
+
 
 def data(size: int = 20, batch_size: int = 8) -> DataLoader:
     torch.manual_seed(3)
@@ -404,9 +406,26 @@ class KeepsOutputs(MLP):
         self.log("mean", torch.stack(self.losses).mean())
 
 
-class WithLBFGS(MLP):
+class WithLamb(MLP):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters())
+        return Lamb(self.parameters())
+
+
+class ClipsByHand(MLP):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Distils(MLP):
+    """A teacher that follows the student, in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(32, 10)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mine, other in zip(self.teacher.parameters(), self.net[4].parameters(), strict=True):
+            mine.data.lerp_(other.data, 0.01)
 
 
 class Fails(MLP):
@@ -425,7 +444,12 @@ class Fails(MLP):
         (LogsAnother, r"self.log\('mean', ...\) was given a MeanMetric that is no attribute of the module"),
         (KeepsAux, r"in <genexpr>: .* reads 'aux' of 'net.0', which the block 'net.0' writes on another"),
         (KeepsOutputs, r"in on_train_epoch_end: .* reads 'losses' of KeepsOutputs, which `training_step` writes on"),
-        (WithLBFGS, "LBFGS looks at all parameters as one vector"),
+        (WithLamb, "Lamb steps a parameter by what it knows of others too"),
+        (
+            ClipsByHand,
+            r"in configure_gradient_clipping: .* reads the gradient of 'net..*', which another pipeline stage",
+        ),
+        (Distils, r"in on_train_batch_end: .* needs the values of '.*', which another pipeline stage has"),
         (Fails, "KeyError: 'mine'"),
     ],
 )
