@@ -21,11 +21,21 @@ from typing import Any
 import lightning
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NOT_THE_USERS", "Absent", "CutError", "has_absent", "is_users", "tensors_in", "users_line"]
+__all__ = [
+    "NOT_THE_USERS",
+    "Absent",
+    "CutError",
+    "has_absent",
+    "is_users",
+    "mark_origin",
+    "origin_of",
+    "tensors_in",
+    "users_line",
+]
 
 NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
@@ -82,13 +92,15 @@ class Absent(TorchFunctionMode):
         """Whether what this stage has computed shall not meet absent values any more."""
         self.meeting: str | None = None
         """Where it first did."""
+        self.met = ""
+        """What it met there, if it was a parameter: its name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         absent = real = None
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_meta:
-                absent = tensor
+                absent = tensor if absent is None else absent
             elif real is None or tensor.requires_grad:
                 real = tensor
         if absent is None:
@@ -113,6 +125,7 @@ class Absent(TorchFunctionMode):
                 return self._write(args[0], name)
             if self.watches and self.meeting is None and real.is_floating_point():
                 self.meeting = users_line()
+                self.met = origin_of(absent) if isinstance(absent, nn.Parameter) else ""
         if name in _MOVES:
             return _moved(args, kwargs)
         without = {key: value for key, value in kwargs.items() if key != "generator"}  # there is none for meta
@@ -129,6 +142,8 @@ class Absent(TorchFunctionMode):
             args, kwargs = apply_to_collection((args, kwargs), Tensor, self._with_some_content)
             with torch.no_grad():
                 func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            mark_origin(tensor, origin_of(absent))
         return result
 
     def _with_some_content(self, tensor: Tensor) -> Tensor:
@@ -166,6 +181,17 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.any |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def mark_origin(tensor: Tensor, origin: str) -> None:
+    """Notes the name of the parameter or unit that an absent tensor comes from."""
+    if origin:
+        tensor.__dict__.setdefault("origin_on_other_stage", origin)
+
+
+def origin_of(tensor: Tensor) -> str:
+    """The name that was noted, or ""."""
+    return tensor.__dict__.get("origin_on_other_stage", "")
 
 
 def has_absent(value: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from .absent import Absent, CutError, has_absent, tensors_in, users_line
+from .absent import Absent, CutError, has_absent, mark_origin, origin_of, tensors_in, users_line
 from .attributes import Notes, Readers, Written
 from .plan import Plan
 from .share import Place, take_apart
@@ -196,7 +196,7 @@ class Part(nn.Module):
         assert job is not None
         self._index, self._received = index, received
         self._is_live = self._absent.watches = self.stage == 0
-        self._absent.meeting = None
+        self._absent.meeting, self._absent.met = None, ""
         job.begin(index, self.stage)
         # The last stage's trial run ends before its units.
         notes_now = cut.written is not None and self.stage not in cut.written and (received or not self.is_last)
@@ -220,11 +220,24 @@ class Part(nn.Module):
             first = cut.plan.stages[self.stage + self._is_live][0]
             raise CutError(f"the step returned without having called {self._name(first)}. {_REMEDY}")
         if has_absent(output):
-            raise CutError(
-                f"{self._absent.meeting or 'the step'} needs what an earlier pipeline stage has, together with what the"
-                f" last one has, for what the step returns. {_REMEDY}"
-            )
+            raise CutError(self._why_absent(output))
         return job.finish(index, output)
+
+    def _why_absent(self, output: Any) -> str:
+        """Why the step returns what this stage does not have."""
+        line, met = self._absent.meeting or "the step", self._absent.met
+        if met:
+            return (
+                f"{line} uses {met!r} behind the blocks, but what is registered before them belongs to the first"
+                " pipeline stage: assign its module to an attribute behind them in the constructor (if it is used"
+                " before them too: another module that shares the parameter), give the module a method"
+                " pipeline_stages(), or choose another strategy, such as 'fsdp'."
+            )
+        origin = _origin(output)
+        return (
+            f"{line} needs what an earlier pipeline stage has{origin}, together with what the last one has, for what"
+            f" the step returns. {_REMEDY}"
+        )
 
     def call(self, unit: nn.Module, stage: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit of stage `stage`, called by the step."""
@@ -233,7 +246,7 @@ class Part(nn.Module):
         number = self.cut.numbers[unit]
         if stage < self.stage and not self._is_live:
             form = job.shapes.units.get(number)
-            return forward(*args, **kwargs) if form is None else _without_content(form)
+            return forward(*args, **kwargs) if form is None else _without_content(form, self.cut.name_of(unit))
         if stage == self.stage + 1 and self._is_live:
             raise _EndOfStage(self._offer(list(tensors_in((args, kwargs)))))
         if stage != self.stage:
@@ -242,7 +255,8 @@ class Part(nn.Module):
             args, kwargs = self._receive(args, kwargs)
         if has_absent((args, kwargs)):
             raise CutError(
-                f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage has. {_REMEDY}"
+                f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage"
+                f" has{_origin((args, kwargs))}. {_REMEDY}"
             )
         notes = self._notes and self._notes.unit(self.cut.name_of(unit), unit, (args, kwargs))
         with self._absent.paused(), self.cut.inside(), notes or nullcontext():
@@ -342,5 +356,17 @@ def _zeros(shape: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(shape.shape, dtype=shape.dtype, device=device).requires_grad_(shape.requires_grad)
 
 
-def _without_content(form: Any) -> Any:
-    return apply_to_collection(form, Place, lambda place: torch.empty(place.shape, dtype=place.dtype, device="meta"))
+def _origin(value: Any) -> str:
+    """Where the absent tensors in a value come from, in words."""
+    names = dict.fromkeys(origin_of(tensor) for tensor in tensors_in(value) if tensor.is_meta)
+    said = " and ".join(repr(name) for name in names if name)
+    return f" (it comes from {said})" if said else ""
+
+
+def _without_content(form: Any, origin: str) -> Any:
+    def made(place: Place) -> Tensor:
+        tensor = torch.empty(place.shape, dtype=place.dtype, device="meta")
+        mark_origin(tensor, origin)
+        return tensor
+
+    return apply_to_collection(form, Place, made)

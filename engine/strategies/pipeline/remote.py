@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .absent import NOT_THE_USERS, CutError, is_users, tensors_in, users_line
+from .absent import NOT_THE_USERS, CutError, is_users, mark_origin, origin_of, tensors_in, users_line
 
 __all__ = ["RemoteTensor"]
 
@@ -50,14 +50,12 @@ _CONTENT = {"data", "T", "mT", "H", "mH", "real", "imag", "grad"}
 class RemoteTensor(Tensor):
     """On the meta device; what is made of it is one, too."""
 
-    name_of_parameter: str
-    """Under which the module has it."""
-
     @classmethod
     def parameter(cls, like: nn.Parameter, name: str) -> nn.Parameter:
         """A parameter of the form of `like`, with what the user has marked that with."""
         made = nn.Parameter(torch.empty_like(like, device="meta").as_subclass(cls), like.requires_grad)
-        made.__dict__.update({**like.__dict__, "name_of_parameter": name})
+        made.__dict__.update(like.__dict__)
+        mark_origin(made, name)
         return made
 
     @classmethod
@@ -81,13 +79,13 @@ class RemoteTensor(Tensor):
             result = func(*args, **kwargs)
             if type(result) is Tensor and result.is_meta:
                 result = result.as_subclass(cls)
-                result.__dict__["name_of_parameter"] = _name(args, kwargs)
+                mark_origin(result, _name(args, kwargs))
         return result
 
 
 def _name(args: Any, kwargs: Any) -> str:
     found = (t for t in tensors_in((args, kwargs)) if isinstance(t, RemoteTensor))
-    return next((t.__dict__.get("name_of_parameter", "") for t in found), "")
+    return next(map(origin_of, found), "")
 
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
