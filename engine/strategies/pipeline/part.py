@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .absent import Absent, CutError, has_absent, mark_origin, origin_of, tensors_in, users_line
 from .attributes import Notes, Readers, Written
+from .failures import described
 from .plan import Plan
 from .share import Place, take_apart
 
@@ -65,6 +66,7 @@ class Job:
         finish: turns what the step returned for micro-batch i into what the schedule takes for a loss.
         context: entered around each.
         shapes: of this kind of micro-batch; a trial run fills them in.
+        micro_batch: one of them in words, for errors.
     """
 
     step: Callable[[int], Any]
@@ -73,6 +75,7 @@ class Job:
     finish: Callable[[int, Any], Tensor]
     context: Callable[[], AbstractContextManager[Any]]
     shapes: Shapes
+    micro_batch: str = "a micro-batch"
 
 
 class Cut:
@@ -185,6 +188,8 @@ class Part(nn.Module):
             return self._run(received or None, int(index))
         except Exception as error:
             self.cut.failure = error
+            if hasattr(error, "add_note") and not isinstance(error, CutError):  # from Python 3.11 on
+                error.add_note(described(error, self.stage, self.cut.job.micro_batch))  # type: ignore[union-attr]
             raise
 
     def try_out(self) -> None:

@@ -22,6 +22,7 @@ from ...host_group import HostGroup
 from ...loop.undo import Undo
 from .absent import CutError
 from .batches import batch_size_of, merged, split_batch
+from .failures import described
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
 from .part import Cut, Job, Part, Shapes
@@ -95,7 +96,8 @@ class Runner:
             step gave it, or None. On all ranks.
         """
         batch, *others = arguments
-        number = num_micro_batches(batch_size_of(batch), self._num_micro_batches)
+        size = batch_size_of(batch)
+        number = num_micro_batches(size, self._num_micro_batches)
         batches = split_batch(batch, number)
         step, log = getattr(self._module, name), StepLog(self._module)
         outputs: dict[int, Any] = {}
@@ -119,6 +121,7 @@ class Runner:
             finish=finish,
             context=context,
             shapes=Shapes(),
+            micro_batch=f"a micro-batch of {size // number} of the batch's {size} samples",
         )
         kind = name, self._module.training
         is_new = kind not in self._noted and self._cut.plan.num_stages > 1
@@ -128,7 +131,7 @@ class Runner:
             schedule = self._schedule_for(name, job, batches[0], number, weigh is not None)
             log.take()  # what a trial run has logged
             if weigh is not None:
-                self._full_size = max(self._full_size, batch_size_of(batch))
+                self._full_size = max(self._full_size, size)
             self._step(schedule, number, weigh is not None)
         result: Any = None
         if self._is_last:
@@ -216,17 +219,17 @@ class Runner:
                         parts[stage].try_out()
                     except Exception as error:
                         failure = error
-                self._tell(name, stage, job.shapes, failure)
+                self._tell(name, stage, job, failure)
         finally:
             undo.undo()
 
-    def _tell(self, name: str, stage: int, shapes: Shapes, failure: Exception | None) -> None:
+    def _tell(self, name: str, stage: int, job: Job, failure: Exception | None) -> None:
         """Tells all ranks what a stage has found out."""
-        rank = stage % self._size
+        rank, shapes = stage % self._size, job.shapes
         said: list[Any] = [None]
         if dist.get_rank(self._group) == rank:
             offered = [(t.shape, t.dtype, t.requires_grad) for t in shapes.offered.get(stage, [])]
-            problem = failure and f"{type(failure).__name__}: {failure}"
+            problem = failure and described(failure, stage, job.micro_batch)
             written = self._cut.written.get(stage) if self._cut.written else None
             said = [(shapes.units, offered, shapes.needed.get(stage), written, problem)]
         dist.broadcast_object_list(said, dist.get_global_rank(self._group, rank), group=self._hosts)
@@ -234,7 +237,7 @@ class Runner:
             raise failure
         units, offered, needed, written, problem = said[0]
         if problem is not None:
-            raise CutError(f"pipeline stage {stage} failed: {problem}")
+            raise CutError(problem)
         if written is not None:
             self._cut.readers.learn(name, stage, written, self._cut.plan.num_stages)
         shapes.units.update(units)
@@ -245,8 +248,11 @@ class Runner:
         if stage:
             before = len(shapes.offered[stage - 1])
             if needed is None or any(index >= before for index in needed):
+                unit = self._cut.name_of(self._cut.plan.stages[stage][0])
                 raise CutError(
-                    f"pipeline stage {stage} is called with other arguments than stage {stage - 1} calls it."
+                    f"the step calls {unit!r} with other arguments on pipeline stage {stage}, which runs it, than on"
+                    f" stage {stage - 1}: have it not depend on values or modules of one stage how that is called, or"
+                    " choose another strategy, such as 'fsdp'."
                 )
             shapes.needed[stage] = needed
 

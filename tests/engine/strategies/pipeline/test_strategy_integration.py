@@ -434,9 +434,19 @@ class Fails(MLP):
         raise KeyError("mine")
 
 
+class Asserts(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert len(batch[0]) == 8
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (
+            Asserts,
+            r'(?s)AssertionError.*, .* in training_step: "assert len.*". The step ran with a micro-batch of 2 of .* 8',
+        ),
         (Skips, r"in training_step: \"logits = .*\" gives 'net.4' a value that only an earlier pipeline stage has"),
         (WeighsSome, "returned a weight for some micro-batches of a batch and none for others"),
         (ReturnsNothing, "`training_step` must return a loss in a pipeline, .* returned NoneType"),
