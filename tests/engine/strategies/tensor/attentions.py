@@ -164,6 +164,29 @@ class Merged(Fused):
         return tuple(part.unflatten(0, (batch, -1)) for part in qkv.transpose(0, 1).chunk(3, dim=-1))
 
 
+class MultiQuery(Fused):
+    """One head of keys and values for all queries, all of one matrix, as in Falcon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_kv_heads = 1
+        self.qkv = nn.Linear(DIM, DIM + 2 * DIM // HEADS)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.qkv(x).unflatten(-1, (self.num_heads + 2, -1)).transpose(1, 2).split([self.num_heads, 1, 1], 1)
+        return q, k.expand_as(q), v.expand_as(q)
+
+
+class OneKeyHead(Apart):
+    """One head of keys and values for all queries, in matrices of their own, as in Gemma."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class NoHeads(Apart):
     """Nobody can tell how many heads there are."""
 
@@ -217,5 +240,5 @@ class Unfolded(Gated):
 
 
 ATTENTIONS = [Apart, ByHand, Masked, Grouped, NormedHeads, Cached, Fused]
-GATHERING = [Split, Chunked, HeadsFirst, Tutorial, PartsLast, Merged, NoHeads, OwnForward]
+GATHERING = [Split, Chunked, HeadsFirst, Tutorial, PartsLast, Merged, MultiQuery, OneKeyHead, NoHeads, OwnForward]
 BLOCKS = [*ATTENTIONS, *GATHERING, Gated, Residual]
