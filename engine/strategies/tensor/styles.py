@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["FusedColwise", "Region", "Rows", "Vocabulary", "replicate", "to_plain"]
+__all__ = ["FusedColwise", "Region", "Rows", "Vocabulary", "refuse_second_backward", "replicate", "to_plain"]
 
 
 def to_plain(value: Any) -> Any:
@@ -44,6 +44,11 @@ tensor parallelism can't give the gradient of a gradient, as create_graph=True a
 choose another strategy, such as 'fsdp'."""
 
 
+_MIXED_WITH_DETACHED = """\
+under tensor parallelism the loss was multiplied by a number made of parameters that are split, without their gradient: \
+take it as a plain number, float(...), or as `full_tensor()` of it."""
+
+
 class _Leave(torch.autograd.Function):
     """A replica becomes a tensor. `DTensor.to_local` gives a view, which must not be changed in place."""
 
@@ -55,10 +60,20 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        if torch.is_grad_enabled():
-            # torch: the backward of a redistribution is not differentiable, and says so by leaving terms out.
-            raise RuntimeError(_NO_DOUBLE_BACKWARD)
+        if isinstance(gradient, DTensor):
+            raise RuntimeError(_MIXED_WITH_DETACHED)
         return DTensor.from_local(gradient, *ctx.spec, run_check=False)
+
+
+def refuse_second_backward(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook of a split layer: a backward through it with ``create_graph=True`` raises a RuntimeError."""
+    tree_map_only(Tensor, lambda tensor: tensor.register_hook(_refuse) if tensor.requires_grad else None, output)
+
+
+def _refuse(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        # torch: DTensor's conversions are not differentiable twice; some terms would be left out, silently.
+        raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
