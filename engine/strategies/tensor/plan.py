@@ -176,16 +176,21 @@ def _attention(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entr
     if out is None or not (fused or None not in apart) or out in projections:
         return None
     heads, key_heads = _number(part, _HEADS), _number(part, _KEY_HEADS)
-    for kind, number in (("heads", heads), ("key and value heads", key_heads)):
-        if number is not None and number % num_ranks:
-            raise ValueError(
-                f"the attention {name!r} ({type(part).__name__}) has {number} {kind}, which {num_ranks} tensor-parallel"
-                f" ranks can't share equally: choose a `tp` that divides {number}, or name other layers in"
-                " tensor_parallel_plan()."
-            )
     into = ", ".join(projections)
     thirds = fused is None or linears[fused].out_features == 3 * linears[out].in_features
-    if heads is None or not thirds or (key_heads not in (None, heads) and fused):
+    reason = ""
+    if heads is None:
+        reason = "it has no `num_heads`"
+    elif not thirds or (key_heads not in (None, heads) and fused):
+        reason = "q, k and v have unequal parts of it"
+    elif heads % num_ranks:
+        raise ValueError(
+            f"the attention {name!r} ({type(part).__name__}) has {heads} heads, which {num_ranks} tensor-parallel ranks"
+            f" can't share equally: choose a `tp` that divides {heads}, or name other layers in tensor_parallel_plan()."
+        )
+    elif key_heads is not None and key_heads % num_ranks:
+        reason = f"{num_ranks} ranks can't share {key_heads} heads of keys and values equally"
+    if reason:
         widths = [linears[each].out_features for each in projections] + [linears[out].in_features]
         if any(width % num_ranks for width in widths):
             left.append((name, f"its width is no multiple of {num_ranks}"))
@@ -195,8 +200,7 @@ def _attention(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entr
             f"{name}.{each}": ColwiseParallel(output_layouts=Replicate()) for each in projections
         }
         styles[f"{name}.{out}"] = Rows(Replicate())
-        unknown = "it has no `num_heads`" if heads is None else "q, k and v have unequal parts of it"
-        return Entry(name, f"{into} and {out} split, but attention itself done by every rank: {unknown}", styles)
+        return Entry(name, f"{into} and {out} split, but attention itself done by every rank: {reason}", styles)
     cut: ParallelStyle = (
         FusedColwise(3, cuts_bias=not wanted.is_sharded) if fused else ColwiseParallel(use_local_output=False)
     )

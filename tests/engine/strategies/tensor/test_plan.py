@@ -9,7 +9,7 @@ from polyphase.engine.strategies.tensor.plan import make_plan
 from polyphase.engine.strategies.tensor.styles import FusedColwise, Region, Rows, Vocabulary
 from polyphase.models import ByteGPT
 
-from .attentions import BLOCKS, DIM, Apart, Fused, Gated, NoHeads, Residual
+from .attentions import BLOCKS, DIM, Apart, Fused, Gated, MultiQuery, NoHeads, Residual
 
 
 def within(**parts: nn.Module) -> nn.Module:
@@ -107,8 +107,19 @@ def test_heads_may_stand_in_a_config():
 def test_heads_that_do_not_divide_are_refused_by_name():
     with pytest.raises(ValueError, match=r"the attention 'net\.3' \(Apart\) has 4 heads, which 3 .* can't share"):
         make_plan(within(net=nn.ModuleDict({"3": Apart()})), 3)
-    with pytest.raises(ValueError, match="has 2 key and value heads, which 4"):
-        make_plan(within(block=Apart(key_heads=2)), 4)
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (Apart(key_heads=2), "4 ranks can't share 2 heads of keys and values equally"),
+        (MultiQuery(), "q, k and v have unequal parts of it"),
+    ],
+)
+def test_heads_of_keys_that_do_not_divide_are_gathered(block, reason):
+    plan = make_plan(within(block=block), 4)
+    assert f"attention itself done by every rank: {reason}" in str(plan)
+    assert Region not in kinds(plan).values()
 
 
 def test_hidden_units_and_rows_that_do_not_divide_stay_whole():
