@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-__all__ = ["batch_size_of", "merged", "split_batch"]
+__all__ = ["batch_size_of", "merged", "rows_of", "split_batch"]
 
 
 def batch_size_of(batch: Any) -> int:
@@ -45,6 +45,11 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     return [_part(batch, size, slice(first, first + width)) for first in range(0, size, width)]
 
 
+def rows_of(batch: Any, rows: slice) -> Any:
+    """Some samples of a batch, as `split_batch` cuts them."""
+    return _part(batch, batch_size_of(batch), rows)
+
+
 def _part(value: Any, size: int, rows: slice) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim and value.shape[0] != size:
@@ -56,9 +61,9 @@ def _part(value: Any, size: int, rows: slice) -> Any:
         parts = {key: _part(each, size, rows) for key, each in value.items()}
         if not isinstance(value, MutableMapping):
             return type(value)(parts)  # type: ignore[call-arg]
-        copied = copy.copy(value)  # also a default_factory, or what else a class has
-        copied.update(parts)
-        return copied
+        mapping = copy.copy(value)  # also a default_factory, or what else a class has
+        mapping.update(parts)
+        return mapping
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         copied = copy.copy(value)
         for field in dataclasses.fields(value):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ...checkpoint.rng import get_random_state, seed_all, set_random_state
@@ -25,6 +25,7 @@ from .batches import batch_size_of, merged, split_batch
 from .failures import described
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
+from .micro_batches import batch_norm_text, loss_text
 from .part import Cut, Job, Part, Shapes
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
 from .share import Sharing, take_apart
@@ -71,6 +72,8 @@ class Runner:
         self.clock = Clock(cut.device)
         self.wire = Wire(group)
         """Counts what stages hand over."""
+        self.tries_loss = True
+        """Whether the last stage may run by itself for once."""
         self._num_full = 0
         """Micro-batches of a full batch: the most that one was cut into."""
         self._full_size = 0
@@ -129,6 +132,12 @@ class Runner:
         self._cut.written = {} if is_new else None
         with self._running(job, log):
             schedule = self._schedule_for(name, job, batches[0], number, weigh is not None)
+            warning = None
+            if is_new and weigh is not None:
+                if text := batch_norm_text(self._module, number, size):
+                    rank_zero_warn(text)
+                if self._is_last and self.tries_loss:
+                    warning = loss_text(self._parts[-1], lambda samples: step(samples, *others), batch, number)
             log.take()  # what a trial run has logged
             if weigh is not None:
                 self._full_size = max(self._full_size, size)
@@ -139,7 +148,10 @@ class Runner:
         last = self._cut.plan.num_stages - 1
         written = self._cut.written.get(last) if self._cut.written else None
         self._cut.written = None
-        result, calls, written = self._sharing.of((result, log.take(), written) if self._is_last else None)
+        said = (result, log.take(), written, warning) if self._is_last else None
+        result, calls, written, warning = self._sharing.of(said)
+        if warning is not None:
+            rank_zero_warn(warning)
         if written is not None:
             self._cut.readers.learn(name, last, written, last + 1)
         log.replay(calls)

@@ -274,6 +274,8 @@ class Pipeline(MeshStrategy):
             schedule=self.options.schedule,
             num_micro_batches=self.options.microbatches or 2 * self.layout.pp,
         )
+        # Not where that gathers parameters, or compiles for another size.
+        self._runner.tries_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
 
     def _start_gradients(self) -> None:
         model, size = self.model, self.data_size

@@ -434,6 +434,18 @@ class Fails(MLP):
         raise KeyError("mine")
 
 
+class Contrasts(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.net(batch[0])
+        return nn.functional.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+class Normalises(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)))
+
+
 class Asserts(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         assert len(batch[0]) == 8
@@ -461,6 +473,12 @@ class Asserts(MLP):
         ),
         (Distils, r"in on_train_batch_end: .* needs the values of '.*', which another pipeline stage has"),
         (Fails, "KeyError: 'mine'"),
+        # Warnings, which are errors in tests.
+        (
+            Contrasts,
+            r"the loss of 4 samples \(.*, with random activations\) is not the mean of that of two micro-batches",
+        ),
+        (Normalises, "the BatchNorm 'net.0.1' and 3 more normalises each micro-batch of 2 samples by itself"),
     ],
 )
 def test_what_a_step_does_that_stages_can_not(module, message):
