@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["check_inside", "repeated_blocks", "shard_units", "untied"]
+__all__ = ["block_lists", "check_inside", "repeated_blocks", "shard_units", "untied"]
 
 _ROUTER = re.compile(r"(^|_)(router|routing|gate|gating)(_?\d*)$", re.IGNORECASE)
 
@@ -55,16 +55,26 @@ def repeated_blocks(module: nn.Module) -> tuple[str, list[nn.Module]]:
 
     Experts don't count: the data chooses which of them are called, on each rank.
     """
+    return max(block_lists(module), key=lambda candidate: len(candidate[1]), default=("", []))
+
+
+def block_lists(
+    module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential)
+) -> list[tuple[str, list[nn.Module]]]:
+    """All such containers with more than one child, of these kinds, in the order of their registration."""
     candidates = (
-        (name, list(part))
+        (name, list(part.values()) if isinstance(part, nn.ModuleDict) else list(part))  # type: ignore[call-overload]
         for name, part in module.named_modules()
-        if isinstance(part, (nn.ModuleList, nn.Sequential))
-        and len({type(child) for child in part}) == 1
-        and all(next(child.parameters(), None) is not None for child in part)
-        and not (isinstance(part, nn.ModuleList) and _are_experts(module, name))
+        if isinstance(part, kinds)
     )
-    name, blocks = max(candidates, key=lambda candidate: len(candidate[1]), default=("", []))
-    return (name, blocks) if len(blocks) > 1 else ("", [])
+    return [
+        (name, blocks)
+        for name, blocks in candidates
+        if len(blocks) > 1
+        and len({type(child) for child in blocks}) == 1
+        and all(next(child.parameters(), None) is not None for child in blocks)
+        and (isinstance(module.get_submodule(name), nn.Sequential) or not _are_experts(module, name))
+    ]
 
 
 def _are_experts(module: nn.Module, name: str) -> bool:

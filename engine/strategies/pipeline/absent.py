@@ -13,6 +13,7 @@ written: one call of theirs is one call here.
 import os
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,16 +21,27 @@ from typing import Any
 import lightning
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Absent", "CutError", "has_absent", "tensors_in", "users_line"]
+__all__ = [
+    "NOT_THE_USERS",
+    "Absent",
+    "CutError",
+    "has_absent",
+    "is_users",
+    "mark_origin",
+    "origin_of",
+    "tensors_in",
+    "users_line",
+]
 
-_NOT_THE_USERS = tuple(
+NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, lightning.__file__, os.path.dirname(os.path.dirname(__file__)))
 )
+"""Folders of torch, Lightning and this package."""
 _ELSEWHERE = (
     "Give the module a method pipeline_stages() that puts what belongs together into one stage, or choose another"
     " strategy, such as 'fsdp'."
@@ -51,10 +63,15 @@ class CutError(RuntimeError):
     """The module can't be run in stages: a stage needs a value that another one has."""
 
 
+def is_users(frame: types.FrameType) -> bool:
+    """Whether a frame runs code of the user's, or of a library of theirs."""
+    return not frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<"))
+
+
 def users_line() -> str:
     """Where in the user's code this was called: ``file.py:12, "x = x + skip"``."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
+        if is_users(frame):
             [summary] = traceback.StackSummary.extract(iter([(frame, line)]), limit=1)
             return f'{summary.filename}:{line} in {summary.name}: "{summary.line}"'
     return "the module's step"
@@ -75,17 +92,24 @@ class Absent(TorchFunctionMode):
         """Whether what this stage has computed shall not meet absent values any more."""
         self.meeting: str | None = None
         """Where it first did."""
+        self.met = ""
+        """What it met there, if it was a parameter: its name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         absent = real = None
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_meta:
-                absent = tensor
+                absent = tensor if absent is None else absent
             elif real is None or tensor.requires_grad:
                 real = tensor
         if absent is None:
             return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # torch: in here, those of `remote.py` are as good as any
+            return self._without(func, args, kwargs, absent, real)
+
+    def _without(self, func: Any, args: Any, kwargs: Any, absent: Tensor, real: Tensor | None) -> Any:
+        """An operation that meets `absent`, and `real` if not None."""
         name = getattr(func, "__name__", "")
         if name == "__get__" and (attribute := func.__self__.__name__) in ("device", "is_cuda", "is_cpu"):
             return getattr(torch.empty(0, device=self._device), attribute)
@@ -101,6 +125,7 @@ class Absent(TorchFunctionMode):
                 return self._write(args[0], name)
             if self.watches and self.meeting is None and real.is_floating_point():
                 self.meeting = users_line()
+                self.met = origin_of(absent) if isinstance(absent, nn.Parameter) else ""
         if name in _MOVES:
             return _moved(args, kwargs)
         without = {key: value for key, value in kwargs.items() if key != "generator"}  # there is none for meta
@@ -117,6 +142,8 @@ class Absent(TorchFunctionMode):
             args, kwargs = apply_to_collection((args, kwargs), Tensor, self._with_some_content)
             with torch.no_grad():
                 func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            mark_origin(tensor, origin_of(absent))
         return result
 
     def _with_some_content(self, tensor: Tensor) -> Tensor:
@@ -154,6 +181,17 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.any |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def mark_origin(tensor: Tensor, origin: str) -> None:
+    """Notes the name of the parameter or unit that an absent tensor comes from."""
+    if origin:
+        tensor.__dict__.setdefault("origin_on_other_stage", origin)
+
+
+def origin_of(tensor: Tensor) -> str:
+    """The name that was noted, or ""."""
+    return tensor.__dict__.get("origin_on_other_stage", "")
 
 
 def has_absent(value: Any) -> bool:

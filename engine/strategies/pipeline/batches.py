@@ -1,13 +1,16 @@
 """A batch cut into micro-batches of equal size, and what was made of them put together again."""
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-__all__ = ["batch_size_of", "merged", "split_batch"]
+__all__ = ["batch_size_of", "merged", "rows_of", "split_batch"]
 
 
 def batch_size_of(batch: Any) -> int:
@@ -27,45 +30,76 @@ def batch_size_of(batch: Any) -> int:
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """Cuts every tensor of `batch`, and lists of as many values, along the samples; all else goes into each part.
+    """Cuts tensors, arrays, and lists of as many values as there are samples, in any nesting.
+
+    Values without dims, other tuples of plain values and objects without tensors go into each part.
 
     Raises:
-        ValueError: a tensor has another number of rows than there are samples.
+        ValueError: a tensor, array or list has another length than there are samples, or an object has tensors that
+            are not found.
     """
     if num_parts == 1:
         return [batch]
     size = batch_size_of(batch)
-    return [_part(batch, size, size // num_parts, index) for index in range(num_parts)]
+    width = size // num_parts
+    return [_part(batch, size, slice(first, first + width)) for first in range(0, size, width)]
 
 
-def _part(batch: Any, size: int, width: int, index: int) -> Any:
-    rows = slice(index * width, (index + 1) * width)
-
-    def cut(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0:
-            return tensor
-        if tensor.shape[0] != size:
-            raise ValueError(
-                f"a pipeline cuts each batch of {size} samples into micro-batches, but it has a tensor"
-                f" {list(tensor.shape)}: have the DataLoader yield tensors with the samples in dim 0, or set"
-                " microbatches=1."
-            )
-        return tensor[rows]
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) == size and all(map(_is_plain, value)):
-            return value[rows]  # a text for each sample, say
-        if type(value) in (list, tuple):
-            return type(value)(visit(each) for each in value)
-        if type(value) is dict:
-            return {key: visit(each) for key, each in value.items()}
-        return apply_to_collection(value, Tensor, cut)
-
-    return visit(batch)
+def rows_of(batch: Any, rows: slice) -> Any:
+    """Some samples of a batch, as `split_batch` cuts them."""
+    return _part(batch, batch_size_of(batch), rows)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, bytes, int, float, bool))
+def _part(value: Any, size: int, rows: slice) -> Any:
+    if isinstance(value, (Tensor, np.ndarray)):
+        if value.ndim and value.shape[0] != size:
+            raise _error(size, f"a tensor {list(value.shape)}")
+        return value[rows] if value.ndim else value
+    if isinstance(value, (list, tuple)):
+        return _row_part(value, size, rows)
+    if isinstance(value, Mapping):
+        parts = {key: _part(each, size, rows) for key, each in value.items()}
+        if not isinstance(value, MutableMapping):
+            return type(value)(parts)  # type: ignore[call-arg]
+        mapping = copy.copy(value)  # also a default_factory, or what else a class has
+        mapping.update(parts)
+        return mapping
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, _part(getattr(value, field.name), size, rows))
+        return copied
+    if any(isinstance(each, (Tensor, np.ndarray)) for each in getattr(value, "__dict__", {}).values()):
+        raise _error(size, f"a {type(value).__name__}, whose tensors it can't cut")
+    return value
+
+
+def _row_part(values: Any, size: int, rows: slice) -> Any:
+    """Of a list or tuple."""
+    if hasattr(values, "_fields"):
+        return type(values)(*(_part(value, size, rows) for value in values))
+    if not _has_tensors(values):
+        if len(values) == size:  # a text for each sample, say
+            return values[rows]
+        if values and isinstance(values, list):
+            raise _error(size, f"a list of {len(values)} values")
+        return values
+    return type(values)([_part(value, size, rows) for value in values])
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether there are tensors or arrays in a nested value."""
+    found: list[Any] = []
+    apply_to_collection(value, (Tensor, np.ndarray), found.append)
+    return bool(found)
+
+
+def _error(size: int, what: str) -> ValueError:
+    return ValueError(
+        f"a pipeline cuts each batch of {size} samples into micro-batches, but it has {what}: have the DataLoader yield"
+        " tensors with the samples in dim 0, lists with one value for each sample, and what all samples share without"
+        " dims or in a tuple, or set microbatches=1 with schedule=gpipe."
+    )
 
 
 def merged(outputs: list[Any]) -> Any:

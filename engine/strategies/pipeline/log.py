@@ -7,7 +7,6 @@ A torchmetrics object is updated on the last stage alone. Its `compute` on the o
 computed, over the ranks that have samples of their own.
 """
 
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from torchmetrics import Metric
 from .absent import CutError, users_line
 from .share import Sharing
 
-__all__ = ["StepLog", "idle_text", "share_metrics", "unchanged", "unshare_metrics"]
+__all__ = ["StepLog", "idle_text", "share_metrics", "unshare_metrics"]
 
 _SMALL_SHARE = 0.1
 """Of the time; what the advice aims at."""
@@ -166,20 +165,6 @@ def unshare_metrics(module: LightningModule) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric) and isinstance(metric.compute, _Computed):
             metric.compute = metric.compute.alone  # type: ignore[method-assign]
-
-
-@contextmanager
-def unchanged(module: LightningModule) -> Iterator[None]:
-    """Puts buffers and torchmetrics objects back to what they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    states = [(metric, dict(metric.__dict__), copy.deepcopy(metric.metric_state)) for metric in metrics]
-    yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    for metric, attributes, state in states:
-        metric.__dict__.update({**attributes, **state})
 
 
 class _Computed:

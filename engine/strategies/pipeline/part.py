@@ -10,15 +10,17 @@ On stage s the step runs as the user wrote it, from its beginning:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from .absent import Absent, CutError, has_absent, tensors_in, users_line
+from .absent import Absent, CutError, has_absent, mark_origin, origin_of, tensors_in, users_line
+from .attributes import Notes, Readers, Written
+from .failures import described
 from .plan import Plan
 from .share import Place, take_apart
 
@@ -64,6 +66,7 @@ class Job:
         finish: turns what the step returned for micro-batch i into what the schedule takes for a loss.
         context: entered around each.
         shapes: of this kind of micro-batch; a trial run fills them in.
+        micro_batch: one of them in words, for errors.
     """
 
     step: Callable[[int], Any]
@@ -72,6 +75,7 @@ class Job:
     finish: Callable[[int, Any], Tensor]
     context: Callable[[], AbstractContextManager[Any]]
     shapes: Shapes
+    micro_batch: str = "a micro-batch"
 
 
 class Cut:
@@ -81,9 +85,10 @@ class Cut:
         module: changed in place.
         plan: where it is cut.
         device: of this rank's parameters.
+        own_stages: those of this rank.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, device: torch.device, own_stages: Sequence[int]) -> None:
         self.module, self.plan, self.device = module, plan, device
         self.job: Job | None = None
         """What is being run."""
@@ -91,6 +96,9 @@ class Cut:
         """By which stage."""
         self.failure: Exception | None = None
         """What the user's step raised, which torch's schedules wrap."""
+        self.readers = Readers(module, set(own_stages), lambda: None if self.active is None else self.active.stage)
+        self.written: dict[int, Written] | None = None
+        """By stage, what it writes in a step, while that is noted; else None."""
         self.filled: dict[int, tuple[Tensor, Tensor]] = {}
         """By id, absent tensors that could not be filled in place, and what took theirs, until backward is over."""
         self.numbers = {unit: number for number, unit in enumerate(unit for stage in plan.stages for unit in stage)}
@@ -98,9 +106,22 @@ class Cut:
             for unit in units:
                 unit.forward = _Forward(self, unit, stage, unit.forward)
 
+    def name_of(self, unit: nn.Module) -> str:
+        """The first name of a sub-module."""
+        return next(name for name, part in self.module.named_modules() if part is unit)
+
     def is_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a buffer of the module."""
         return any(tensor is buffer for buffer in self.module.buffers())
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around the forward of a unit that this rank has."""
+        before, self.readers.inside = self.readers.inside, True
+        try:
+            yield
+        finally:
+            self.readers.inside = before
 
 
 class _Forward:
@@ -113,7 +134,8 @@ class _Forward:
         part = self._cut.active
         if part is None:  # called by a hook of the user's, or again in backward
             args, kwargs = _with_content(args, kwargs, self._cut.filled)
-            return self._forward(*args, **kwargs)
+            with self._cut.inside():
+                return self._forward(*args, **kwargs)
         return part.call(self._unit, self._stage, self._forward, args, kwargs)
 
 
@@ -145,6 +167,7 @@ class Part(nn.Module):
         self._is_live = False
         """Whether the step has come to this stage's own part."""
         self._index = 0
+        self._notes: Notes | None = None
 
     cut: Cut
 
@@ -165,6 +188,8 @@ class Part(nn.Module):
             return self._run(received or None, int(index))
         except Exception as error:
             self.cut.failure = error
+            if hasattr(error, "add_note") and not isinstance(error, CutError):  # from Python 3.11 on
+                error.add_note(described(error, self.stage, self.cut.job.micro_batch))  # type: ignore[union-attr]
             raise
 
     def try_out(self) -> None:
@@ -176,8 +201,11 @@ class Part(nn.Module):
         assert job is not None
         self._index, self._received = index, received
         self._is_live = self._absent.watches = self.stage == 0
-        self._absent.meeting = None
+        self._absent.meeting, self._absent.met = None, ""
         job.begin(index, self.stage)
+        # The last stage's trial run ends before its units.
+        notes_now = cut.written is not None and self.stage not in cut.written and (received or not self.is_last)
+        self._notes = Notes(cut.module) if notes_now else None
         cut.active = self
         sent: Sequence[Tensor] | None = None
         output: Any = None
@@ -189,17 +217,32 @@ class Part(nn.Module):
             end.__traceback__ = None  # which holds all that the step had computed
         finally:
             cut.active = self._received = None
+        if self._notes is not None:
+            cut.written[self.stage] = self._notes.end()  # type: ignore[index]
         if sent is not None:
             return self._to_send(sent)
         if not self.is_last or not self._is_live:
             first = cut.plan.stages[self.stage + self._is_live][0]
             raise CutError(f"the step returned without having called {self._name(first)}. {_REMEDY}")
         if has_absent(output):
-            raise CutError(
-                f"{self._absent.meeting or 'the step'} needs what an earlier pipeline stage has, together with what the"
-                f" last one has, for what the step returns. {_REMEDY}"
-            )
+            raise CutError(self._why_absent(output))
         return job.finish(index, output)
+
+    def _why_absent(self, output: Any) -> str:
+        """Why the step returns what this stage does not have."""
+        line, met = self._absent.meeting or "the step", self._absent.met
+        if met:
+            return (
+                f"{line} uses {met!r} behind the blocks, but what is registered before them belongs to the first"
+                " pipeline stage: assign its module to an attribute behind them in the constructor (if it is used"
+                " before them too: another module that shares the parameter), give the module a method"
+                " pipeline_stages(), or choose another strategy, such as 'fsdp'."
+            )
+        origin = _origin(output)
+        return (
+            f"{line} needs what an earlier pipeline stage has{origin}, together with what the last one has, for what"
+            f" the step returns. {_REMEDY}"
+        )
 
     def call(self, unit: nn.Module, stage: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit of stage `stage`, called by the step."""
@@ -208,7 +251,7 @@ class Part(nn.Module):
         number = self.cut.numbers[unit]
         if stage < self.stage and not self._is_live:
             form = job.shapes.units.get(number)
-            return forward(*args, **kwargs) if form is None else _without_content(form)
+            return forward(*args, **kwargs) if form is None else _without_content(form, self.cut.name_of(unit))
         if stage == self.stage + 1 and self._is_live:
             raise _EndOfStage(self._offer(list(tensors_in((args, kwargs)))))
         if stage != self.stage:
@@ -217,9 +260,11 @@ class Part(nn.Module):
             args, kwargs = self._receive(args, kwargs)
         if has_absent((args, kwargs)):
             raise CutError(
-                f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage has. {_REMEDY}"
+                f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage"
+                f" has{_origin((args, kwargs))}. {_REMEDY}"
             )
-        with self._absent.paused():
+        notes = self._notes and self._notes.unit(self.cut.name_of(unit), unit, (args, kwargs))
+        with self._absent.paused(), self.cut.inside(), notes or nullcontext():
             output = forward(*args, **kwargs)
         if number not in job.shapes.units:
             job.shapes.units[number] = take_apart(output)[0]
@@ -278,7 +323,7 @@ class Part(nn.Module):
         )
 
     def _name(self, unit: nn.Module) -> str:
-        return next(repr(name) for name, part in self.cut.module.named_modules() if part is unit)
+        return repr(self.cut.name_of(unit))
 
 
 def _fill(absent: Tensor, content: Tensor) -> bool:
@@ -316,5 +361,17 @@ def _zeros(shape: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(shape.shape, dtype=shape.dtype, device=device).requires_grad_(shape.requires_grad)
 
 
-def _without_content(form: Any) -> Any:
-    return apply_to_collection(form, Place, lambda place: torch.empty(place.shape, dtype=place.dtype, device="meta"))
+def _origin(value: Any) -> str:
+    """Where the absent tensors in a value come from, in words."""
+    names = dict.fromkeys(origin_of(tensor) for tensor in tensors_in(value) if tensor.is_meta)
+    said = " and ".join(repr(name) for name in names if name)
+    return f" (it comes from {said})" if said else ""
+
+
+def _without_content(form: Any, origin: str) -> Any:
+    def made(place: Place) -> Tensor:
+        tensor = torch.empty(place.shape, dtype=place.dtype, device="meta")
+        mark_origin(tensor, origin)
+        return tensor
+
+    return apply_to_collection(form, Place, made)

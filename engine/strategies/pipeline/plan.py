@@ -1,21 +1,21 @@
 """Where a module is cut into pipeline stages, and which stage holds which parameter.
 
 The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class, or
-else of its longest `Sequential`. Neighbouring units form a stage, balanced by the number of parameters. What lies
-outside of the units belongs to the stage of the unit registered before it, or to the first; torchmetrics objects belong
-to the last. Parameters of the modules that contain the units, such as a class token, and those that several stages
-share are held by each of these stages.
+else of its longest `Sequential`, or `ModuleDict` of one class. Neighbouring units form a stage, balanced by the number
+of parameters. What lies outside of the units belongs to the stage of the unit registered before it, or to the first;
+torchmetrics objects belong to the last. Parameters of the modules that contain the units, such as a class token, and
+those that several stages share are held by each of these stages.
 """
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import nn
 from torchmetrics import Metric
 
-from ..units import check_inside, repeated_blocks
+from ..units import block_lists, check_inside
+from .remote import RemoteTensor
 
 __all__ = ["Plan", "leave_out", "plan_stages"]
 
@@ -65,19 +65,14 @@ def plan_stages(module: nn.Module, num_stages: int) -> Plan:
 
 def leave_out(module: nn.Module, plan: Plan, absent: Collection[nn.Parameter]) -> None:
     """Puts shapes on the meta device in the places of parameters that other stages hold, under the same names."""
-    shapes = {parameter: _shape_of(parameter) for parameter in absent}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    shapes = {parameter: RemoteTensor.parameter(parameter, names[parameter]) for parameter in absent}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter in shapes:
                 part._parameters[name] = shapes[parameter]
     for parameter, shape in shapes.items():
         plan.holders[shape] = plan.holders.pop(parameter)
-
-
-def _shape_of(parameter: nn.Parameter) -> nn.Parameter:
-    shape = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    shape.__dict__.update(parameter.__dict__)  # what the user has marked it with
-    return shape
 
 
 def _given(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, ...], ...]:
@@ -102,14 +97,16 @@ def _given(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, ...], .
 
 def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
     """The name of the container of the blocks, and the blocks."""
-    rows = ((name, list(part)) for name, part in module.named_modules() if isinstance(part, nn.Sequential))
-    for name, blocks in (repeated_blocks(module), max(rows, key=lambda row: len(row[1]), default=("", []))):
+    rows = [(name, list(part)) for name, part in module.named_modules() if isinstance(part, nn.Sequential)]
+    # Of an encoder and a decoder of one length the latter: its blocks are given what the encoder has returned.
+    for candidates in (block_lists(module)[::-1], rows, block_lists(module, (nn.ModuleDict,))[::-1]):
+        name, blocks = max(candidates, key=lambda row: len(row[1]), default=("", []))
         units = list(dict.fromkeys(blocks))
         if len(units) > 1:
             return name, units
     raise ValueError(
-        f"{type(module).__name__} has no repeated blocks that a pipeline could be cut at, no ModuleList of one class"
-        f" and no Sequential: {_SAY}."
+        f"{type(module).__name__} has no repeated blocks that a pipeline could be cut at, no ModuleList or ModuleDict"
+        f" of one class and no Sequential: {_SAY}."
     )
 
 

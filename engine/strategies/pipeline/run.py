@@ -13,16 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ...checkpoint.rng import get_random_state, seed_all, set_random_state
 from ...compression import Wire
 from ...host_group import HostGroup
+from ...loop.undo import Undo
 from .absent import CutError
 from .batches import batch_size_of, merged, split_batch
-from .log import StepLog, idle_text, share_metrics, unchanged, unshare_metrics
+from .failures import described
+from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
+from .micro_batches import batch_norm_text, loss_text
 from .part import Cut, Job, Part, Shapes
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
 from .share import Sharing, take_apart
@@ -64,9 +67,13 @@ class Runner:
         self._is_last = any(part.is_last for part in parts)
         self._sharing = Sharing(group, hosts, self._size - 1, cut.device)
         self._ready: OrderedDict[Any, tuple[Any, Shapes]] = OrderedDict()
+        self._noted: set[tuple[str, bool]] = set()
+        """Steps, in training or not, of which it is known what they write."""
         self.clock = Clock(cut.device)
         self.wire = Wire(group)
         """Counts what stages hand over."""
+        self.tries_loss = True
+        """Whether the last stage may run by itself for once."""
         self._num_full = 0
         """Micro-batches of a full batch: the most that one was cut into."""
         self._full_size = 0
@@ -92,7 +99,8 @@ class Runner:
             step gave it, or None. On all ranks.
         """
         batch, *others = arguments
-        number = num_micro_batches(batch_size_of(batch), self._num_micro_batches)
+        size = batch_size_of(batch)
+        number = num_micro_batches(size, self._num_micro_batches)
         batches = split_batch(batch, number)
         step, log = getattr(self._module, name), StepLog(self._module)
         outputs: dict[int, Any] = {}
@@ -116,17 +124,36 @@ class Runner:
             finish=finish,
             context=context,
             shapes=Shapes(),
+            micro_batch=f"a micro-batch of {size // number} of the batch's {size} samples",
         )
+        kind = name, self._module.training
+        is_new = kind not in self._noted and self._cut.plan.num_stages > 1
+        self._noted.add(kind)
+        self._cut.written = {} if is_new else None
         with self._running(job, log):
             schedule = self._schedule_for(name, job, batches[0], number, weigh is not None)
+            warning = None
+            if is_new and weigh is not None:
+                if text := batch_norm_text(self._module, number, size):
+                    rank_zero_warn(text)
+                if self._is_last and self.tries_loss:
+                    warning = loss_text(self._parts[-1], lambda samples: step(samples, *others), batch, number)
             log.take()  # what a trial run has logged
             if weigh is not None:
-                self._full_size = max(self._full_size, batch_size_of(batch))
+                self._full_size = max(self._full_size, size)
             self._step(schedule, number, weigh is not None)
         result: Any = None
         if self._is_last:
             result = merged([outputs[index] for index in range(number)]) if losses is None else losses.mean()
-        result, calls = self._sharing.of((result, log.take()) if self._is_last else None)
+        last = self._cut.plan.num_stages - 1
+        written = self._cut.written.get(last) if self._cut.written else None
+        self._cut.written = None
+        said = (result, log.take(), written, warning) if self._is_last else None
+        result, calls, written, warning = self._sharing.of(said)
+        if warning is not None:
+            rank_zero_warn(warning)
+        if written is not None:
+            self._cut.readers.learn(name, last, written, last + 1)
         log.replay(calls)
         return result
 
@@ -164,7 +191,7 @@ class Runner:
             self._ready.move_to_end(key)
             schedule, job.shapes = self._ready[key]
             return schedule
-        self._try(job)
+        self._try(name, job)
         num_stages = self._cut.plan.num_stages
         stages = [
             Stage(
@@ -186,7 +213,7 @@ class Runner:
             self._ready.popitem(last=False)
         return schedule
 
-    def _try(self, job: Job) -> None:
+    def _try(self, name: str, job: Job) -> None:
         """Runs a micro-batch through one stage after the other, for the shapes of what they hand over.
 
         Under FSDP2 parameters that it has gathered stay so for the batch itself: the ranks that share them may know
@@ -195,7 +222,8 @@ class Runner:
         if self._cut.plan.num_stages == 1:
             return
         parts = {part.stage: part for part in self._parts}
-        with unchanged(self._module):
+        undo = Undo(self._module, random=False)
+        try:
             for stage in range(self._cut.plan.num_stages):
                 failure: Exception | None = None
                 if stage in parts:
@@ -203,23 +231,27 @@ class Runner:
                         parts[stage].try_out()
                     except Exception as error:
                         failure = error
-                self._tell(stage, job.shapes, failure)
+                self._tell(name, stage, job, failure)
+        finally:
+            undo.undo()
 
-    def _tell(self, stage: int, shapes: Shapes, failure: Exception | None) -> None:
+    def _tell(self, name: str, stage: int, job: Job, failure: Exception | None) -> None:
         """Tells all ranks what a stage has found out."""
-        rank = stage % self._size
+        rank, shapes = stage % self._size, job.shapes
         said: list[Any] = [None]
         if dist.get_rank(self._group) == rank:
             offered = [(t.shape, t.dtype, t.requires_grad) for t in shapes.offered.get(stage, [])]
-            said = [
-                (shapes.units, offered, shapes.needed.get(stage), failure and f"{type(failure).__name__}: {failure}")
-            ]
+            problem = failure and described(failure, stage, job.micro_batch)
+            written = self._cut.written.get(stage) if self._cut.written else None
+            said = [(shapes.units, offered, shapes.needed.get(stage), written, problem)]
         dist.broadcast_object_list(said, dist.get_global_rank(self._group, rank), group=self._hosts)
         if failure is not None:
             raise failure
-        units, offered, needed, problem = said[0]
+        units, offered, needed, written, problem = said[0]
         if problem is not None:
-            raise CutError(f"pipeline stage {stage} failed: {problem}")
+            raise CutError(problem)
+        if written is not None:
+            self._cut.readers.learn(name, stage, written, self._cut.plan.num_stages)
         shapes.units.update(units)
         shapes.offered[stage] = [
             torch.empty(shape, dtype=dtype, device="meta").requires_grad_(requires_grad)
@@ -228,13 +260,17 @@ class Runner:
         if stage:
             before = len(shapes.offered[stage - 1])
             if needed is None or any(index >= before for index in needed):
+                unit = self._cut.name_of(self._cut.plan.stages[stage][0])
                 raise CutError(
-                    f"pipeline stage {stage} is called with other arguments than stage {stage - 1} calls it."
+                    f"the step calls {unit!r} with other arguments on pipeline stage {stage}, which runs it, than on"
+                    f" stage {stage - 1}: have it not depend on values or modules of one stage how that is called, or"
+                    " choose another strategy, such as 'fsdp'."
                 )
             shapes.needed[stage] = needed
 
     def close(self) -> None:
         """Takes away what was attached to the module."""
+        self._cut.readers.close()
         unshare_metrics(self._module)
 
     def report(self, hosts: HostGroup) -> None:

@@ -23,7 +23,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from ...checkpoint.rng import get_random_state, set_random_state
@@ -37,6 +36,7 @@ from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units
 from ..units import shard_units
 from .gradients import SpreadGradients
+from .optimizers import check_optimizer
 from .part import Cut, Part
 from .plan import Plan, leave_out, plan_stages
 from .state import buffer_stages, on_first_stage
@@ -214,7 +214,8 @@ class Pipeline(MeshStrategy):
             # Dropout aside, all stages of a pipeline shall draw the same numbers.
             set_random_state(self._stage_ranks.gathered(get_random_state())[0])
             self.setup_optimizers(trainer)
-            self._check_optimizers()
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer)
         self.setup_precision_plugin()
         self.hand_out_data_group(self.model)
         self._start_runner()
@@ -245,8 +246,9 @@ class Pipeline(MeshStrategy):
             for stage in range(rank, self.num_stages, size):
                 for unit in plan.stages[stage]:
                     unit.forward = self.compile(unit.forward)
-        self._cut = Cut(model, plan, self.root_device)
-        self._parts = [Part(self._cut, stage) for stage in range(rank, self.num_stages, size)]
+        own_stages = range(rank, self.num_stages, size)
+        self._cut = Cut(model, plan, self.root_device, own_stages)
+        self._parts = [Part(self._cut, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             units = set(shard_units(model))
             for part in self._parts:
@@ -260,13 +262,6 @@ class Pipeline(MeshStrategy):
         # torch: the stage reduces gradients and frees the whole parameters when the last micro-batch is done.
         fully_shard(part, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
 
-    def _check_optimizers(self) -> None:
-        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError(
-                "LBFGS looks at all parameters as one vector, of which a pipeline stage has a part: choose another"
-                " optimizer, or another strategy, such as 'ddp'."
-            )
-
     def _start_runner(self) -> None:
         assert self._cut is not None
         assert self.lightning_module is not None
@@ -279,6 +274,8 @@ class Pipeline(MeshStrategy):
             schedule=self.options.schedule,
             num_micro_batches=self.options.microbatches or 2 * self.layout.pp,
         )
+        # Not where that gathers parameters, or compiles for another size.
+        self._runner.tries_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
 
     def _start_gradients(self) -> None:
         model, size = self.model, self.data_size

@@ -25,7 +25,7 @@ class Relay:
             own = copy.deepcopy(module)
             plan = plan_stages(own, num_stages)
             leave_out(own, plan, [p for p, stages in plan.holders.items() if stage not in stages])
-            cut = Cut(own, plan, CPU)
+            cut = Cut(own, plan, CPU, [stage])
             cut.job = Job(
                 step=lambda index, own=own: step(own),
                 begin=lambda index, stage: None,
@@ -34,9 +34,17 @@ class Relay:
                 context=nullcontext,
                 shapes=self.shapes,
             )
+            cut.written = {}
             self.parts.append(Part(cut, stage))
         for part in self.parts:
             part.try_out()
+            self._tell(part.stage)
+
+    def _tell(self, stage: int) -> None:
+        """What a stage has noted, to all of them."""
+        for part in self.parts:
+            if (written := (self.parts[stage].cut.written or {}).get(stage)) is not None:
+                part.cut.readers.learn("step", stage, written, len(self.parts))
 
     def _finish(self, index: int, output: Any) -> Tensor:
         self.result = output
@@ -50,7 +58,9 @@ class Relay:
         for part in self.parts:
             output = part(*received, index=index)
             handed.append((received, output))
-            if not part.is_last:
+            if part.is_last:
+                self._tell(part.stage)
+            else:
                 received = tuple(t.detach().requires_grad_(t.requires_grad) for t in output)
         if backward:
             gradients: list[Any] = [None]
@@ -65,6 +75,6 @@ class Relay:
         total: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.cut.module.named_parameters():
-                if parameter.grad is not None:
+                if not parameter.is_meta and parameter.grad is not None:
                     total[name] = total.get(name, 0) + parameter.grad
         return total

@@ -1,8 +1,10 @@
 """Micro-batches hold each sample once, in order; what was made of them is put together again."""
 
 import dataclasses
+from collections import OrderedDict, UserDict
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -37,13 +39,23 @@ def test_parts_put_together_are_the_batch():
     assert torch.equal(torch.cat([part["nested"][1][0] for part in parts]), rows[:, 1].float())
 
 
-def test_dataclasses_and_named_tuples_keep_their_kind():
+def test_containers_keep_their_kind_and_are_cut_too():
     rows = torch.arange(4)
-    first, second = split_batch(Batch(rows, ["a"]), 2)
+    first, second = split_batch(Batch(rows, list("abcd")), 2)
     assert isinstance(second, Batch)
     assert second.x.tolist() == [2, 3]
-    assert first.names == ["a"]
+    assert (first.names, second.names) == (["a", "b"], ["c", "d"])
     assert isinstance(split_batch(Pair(rows, rows), 2)[0], Pair)
+    batch = UserDict(x=rows, more=OrderedDict(ids=[[1], [2, 3], [], [4]], infos=[{"name": n} for n in "abcd"]))
+    part = split_batch(batch, 2)[1]
+    assert (type(part), type(part["more"])) == (UserDict, OrderedDict)
+    assert part["more"] == {"ids": [[], [4]], "infos": [{"name": "c"}, {"name": "d"}]}
+    assert len(batch["more"]["ids"]) == 4
+
+
+def test_arrays_and_tuples_of_values_for_each_sample_are_cut_and_what_all_share_is_not():
+    part = split_batch([torch.arange(4), np.arange(4), (1, 2, 3, 4), (224, 224), 7, "text", None, {1}], 4)[2]
+    assert [part[0].tolist(), part[1].tolist(), *part[2:]] == [[2], [2], (3,), (224, 224), 7, "text", None, {1}]
 
 
 def test_one_part_is_the_batch_itself():
@@ -77,9 +89,25 @@ def test_named_outputs_keep_their_kind():
     assert len(found.y) == 3
 
 
-def test_a_tensor_of_another_length_is_an_error():
-    with pytest.raises(ValueError, match=r"each batch of 4 samples .* it has a tensor \[3\]"):
-        split_batch([torch.zeros(4), torch.zeros(3)], 2)
+class Graph:
+    def __init__(self) -> None:
+        self.nodes = torch.zeros(9, 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (torch.zeros(3), r"a tensor \[3\]"),
+        (np.zeros((3, 2)), r"a tensor \[3, 2\]"),
+        ([torch.zeros(3), torch.zeros(2)], r"a tensor \[3\]"),
+        (list("abcdefgh"), "a list of 8 values"),
+        ([[1, 2], [3]], "a list of 2 values"),
+        (Graph(), "a Graph, whose tensors it can't cut"),
+    ],
+)
+def test_what_has_another_length_is_an_error(other, message):
+    with pytest.raises(ValueError, match=rf"each batch of 4 samples .* it has {message}.*schedule=gpipe"):
+        split_batch({"x": torch.zeros(4), "other": other}, 2)
 
 
 def test_a_batch_without_tensors_is_an_error():

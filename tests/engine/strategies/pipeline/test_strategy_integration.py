@@ -22,6 +22,8 @@ from polyphase.engine.checkpoint import is_checkpoint
 from tests.engine.parity import MLP, build, largest_difference, loader
 from tests.engine.strategies.test_ddp_integration import QUIET
 
+from .test_optimizers import Lamb
+
 
 def data(size: int = 20, batch_size: int = 8) -> DataLoader:
     torch.manual_seed(3)
@@ -371,9 +373,59 @@ class LogsAnother(MLP):
         return loss
 
 
-class WithLBFGS(MLP):
+class Expert(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.square().mean()
+        return super().forward(x)
+
+
+class KeepsAux(MLP):
+    """Blocks keep a part of the loss on themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Expert(64, 64) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + sum(block.aux for block in self.net)
+
+
+class KeepsOutputs(MLP):
+    """The losses of an epoch, kept in a list by a step, are read in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.losses).mean())
+
+
+class WithLamb(MLP):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters())
+        return Lamb(self.parameters())
+
+
+class ClipsByHand(MLP):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Distils(MLP):
+    """A teacher that follows the student, in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(32, 10)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mine, other in zip(self.teacher.parameters(), self.net[4].parameters(), strict=True):
+            mine.data.lerp_(other.data, 0.01)
 
 
 class Fails(MLP):
@@ -382,16 +434,51 @@ class Fails(MLP):
         raise KeyError("mine")
 
 
+class Contrasts(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.net(batch[0])
+        return nn.functional.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+class Normalises(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)))
+
+
+class Asserts(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert len(batch[0]) == 8
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (
+            Asserts,
+            r'(?s)AssertionError.*, .* in training_step: "assert len.*". The step ran with a micro-batch of 2 of .* 8',
+        ),
         (Skips, r"in training_step: \"logits = .*\" gives 'net.4' a value that only an earlier pipeline stage has"),
         (WeighsSome, "returned a weight for some micro-batches of a batch and none for others"),
         (ReturnsNothing, "`training_step` must return a loss in a pipeline, .* returned NoneType"),
         (LogsAbsent, "in training_step: .* logs 'norm', which depends on parameters of another pipeline stage"),
         (LogsAnother, r"self.log\('mean', ...\) was given a MeanMetric that is no attribute of the module"),
-        (WithLBFGS, "LBFGS looks at all parameters as one vector"),
+        (KeepsAux, r"in <genexpr>: .* reads 'aux' of 'net.0', which the block 'net.0' writes on another"),
+        (KeepsOutputs, r"in on_train_epoch_end: .* reads 'losses' of KeepsOutputs, which `training_step` writes on"),
+        (WithLamb, "Lamb steps a parameter by what it knows of others too"),
+        (
+            ClipsByHand,
+            r"in configure_gradient_clipping: .* reads the gradient of 'net..*', which another pipeline stage",
+        ),
+        (Distils, r"in on_train_batch_end: .* needs the values of '.*', which another pipeline stage has"),
         (Fails, "KeyError: 'mine'"),
+        # Warnings, which are errors in tests.
+        (
+            Contrasts,
+            r"the loss of 4 samples \(.*, with random activations\) is not the mean of that of two micro-batches",
+        ),
+        (Normalises, "the BatchNorm 'net.0.1' and 3 more normalises each micro-batch of 2 samples by itself"),
     ],
 )
 def test_what_a_step_does_that_stages_can_not(module, message):

@@ -1,0 +1,33 @@
+"""An error of the user's step, said with its place and with what is different for the step in a pipeline."""
+
+import traceback
+
+from .absent import CutError, is_users
+
+__all__ = ["described"]
+
+
+def described(error: Exception, stage: int, micro_batch: str) -> str:
+    """What happened, where, and why it may have happened in a pipeline alone.
+
+    Args:
+        error: with its traceback.
+        stage: that ran the step.
+        micro_batch: in words.
+    """
+    if isinstance(error, CutError):  # says it all
+        return f"pipeline stage {stage} failed: {error}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    places = traceback.StackSummary.extract(iter(frames))
+    of_user = [place for (frame, _), place in zip(frames, places, strict=True) if is_users(frame)]
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    where = "".join(f', {p.filename}:{p.lineno} in {p.name}: "{p.line}"' for p in of_user[-1:])
+    if places and places[-1] not in of_user[-1:]:
+        inner = places[-1]
+        where += f', raised by {inner.filename}:{inner.lineno} in {inner.name}: "{inner.line}"'
+    return (
+        f"pipeline stage {stage} failed: {said}{where}. The step ran with {micro_batch}, and what depends on parameters"
+        " of other stages is a shape without content there. If it does not fail in one process: have it not rely on"
+        " the batch's size or on such values before the blocks, or set microbatches=1 with schedule=gpipe, or choose"
+        " another strategy, such as 'fsdp'."
+    )

@@ -1,0 +1,88 @@
+"""Optimizers that step each parameter by itself, which a pipeline stage can do, and those that need all of them."""
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+__all__ = ["check_optimizer"]
+
+_OTHERS = (100.0, 1.0, 10.0, 100.0, 10.0, 1.0), (1.0, 100.0, 30.0, 1.0, 30.0, 10.0)
+"""Sizes of gradients in some steps: a common factor of all steps would cancel under Adam."""
+_REMEDY = "choose another optimizer, or another strategy, such as 'ddp' or 'fsdp'."
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Checks that a step of one parameter does not depend on the others, by trying a copy on small tensors.
+
+    Raises:
+        ValueError: it does, as with a norm of all gradients (LAMB, SAM) or a common estimate (Prodigy).
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"LBFGS looks at all parameters as one vector, of which a pipeline stage has a part: {_REMEDY}"
+        )
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    numbers = [number for number, group in enumerate(optimizer.param_groups) if group["params"]]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            is_alone = all(_is_alone(optimizer, number) for number in numbers[:2])
+    except Exception as error:
+        rank_zero_warn(
+            f"a pipeline stage steps its own parameters alone, and whether {name} gives the same result then could not"
+            f" be tried out ({type(error).__name__}: {error}). It does not if it looks at all parameters together, as"
+            " with a norm of all gradients."
+        )
+        return
+    if not is_alone:
+        raise ValueError(
+            f"{name} steps a parameter by what it knows of others too, such as a norm of all gradients, but a pipeline"
+            f" stage has only its own: switch that off, if it is an option of {name} (and set gradient_clip_val of the"
+            f" Engine for clipping), {_REMEDY}"
+        )
+
+
+def _is_alone(optimizer: Optimizer, number: int) -> bool:
+    some, others = (_stepped(optimizer, number, sizes) for sizes in _OTHERS)
+    return torch.allclose(some, others, rtol=1e-3, atol=0)
+
+
+def _stepped(optimizer: Optimizer, number: int, others: tuple[float, ...]) -> Tensor:
+    """How far the first parameter of a group goes, in steps in which the gradients of all others are so large."""
+    torch.manual_seed(0)
+    copies = {id(p): _small(p) for group in optimizer.param_groups for p in group["params"]}
+    first = copies[id(optimizer.param_groups[number]["params"][0])]
+    before = first.detach().clone()
+    known: dict[int, Any] = dict(copies)
+    copied = known[id(optimizer)] = object.__new__(type(optimizer))
+    attributes = {name: copy.deepcopy(each, known) for name, each in vars(optimizer).items() if name not in _LEFT_OUT}
+    copied.__dict__.update(attributes, **{name: OrderedDict() for name in _LEFT_OUT[1:]})
+    for step, size in enumerate(others):
+
+        def closure(step: int = step, size: float = size) -> Tensor:
+            source = torch.Generator().manual_seed(step)
+            for parameter in copies.values():
+                noise = torch.rand(parameter.shape, generator=source, dtype=parameter.dtype)
+                parameter.grad = (7.0 if parameter is first else size) * (noise + parameter.detach())
+            return torch.ones(())
+
+        type(optimizer).step(copied, closure)  # type: ignore[arg-type]
+    return first.detach() - before
+
+
+_LEFT_OUT = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer: a scheduler puts its own in the place of `step`."""
+
+
+def _small(parameter: Tensor) -> nn.Parameter:
+    size = (4 if parameter.dim() < 3 else 2,) * parameter.dim()
+    count = torch.Size(size).numel()
+    # In double precision, since optimizers that find their own learning rate begin with tiny steps.
+    content = torch.arange(1, count + 1, dtype=torch.float64) / count
+    return nn.Parameter(content.view(size), parameter.requires_grad)

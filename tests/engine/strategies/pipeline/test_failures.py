@@ -1,0 +1,40 @@
+"""An error of the user's step says whose it is, where, and with what the step ran."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from polyphase.engine.strategies.pipeline.absent import CutError
+from polyphase.engine.strategies.pipeline.failures import described
+
+
+def own():
+    assert torch.ones(2).sum() == 3
+
+
+def library():
+    nn.functional.multi_head_attention_forward(
+        *[torch.ones(1, 1, 3)] * 3, 4, 2, None, None, None, None, False, 0.0, None, None
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (
+            own,
+            r'(?s)stage 1 failed: AssertionError.*, .*test_failures.py:\d+ in own: "assert .* == 3". .* a few samples',
+        ),
+        (library, r'AssertionError: was expecting .*, .* in library: ".*", raised by .*functional.py:\d+ in multi'),
+    ],
+)
+def test_it_names_the_place(step, message):
+    with pytest.raises(AssertionError) as caught:
+        step()
+    assert re.search(message, described(caught.value, 1, "a few samples"))
+
+
+def test_what_can_not_be_cut_says_all_itself():
+    assert described(CutError("why"), 0, "") == "pipeline stage 0 failed: why"

@@ -1,0 +1,85 @@
+"""What is another thing in micro-batches is found out, and what is not is left in peace."""
+
+import pytest
+import torch
+from torch import nn
+
+from polyphase.engine.strategies.pipeline.batches import split_batch
+from polyphase.engine.strategies.pipeline.micro_batches import batch_norm_text, loss_text
+
+from .relay import Relay
+
+BATCH = {"x": torch.linspace(-1, 1, 32).view(8, 4), "y": torch.tensor([0, 1, 2, 1, 2, 0, 0, 0])}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4))
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        for block in self.blocks:
+            x = x + block(x)  # of one size with what earlier stages have
+        return x
+
+
+def mean(net, batch):
+    return nn.functional.cross_entropy(net(batch["x"]), batch["y"])
+
+
+def masked(net, batch):
+    return nn.functional.cross_entropy(net(batch["x"]), batch["y"], ignore_index=0)
+
+
+def weighted(net, batch):
+    return {"loss": masked(net, batch), "weight": (batch["y"] != 0).sum()}
+
+
+def contrasted(net, batch):
+    found = net(batch["x"])
+    return nn.functional.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+def summed(net, batch):
+    return net(batch["x"]).square().sum()
+
+
+def noisy(net, batch):
+    return (net(batch["x"]) + torch.randn_like(batch["x"])).square().mean()
+
+
+def one_size(net, batch):
+    assert len(batch["x"]) == 2
+    return mean(net, batch)
+
+
+def tried_out(step):
+    relay = Relay(Net(), 2, lambda net: step(net, split_batch(BATCH, 4)[0]))
+    part = relay.parts[-1]
+    net = part.cut.module
+    part.cut.job.begin = lambda index, stage: torch.manual_seed(index)
+    before = (net.num_calls, part.cut.job, part.cut.failure, dict(part.cut.written))
+    text = loss_text(part, lambda batch: step(net, batch), BATCH, 4)
+    assert (net.num_calls, part.cut.job, part.cut.failure, part.cut.written) == before
+    assert all(module.training for module in net.modules())
+    return text
+
+
+@pytest.mark.parametrize("step", [mean, weighted, noisy, one_size])
+def test_nothing_is_said_of_a_mean_nor_of_what_can_not_be_known(step):
+    assert tried_out(step) is None
+
+
+@pytest.mark.parametrize("step", [masked, contrasted, summed])
+def test_a_loss_that_is_no_mean_of_its_micro_batches_is_said(step):
+    assert "the loss of 4 samples (" in tried_out(step)
+
+
+def test_batch_norm_that_is_trained_is_said():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert "the BatchNorm '1' normalises each micro-batch of 2 samples" in batch_norm_text(net, 4, 8)
+    assert batch_norm_text(net, 1, 8) is None
+    assert batch_norm_text(net.eval(), 4, 8) is None
