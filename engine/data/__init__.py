@@ -6,6 +6,7 @@ from .drawing import bring_to, state_of_seed
 from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
+from .length_bucketing import LengthBucketing
 from .place import Pass, decides, order_of
 from .stateful import Remembering, as_stateful, is_stateful, keeps_place, remembering
 from .streams import Agreeing, agreeing, shard_of
@@ -19,6 +20,7 @@ __all__ = [
     "GlobalBatches",
     "GlobalOrder",
     "InOneRow",
+    "LengthBucketing",
     "Pass",
     "Remembering",
     "Samples",
