@@ -1,6 +1,6 @@
 """How long a run over very many samples takes to its first step, and what memory its order of samples needs.
 
-    python benchmarks/long_order.py                      10^7 samples, 5 rounds; about 5 minutes on 2 cores
+    python benchmarks/long_order.py                      10^7 samples, 5 rounds; about 10 minutes on 2 cores
     python benchmarks/long_order.py --samples 1000000
 
 Contestants: Engine and Lightning's Trainer, each over a shuffled map-style data set, in one process and with DDP on
