@@ -6,6 +6,8 @@ from .drawing import bring_to, state_of_seed
 from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
+from .length_bucketing import LengthBucketing
+from .packing import PackSequences, block_diagonal_mask, cu_seqlens
 from .place import Pass, decides, order_of
 from .stateful import Remembering, as_stateful, is_stateful, keeps_place, remembering
 from .streams import Agreeing, agreeing, shard_of
@@ -20,6 +22,8 @@ __all__ = [
     "GlobalBatches",
     "GlobalOrder",
     "InOneRow",
+    "LengthBucketing",
+    "PackSequences",
     "Pass",
     "Remembering",
     "Samples",
@@ -30,10 +34,12 @@ __all__ = [
     "Workers",
     "agreeing",
     "as_stateful",
+    "block_diagonal_mask",
     "bring_to",
     "check_batch_sizes",
     "check_loader",
     "copied",
+    "cu_seqlens",
     "decides",
     "evaluated_order",
     "even_batches_of",
