@@ -3,7 +3,7 @@
 from .batch_size import check_batch_sizes, check_loader
 from .copied import copied
 from .drawing import bring_to, state_of_seed
-from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
+from .even_batches import EvenBatches, check_length, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
 from .place import Pass, decides, order_of
@@ -29,6 +29,7 @@ __all__ = [
     "as_stateful",
     "bring_to",
     "check_batch_sizes",
+    "check_length",
     "check_loader",
     "copied",
     "decides",

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -48,9 +49,37 @@ def keeps_place(loader: Any) -> bool:
     return is_stateful(loader)
 
 
+def why_no_state(dataset: Any) -> str | None:
+    """Why a `StatefulDataLoader` could not ask a data set for its state; None where it could, or there is none.
+
+    litdata's wants arguments that only litdata's own loader has.
+    """
+    if not is_stateful(dataset):
+        return None
+    try:
+        dataset.state_dict()
+    except Exception:
+        try:
+            iter(dataset)  # some have a state from there on
+            dataset.state_dict()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
 def as_stateful(loader: DataLoader) -> DataLoader:
-    """A `StatefulDataLoader` in place of a plain loader over an `IterableDataset`; any other loader as it is."""
+    """A `StatefulDataLoader` in place of a plain loader over an `IterableDataset`; any other loader as it is.
+
+    So is a loader of a data set whose state can't be asked for; a warning says so.
+    """
     if type(loader) is not DataLoader:
+        return loader
+    if (reason := why_no_state(loader.dataset)) is not None:
+        name = type(loader.dataset).__name__
+        rank_zero_warn(
+            f"The state_dict of {name} can't be asked for by a DataLoader ({reason}): a checkpoint in mid-epoch can't"
+            f" be gone on with. Use the loader that {name} was made for."
+        )
         return loader
     with warnings.catch_warnings():
         # Of torchdata's to torch 2.13; nothing a user could change.

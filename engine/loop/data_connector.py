@@ -27,6 +27,7 @@ from ..data import (
     InOneRow,
     agreeing,
     as_stateful,
+    check_length,
     check_loader,
     copied,
     decides,
@@ -123,6 +124,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         batches: Any = dataloader.batch_sampler
         trains = mode == RunningStage.TRAINING
         decided = decides(dataloader) if trains else _order_of(dataloader)
+        check_length(decided)
         size = self.sizes.wanted if trains else None
         sampler = GlobalOrder(
             decided if size is None or decided is not batches else InOneRow(batches, size),

@@ -53,7 +53,7 @@ class Places:
         self._num_passes: dict[DataLoader, int] = {}
         self._begun: list[tuple[DataLoader, dict[str, Any]]] = []
         self._to_resume: list[dict[str, Any]] = []
-        self._is_resuming = False
+        self._is_resuming = self._is_in_mid_epoch = False
         self._saved = self._counted = 0
 
     @property
@@ -162,6 +162,8 @@ class Places:
             Whether all of them can.
         """
         self._saved = self._counted = states[0]["batches"]
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: as the checkpoint has it
+        self._is_in_mid_epoch = self._saved > 0 and not progress.is_last_batch
         self.sizes.found = states[0]["micro_batch_size"]
         mine = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
         self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in mine["loaders"]]
@@ -187,6 +189,13 @@ class Places:
                 " load the weights alone to begin an epoch."
             )
         state = self._to_resume.pop(0)
+        if state["unit"] is None and self._is_in_mid_epoch:
+            raise ValueError(
+                f"The checkpoint was saved after {self._saved} batches of the epoch, where this run's"
+                f" {_name_of(loader)} can't go on: neither it nor its order says where it was. Give its sampler a"
+                " `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load the"
+                " weights alone to begin an epoch."
+            )
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
             self._begun.append((loader, order))  # the seed of its workers was drawn before that
@@ -339,6 +348,11 @@ def _is_known(sampler: Any) -> bool:
 def _stateful(loader: Any) -> dict[str, Any]:
     """What a loader's state says, and what it is good for."""
     return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+
+
+def _name_of(loader: Any) -> str:
+    over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
+    return f"{type(loader).__name__}{over}"
 
 
 def _described(state: dict[str, Any]) -> str:
