@@ -7,7 +7,8 @@ from .even_batches import EvenBatches, check_length, evaluated_order, even_batch
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
 from .place import Pass, decides, order_of
-from .stateful import Remembering, as_stateful, is_stateful, keeps_place, remembering
+from .replayed import digest_of_generators, loses_its_buffer, replayed
+from .stateful import Remembering, as_stateful, epoch_of, is_stateful, keeps_place, remembering, set_epoch
 from .streams import Agreeing, agreeing, shard_of
 from .uneven import UNEVEN, Together, together
 from .watched import Watched, WatchedLoaders
@@ -33,13 +34,18 @@ __all__ = [
     "check_loader",
     "copied",
     "decides",
+    "digest_of_generators",
+    "epoch_of",
     "evaluated_order",
     "even_batches_of",
     "is_own",
     "is_stateful",
     "keeps_place",
+    "loses_its_buffer",
     "order_of",
     "remembering",
+    "replayed",
+    "set_epoch",
     "shard_of",
     "state_of_seed",
     "together",

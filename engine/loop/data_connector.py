@@ -37,6 +37,7 @@ from ..data import (
     keeps_place,
     order_of,
     remembering,
+    replayed,
     shard_of,
     together,
 )
@@ -98,7 +99,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if has_iterable_dataset(dataloader):
             if self.trainer.data_size > 1:
                 dataloader = self._part(dataloader, **self.trainer.distributed_sampler_kwargs)
-            dataloader = as_stateful(dataloader)
+            dataloader = replayed(as_stateful(dataloader))
         elif self._dealt(dataloader, RunningStage.TRAINING):
             dataloader = self._dealing(dataloader, RunningStage.TRAINING)
         if keeps_place(dataloader):

@@ -24,9 +24,13 @@ from ..data import (
     WatchedLoaders,
     bring_to,
     decides,
+    digest_of_generators,
+    epoch_of,
     is_stateful,
     keeps_place,
+    loses_its_buffer,
     order_of,
+    set_epoch,
     state_of_seed,
 )
 from ..environment import global_seed
@@ -125,7 +129,8 @@ class Places:
         epoch = self.epoch - is_cut_short
         # Lightning: the loaders as _prepare_dataloader left them.
         combined = self.trainer.fit_loop._combined_loader
-        states = [] if combined is None else [self._state_of(loader, epoch, batches) for loader in combined.flattened]
+        loaders = [] if combined is None else combined.flattened
+        states = [{**self._state_of(loader, epoch, batches), **_of_data(loader)} for loader in loaders]
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
@@ -196,6 +201,8 @@ class Places:
                 " `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load the"
                 " weights alone to begin an epoch."
             )
+        if isinstance(loader, DataLoader):
+            self._resume_data(loader.dataset, state)
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
             self._begun.append((loader, order))  # the seed of its workers was drawn before that
@@ -215,6 +222,31 @@ class Places:
                 f" but this run's {type(loader).__name__} has no order of samples that could be gone on with: use the"
                 " DataLoader of that run, or load the weights alone to begin an epoch."
             )
+
+    def _resume_data(self, dataset: Any, state: dict[str, Any]) -> None:
+        if self._is_in_mid_epoch and loses_its_buffer(dataset):
+            raise ValueError(
+                f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
+                " Hugging Face data set within: it can't be gone on with in mid-epoch. Give the DataLoader that data"
+                " set itself, shuffle without a buffer, save at the end of an epoch, or load the weights alone."
+            )
+        if state.get("generators") not in (None, digest_of_generators(dataset)):
+            raise ValueError(
+                "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
+                " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
+                " None, or load the weights alone."
+            )
+        set_epoch(dataset, state.get("data_epoch"))
+
+    def begin_again(self, fetcher: Any) -> None:
+        """Has streams begin again if a hook has told them their epoch since; called before the first batch of one."""
+        loaders = self.trainer.fit_loop._combined_loader.flattened
+        if not all(isinstance(loader, Remembering) and not loader.evolves for loader in loaders):
+            return
+        if any(loader.data_epoch != epoch_of(loader.dataset) for loader in loaders):
+            for loader in loaders:
+                loader.begin(self.epoch)
+            iter(fetcher)
 
     def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
         world_size, then = self.trainer.data_size, state["saved_by"]
@@ -348,6 +380,13 @@ def _is_known(sampler: Any) -> bool:
 def _stateful(loader: Any) -> dict[str, Any]:
     """What a loader's state says, and what it is good for."""
     return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+
+
+def _of_data(loader: Any) -> dict[str, Any]:
+    """What a loader's data set alone knows, and its state does not say."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    return {"data_epoch": epoch_of(loader.dataset), "generators": digest_of_generators(loader.dataset)}
 
 
 def _name_of(loader: Any) -> str:
