@@ -38,8 +38,9 @@ from ...compression import CommHook
 from ...flags import Layout, check_count
 from ..fsdp import FSDP
 from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
+from .mixed_loss import give_plain_gradients
 from .plan import Plan, make_plan
-from .styles import replicate, to_plain
+from .styles import refuse_second_backward, replicate, to_plain
 
 # torch: it finds two all-gathers in a row worth a warning, where whole weights are asked for at the end of a run.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -159,6 +160,7 @@ class TensorParallel(FSDP):
         for sub, style in reversed(styles):  # children first: what they leave whole is their parent's to care for
             # Every rank has the whole part: nothing is sent.
             parallelize_module(sub, self.device_mesh["tp"], style, src_data_rank=None)
+            sub.register_forward_hook(refuse_second_backward)
         if self.options.sequence_parallel:
             # Each rank uses what is whole for a part of the sequence: their gradients are to be added up.
             replicate(part, self.device_mesh["tp"])
@@ -187,12 +189,15 @@ class TensorParallel(FSDP):
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             with _replicating():
-                return to_plain(marked(*args, **kwargs))
+                result = marked(*args, **kwargs)
+                give_plain_gradients(result)
+                return to_plain(result)
 
         return plain
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As in the forward pass, the user's own tensors count as replicas."""
+        give_plain_gradients(closure_loss)  # where the step optimizes by hand
         with _replicating():
             loss = super().backward(closure_loss, *args, **kwargs)
         if not self._is_inner:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 # torch: what its rules for operators take and give; its rule for views is wrong for several blocks of rows.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["FusedColwise", "Region", "Rows", "Vocabulary", "replicate", "to_plain"]
+__all__ = ["FusedColwise", "Region", "Rows", "Vocabulary", "refuse_second_backward", "replicate", "to_plain"]
 
 
 def to_plain(value: Any) -> Any:
@@ -44,6 +44,11 @@ tensor parallelism can't give the gradient of a gradient, as create_graph=True a
 choose another strategy, such as 'fsdp'."""
 
 
+_MIXED_WITH_DETACHED = """\
+under tensor parallelism the loss was multiplied by a number made of parameters that are split, without their \
+gradient: take it as a plain number, float(...), or as `full_tensor()` of it."""
+
+
 class _Leave(torch.autograd.Function):
     """A replica becomes a tensor. `DTensor.to_local` gives a view, which must not be changed in place."""
 
@@ -55,10 +60,20 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        if torch.is_grad_enabled():
-            # torch: the backward of a redistribution is not differentiable, and says so by leaving terms out.
-            raise RuntimeError(_NO_DOUBLE_BACKWARD)
+        if isinstance(gradient, DTensor):
+            raise RuntimeError(_MIXED_WITH_DETACHED)
         return DTensor.from_local(gradient, *ctx.spec, run_check=False)
+
+
+def refuse_second_backward(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook of a split layer: a backward through it with ``create_graph=True`` raises a RuntimeError."""
+    tree_map_only(Tensor, lambda tensor: tensor.register_hook(_refuse) if tensor.requires_grad else None, output)
+
+
+def _refuse(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        # torch: DTensor's conversions are not differentiable twice; some terms would be left out, silently.
+        raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -276,6 +291,31 @@ def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
     return spec.shape[dim] == sizes[after.dim] and math.prod(spec.shape[:dim]) == math.prod(sizes[: after.dim])
 
 
+def _cat(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for `cat`, without the tensors of shape [0], which `cat` skips: a cache of keys begins as one.
+
+    torch 2.13 takes the number of dims from the first tensor, whatever the others have.
+    """
+    tensors, *rest = schema.args_schema
+    assert isinstance(tensors, TupleStrategy)
+    children: Any = tensors.children
+    is_kept = [child.shape != (0,) for child in children]
+    if all(is_kept) or not any(is_kept):
+        return rule(schema)
+    kept = TupleStrategy([child for child, keep in zip(children, is_kept, strict=True) if keep])
+    result = rule(OpSchema(schema.op, (kept, *rest), schema.kwargs_schema))
+    for option in result.strategies:
+        specs, costs = iter(option.input_specs), iter(option.redistribute_cost)
+        whole = (Replicate(),) * len(option.output_spec.placements)
+        option.input_specs = tuple(
+            next(specs) if keep else DTensorSpec(child.mesh, whole, child.strategies[0].output_spec.tensor_meta)
+            for child, keep in zip(children, is_kept, strict=True)
+        )
+        option.redistribute_cost = [next(costs) if keep else [0.0] for keep in is_kept]
+    return result
+
+
 _rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+_rules[aten.cat.default] = functools.partial(_cat, _rules[aten.cat.default])
 for _operator in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default):
     _rules[_operator] = functools.partial(_view, _rules[_operator])

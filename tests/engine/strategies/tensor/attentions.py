@@ -74,6 +74,28 @@ class NormedHeads(Apart):
         return functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
 
 
+class Cache:
+    """Keys and values of the tokens so far, which begin as an empty tensor without dims, as Hugging Face's do."""
+
+    def __init__(self) -> None:
+        self.keys = self.values = torch.tensor([])
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys = torch.cat([self.keys, keys], dim=-2)
+        self.values = torch.cat([self.values, values], dim=2)
+        return self.keys, self.values
+
+
+class Cached(Apart):
+    """The first half of the sequence, and the second one with the keys and values of the first."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache, half = Cache(), q.shape[2] // 2
+        first = super().attend(q[:, :, :half], *cache.update(k[:, :, :half], v[:, :, :half]))
+        k, v = cache.update(k[:, :, half:], v[:, :, half:])
+        return torch.cat([first, functional.scaled_dot_product_attention(q[:, :, half:], k, v)], dim=2)
+
+
 class Fused(nn.Module):
     """One matrix for q, k and v, taken apart by `view`."""
 
@@ -142,6 +164,29 @@ class Merged(Fused):
         return tuple(part.unflatten(0, (batch, -1)) for part in qkv.transpose(0, 1).chunk(3, dim=-1))
 
 
+class MultiQuery(Fused):
+    """One head of keys and values for all queries, all of one matrix, as in Falcon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_kv_heads = 1
+        self.qkv = nn.Linear(DIM, DIM + 2 * DIM // HEADS)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.qkv(x).unflatten(-1, (self.num_heads + 2, -1)).transpose(1, 2).split([self.num_heads, 1, 1], 1)
+        return q, k.expand_as(q), v.expand_as(q)
+
+
+class OneKeyHead(Apart):
+    """One head of keys and values for all queries, in matrices of their own, as in Gemma."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class NoHeads(Apart):
     """Nobody can tell how many heads there are."""
 
@@ -194,6 +239,6 @@ class Unfolded(Gated):
         return self.down_proj(self.up_proj(x).unfold(-1, 8, 8).softmax(-1).flatten(-2))
 
 
-ATTENTIONS = [Apart, ByHand, Masked, Grouped, NormedHeads, Fused]
-GATHERING = [Split, Chunked, HeadsFirst, Tutorial, PartsLast, Merged, NoHeads, OwnForward]
+ATTENTIONS = [Apart, ByHand, Masked, Grouped, NormedHeads, Cached, Fused]
+GATHERING = [Split, Chunked, HeadsFirst, Tutorial, PartsLast, Merged, MultiQuery, OneKeyHead, NoHeads, OwnForward]
 BLOCKS = [*ATTENTIONS, *GATHERING, Gated, Residual]

@@ -1,0 +1,57 @@
+"""A loss that adds plain tensors to parameters that are split, such as a penalty over `self.parameters()`.
+
+Outside of regions activations are plain tensors and split parameters are DTensors. Their sum is a DTensor, and so is
+the gradient that autograd hands to both; the plain part of the graph has to get a plain one.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["give_plain_gradients"]
+
+# autograd: the nodes at which a DTensor becomes a plain tensor (`_Leave` of styles.py, torch's to_local), or one a
+# DTensor (torch's from_local); what is below them has the gradients that it needs.
+_IS_SPLIT = {"_LeaveBackward": False, "_ToTorchTensorBackward": False, "_FromTorchTensorBackward": True}
+
+
+def give_plain_gradients(loss: Any) -> None:
+    """Has the plain tensors that `loss` was made of get plain gradients; nothing is done for a plain `loss`.
+
+    Args:
+        loss: what a step returns: a tensor, or any nested value with some.
+    """
+    tree_map_only(DTensor, _look_through, loss)
+
+
+def _look_through(loss: DTensor) -> None:
+    if loss.grad_fn is None:
+        return
+    is_split: dict[Node, bool] = {}
+    """Whether the output of a node is a DTensor: some input of it was one."""
+    hooked: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(loss.grad_fn, False)]
+    while stack:
+        node, inputs_are_known = stack.pop()
+        if node in is_split:
+            continue
+        if type(node).__name__ in _IS_SPLIT:
+            is_split[node] = _IS_SPLIT[type(node).__name__]
+            continue
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        if not inputs_are_known:
+            stack += [(node, True), *((each, False) for each in inputs)]
+            continue
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+        is_split[node] = isinstance(leaf, DTensor) or any(is_split[each] for each in inputs)
+        for each in inputs if is_split[node] else ():
+            if not is_split[each] and each not in hooked:
+                hooked.add(each)
+                each.register_prehook(_plain)
+
+
+def _plain(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)
