@@ -208,7 +208,7 @@ def _attention(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entr
         )
     elif key_heads is not None and key_heads % num_ranks:
         reason = f"{num_ranks} ranks can't share {key_heads} heads of keys and values equally"
-    if reason:
+    if reason or heads is None:
         widths = [linears[each].out_features for each in projections] + [linears[out].in_features]
         if any(width % num_ranks for width in widths):
             left.append((name, f"its width is no multiple of {num_ranks}"))
