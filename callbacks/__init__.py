@@ -5,6 +5,7 @@ from .console import ConsoleLogger, default_progress_bar
 from .gradient_norm import GradientNormMonitor
 from .memory import MemoryMonitor
 from .progress import ProgressBar
+from .replica_guard import ReplicaError, ReplicaGuard
 from .run_summary import RunSummary
 from .snapshot import Snapshot, default_snapshot
 from .throughput import ThroughputMonitor
@@ -15,6 +16,8 @@ __all__ = [
     "GradientNormMonitor",
     "MemoryMonitor",
     "ProgressBar",
+    "ReplicaError",
+    "ReplicaGuard",
     "RunSummary",
     "Snapshot",
     "ThroughputMonitor",

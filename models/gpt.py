@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,7 +24,8 @@ SIZES: dict[str, dict[str, int]] = {
 class ByteGPT(LightningModule):
     """Predicts the next byte; logs `train/loss`, `val/loss` and `val/bits_per_byte`.
 
-    Batches are integer tensors [batch, time + 1]: bytes 0 to 255, the target of each being the next one.
+    Batches are integer tensors [batch, time + 1]: bytes 0 to 255, the target of each being the next one. Or they are
+    what `PackSequences` makes, whose losses are weighed by the number of bytes that are predicted.
 
     Args:
         size: ``"tiny"``, ``"10M"`` or ``"124M"``; the four shapes below override it one by one.
@@ -58,23 +59,27 @@ class ByteGPT(LightningModule):
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.net = Transformer(num_tokens=256, dropout=dropout, **shape)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, time, 256] for bytes [batch, time]."""
-        return self.net(tokens)
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Logits [batch, time, 256] for bytes [batch, time], with the positions of packed ones."""
+        return self.net(tokens) if position_ids is None else self.net(tokens, position_ids)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor | dict[str, Tensor], batch_idx: int) -> STEP_OUTPUT:
         """Mean cross-entropy in nats per byte."""
         loss = self._loss(batch)
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
+        self.log("train/loss", loss, prog_bar=True, batch_size=_num_rows(batch))
+        return {"loss": loss, "weight": _num_predicted(batch)} if isinstance(batch, dict) else loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Tensor | dict[str, Tensor], batch_idx: int) -> None:
         """Logs the mean over the whole epoch and all ranks."""
         loss = self._loss(batch)
         metrics = {"val/loss": loss, "val/bits_per_byte": loss / math.log(2)}
-        self.log_dict(metrics, prog_bar=True, sync_dist=True, batch_size=batch.size(0))
+        counts = int(_num_predicted(batch)) if isinstance(batch, dict) else _num_rows(batch)
+        self.log_dict(metrics, prog_bar=True, sync_dist=True, batch_size=counts)
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def _loss(self, batch: Tensor | dict[str, Tensor]) -> Tensor:
+        if isinstance(batch, dict):
+            logits = self(batch["input_ids"], batch["position_ids"])[:, :-1]
+            return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
         logits = self(batch[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -97,3 +102,11 @@ class ByteGPT(LightningModule):
             return min(1.0, (step + 1) / warmup)
         progress = min(1.0, (step - warmup) / (total - warmup))
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def _num_rows(batch: Tensor | dict[str, Tensor]) -> int:
+    return (batch["input_ids"] if isinstance(batch, dict) else batch).size(0)
+
+
+def _num_predicted(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["labels"][:, 1:] >= 0).sum()

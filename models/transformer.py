@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polyphase.engine.data import block_diagonal_mask
+
 __all__ = ["Block", "Transformer"]
 
 _STD = 0.02  # of all weight matrices, as in GPT-2
@@ -33,12 +35,12 @@ class Attention(nn.Module):
         _normal(self.qkv, _STD)
         _normal(self.out, self.residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Each position attends to itself and those before."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Each position attends to itself and those before, or where `mask` [batch, 1, time, time] is true."""
         batch, time, dim = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, time, dim))
 
 
@@ -73,9 +75,9 @@ class Block(nn.Module):
         self.mlp = MLP(dim, residual_std)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Adds both to the stream."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Adds both to the stream; `mask` is the attention's."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -115,17 +117,24 @@ class Transformer(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=_STD)
         nn.init.normal_(self.position_embedding.weight, std=_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at each position."""
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Logits of the next token at each position.
+
+        Args:
+            tokens: [batch, time].
+            position_ids: [batch, time] of packed sequences, 0 where one begins: each sees itself alone.
+        """
         time = tokens.size(1)
         if time > self.context_length:
             raise ValueError(
                 f"a sequence of {time} tokens does not fit the model's context_length={self.context_length}: build"
                 f" the model with at least {time}, or cut the data to {self.context_length}."
             )
-        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(time, device=tokens.device))
+        positions = torch.arange(time, device=tokens.device) if position_ids is None else position_ids
+        masks = () if position_ids is None else (block_diagonal_mask(position_ids),)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *masks)
         return self.head(self.norm(x))
 
 

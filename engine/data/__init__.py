@@ -3,11 +3,14 @@
 from .batch_size import check_batch_sizes, check_loader
 from .copied import copied
 from .drawing import bring_to, state_of_seed
-from .even_batches import EvenBatches, evaluated_order, even_batches_of, is_own
+from .even_batches import EvenBatches, check_length, evaluated_order, even_batches_of, is_own
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
+from .length_bucketing import LengthBucketing
+from .packing import PackSequences, block_diagonal_mask, cu_seqlens
 from .place import Pass, decides, order_of
-from .stateful import Remembering, as_stateful, is_stateful, keeps_place, remembering
+from .replayed import digest_of_generators, loses_its_buffer, replayed
+from .stateful import Remembering, as_stateful, epoch_of, is_stateful, keeps_place, remembering, set_epoch
 from .streams import Agreeing, agreeing, shard_of
 from .uneven import UNEVEN, Together, together
 from .watched import Watched, WatchedLoaders
@@ -20,6 +23,8 @@ __all__ = [
     "GlobalBatches",
     "GlobalOrder",
     "InOneRow",
+    "LengthBucketing",
+    "PackSequences",
     "Pass",
     "Remembering",
     "Samples",
@@ -30,19 +35,27 @@ __all__ = [
     "Workers",
     "agreeing",
     "as_stateful",
+    "block_diagonal_mask",
     "bring_to",
     "check_batch_sizes",
+    "check_length",
     "check_loader",
     "copied",
+    "cu_seqlens",
     "decides",
+    "digest_of_generators",
+    "epoch_of",
     "evaluated_order",
     "even_batches_of",
     "has_workers",
     "is_own",
     "is_stateful",
     "keeps_place",
+    "loses_its_buffer",
     "order_of",
     "remembering",
+    "replayed",
+    "set_epoch",
     "shard_of",
     "state_of_seed",
     "together",

@@ -142,19 +142,59 @@ class Record:
         self.order: Any = array("q")  # 8 bytes an item where they are numbers, since it is kept for an epoch
         self._digested = (0, 0)
 
-    def add(self, items: list[Any]) -> None:
-        """Remembers the next items."""
-        if isinstance(self.order, array) and not all(type(item) is int for item in items):
+    def add(self, items: Any) -> None:
+        """Remembers the next items, a list or an array of integers."""
+        if isinstance(self.order, array) and not (isinstance(items, array) or set(map(type, items)) <= {int}):
             self.order = list(self.order)
-        self.order.extend(items)
+        if len(self.order) or not isinstance(items, array):
+            self.order.extend(items)
+        else:
+            self.order = items  # a permutation of all samples; it is large, and nobody else has it
 
     def digest(self, position: int) -> int:
         """A checksum of the order up to a position."""
         at, crc = self._digested if self._digested[0] <= position else (0, 0)
-        part = self.order[at:position]
-        crc = zlib.crc32(part.tobytes() if isinstance(part, array) else "".join(map(repr, part)).encode(), crc)
+        if isinstance(self.order, array):
+            crc = zlib.crc32(memoryview(self.order)[at:position], crc)
+        else:
+            crc = zlib.crc32("".join(map(repr, self.order[at:position])).encode(), crc)
         self._digested = (position, crc)
         return crc
+
+
+_BLOCK = 2**14
+"""Items that are drawn at once at most, where they are drawn one by one: as Python integers they are large."""
+
+
+def _blocks_of(sampler: Any) -> Callable[[int], Any]:
+    """Draws the next items of a pass: about as many as it is asked for, none at the end."""
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        permutations = _permutations(sampler)
+        return lambda _: next(permutations, None)
+    indices = iter(sampler)
+    return lambda size: list(itertools.islice(indices, size))
+
+
+def _permutations(sampler: RandomSampler) -> Iterator["array[int]"]:
+    """The order that `sampler` draws, whose own iterator has it as Python integers, of five times the memory.
+
+    Follows torch's `RandomSampler.__iter__`, draw by draw.
+    """
+    generator, size = sampler.generator, len(sampler.data_source)
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    for _ in range(sampler.num_samples // size):
+        yield _permutation(size, generator)
+    rest = sampler.num_samples % size
+    if rest or sampler.generator is not None:  # torch draws it for nothing too, which a user's generator shows
+        yield _permutation(size, generator)[:rest]
+
+
+def _permutation(size: int, generator: torch.Generator) -> "array[int]":
+    indices = array("q", [0]) * size
+    torch.randperm(size, generator=generator, out=torch.frombuffer(indices, dtype=torch.int64))
+    return indices
 
 
 class Drawing(Record):
@@ -183,29 +223,29 @@ class Drawing(Record):
         self.is_whole = whole and type(sampler) not in _IN_ORDER + _TORCHS
         self._is_again = before is not None
         self._hand_on = hand_on
-        self._indices: Iterator[Any] | None = None
+        self._blocks: Callable[[int], Any] | None = None
         self._after: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_indices": None, "_hand_on": None}
+        return {**self.__dict__, "_blocks": None, "_hand_on": None}
 
     def up_to(self, end: int) -> Any:
         """The order, of which at least the first `end` items are drawn, if it has as many."""
-        missing = min(end, len(self.sampler)) - len(self.order)  # type: ignore[arg-type]
-        if missing > 0 and self._indices is None:
+        end = min(end, len(self.sampler))  # type: ignore[arg-type]
+        if end > len(self.order) and self._blocks is None:
             with self._generators():
-                self._indices = iter(self.sampler)
-                self._pull(len(self.sampler) if self.is_whole else missing)  # type: ignore[arg-type]
-        elif missing > 0:
-            self._pull(missing)
+                self._blocks = _blocks_of(self.sampler)
+                self._pull(len(self.sampler) if self.is_whole else end)  # type: ignore[arg-type]
+        elif end > len(self.order):
+            self._pull(end)
         return self.order
 
     def take(self, size: int) -> list[Any]:
         """The next items, fewer at the end."""
         items = list(self.up_to(self.at + size)[self.at : self.at + size])
         self.at += len(items)
-        if len(items) < size and self._indices is not None:
-            next(self._indices, None)  # whoever asks for more runs into the end, where a generator may draw once more
+        if len(items) < size and self._blocks is not None:
+            self._blocks(1)  # whoever asks for more runs into the end, where a generator may draw once more
         return items
 
     def go_on(self) -> None:
@@ -215,12 +255,13 @@ class Drawing(Record):
 
     def end_with(self, state: Any) -> None:
         """Says that the pass is over, and what state its sampler was left in."""
-        self._indices = iter(())
+        self._blocks = lambda _: []
         _set_state(self.sampler, state)
 
-    def _pull(self, size: int) -> None:
-        assert self._indices is not None
-        self.add(list(itertools.islice(self._indices, size)))
+    def _pull(self, end: int) -> None:
+        assert self._blocks is not None
+        while len(self.order) < end and (block := self._blocks(min(end - len(self.order), _BLOCK))):
+            self.add(block)
 
     @contextmanager
     def _generators(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import sampler as torchdatas
 
 from .global_order import GlobalOrder
 
-__all__ = ["EvenBatches", "evaluated_order", "even_batches_of", "is_own"]
+__all__ = ["EvenBatches", "check_length", "evaluated_order", "even_batches_of", "is_own"]
 
 
 class EvenBatches(Sampler[Any]):
@@ -108,6 +108,21 @@ def is_own(batch_sampler: Any) -> bool:
     return batch_sampler is not None and type(batch_sampler) not in (BatchSampler, torchdatas.BatchSampler)
 
 
+def check_length(order: Any) -> None:
+    """Checks that a sampler or batch sampler can be shared by ranks.
+
+    Raises:
+        TypeError: nobody knows how much it is.
+    """
+    try:
+        len(order)
+    except (TypeError, NotImplementedError):
+        raise TypeError(
+            f"{type(order).__name__}, which gives the order of a DataLoader, has no __len__: the ranks can't share what"
+            " they don't know the end of. Give it one, or deal its samples yourself with use_distributed_sampler=False."
+        ) from None
+
+
 def evaluated_order(loader: DataLoader, batch_sampler: Any) -> tuple[Any, int | None]:
     """What one process evaluates, and in batches of how many; None for items that go to the ranks as they are.
 
@@ -119,13 +134,6 @@ def evaluated_order(loader: DataLoader, batch_sampler: Any) -> tuple[Any, int | 
         TypeError: nobody knows how much it is.
     """
     order: Any = batch_sampler if is_own(batch_sampler) else getattr(batch_sampler, "sampler", loader.sampler)
-    try:
-        len(order)
-    except (TypeError, NotImplementedError):
-        raise TypeError(
-            f"{type(order).__name__}, which says in which order a DataLoader is evaluated, has no __len__: the ranks"
-            " can't share what they don't know the end of. Give it one, or deal its samples yourself with"
-            " use_distributed_sampler=False."
-        ) from None
+    check_length(order)
     is_cut = batch_sampler is not None and not is_own(batch_sampler)
     return order, batch_sampler.batch_size if is_cut else None

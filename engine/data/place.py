@@ -31,7 +31,7 @@ def order_of(loader: DataLoader) -> GlobalOrder | None:
 def decides(loader: DataLoader) -> Any:
     """What says which samples are trained on together: the sampler, or a batch sampler of the user's own."""
     batches: Any = loader.batch_sampler
-    decides_itself = is_own(batches) and not isinstance(batches, GlobalBatches) and hasattr(batches, "__len__")
+    decides_itself = is_own(batches) and not isinstance(batches, GlobalBatches)
     return batches if decides_itself else getattr(batches, "sampler", loader.sampler)
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -13,7 +14,16 @@ from ..checkpoint.rng import get_random_state, set_random_state
 from .copied import copied
 from .drawing import is_same_state
 
-__all__ = ["Remembering", "as_stateful", "is_stateful", "keeps_place", "remembering"]
+__all__ = [
+    "Remembering",
+    "as_stateful",
+    "epoch_of",
+    "is_hugging_faces",
+    "is_stateful",
+    "keeps_place",
+    "remembering",
+    "set_epoch",
+]
 
 _ARGUMENTS = (
     "dataset",
@@ -48,9 +58,54 @@ def keeps_place(loader: Any) -> bool:
     return is_stateful(loader)
 
 
+def is_hugging_faces(dataset: Any) -> bool:
+    """Whether a data set is an `IterableDataset` of Hugging Face's."""
+    return "_ex_iterable" in getattr(dataset, "__dict__", ())  # Hugging Face: what it reads from
+
+
+def epoch_of(dataset: Any) -> int | None:
+    """The epoch that a data set was told by its `set_epoch`; None where it has none, or doesn't say."""
+    epoch = getattr(dataset, "epoch", None) if callable(getattr(dataset, "set_epoch", None)) else None
+    return epoch if isinstance(epoch, int) else None
+
+
+def set_epoch(dataset: Any, epoch: int | None) -> None:
+    """Tells a data set what `epoch_of` said of it."""
+    if epoch is not None and epoch_of(dataset) not in (None, epoch):
+        dataset.set_epoch(epoch)
+
+
+def why_no_state(dataset: Any) -> str | None:
+    """Why a `StatefulDataLoader` could not ask a data set for its state; None where it could, or there is none.
+
+    litdata's wants arguments that only litdata's own loader has.
+    """
+    if not is_stateful(dataset):
+        return None
+    try:
+        dataset.state_dict()
+    except Exception:
+        try:
+            iter(dataset)  # some have a state from there on
+            dataset.state_dict()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
 def as_stateful(loader: DataLoader) -> DataLoader:
-    """A `StatefulDataLoader` in place of a plain loader over an `IterableDataset`; any other loader as it is."""
+    """A `StatefulDataLoader` in place of a plain loader over an `IterableDataset`; any other loader as it is.
+
+    So is a loader of a data set whose state can't be asked for; a warning says so.
+    """
     if type(loader) is not DataLoader:
+        return loader
+    if (reason := why_no_state(loader.dataset)) is not None:
+        name = type(loader.dataset).__name__
+        rank_zero_warn(
+            f"The state_dict of {name} can't be asked for by a DataLoader ({reason}): a checkpoint in mid-epoch can't"
+            f" be gone on with. Use the loader that {name} was made for."
+        )
         return loader
     with warnings.catch_warnings():
         # Of torchdata's to torch 2.13; nothing a user could change.
@@ -70,6 +125,8 @@ class Remembering(DataLoader):
     _states: dict[int, dict[str, Any] | None]
     _present: dict[str, Any] | None = None
     _leftover: "_Leftover | None" = None
+    data_epoch: int | None = None
+    """What the data set said of its epoch when the latest iterator was made."""
 
     def begin(self, epoch: int, batches: int = 0) -> None:
         """Called before the first batch of an epoch, or of what is left of it after `batches` batches."""
@@ -89,8 +146,13 @@ class Remembering(DataLoader):
 
     @property
     def evolves(self) -> bool:
-        """Whether an epoch may depend on those before: not if it is up to the iterator of a stream without a state."""
-        return not isinstance(self, StatefulDataLoader) or is_stateful(self.dataset)
+        """Whether an epoch may depend on those before: not if it is up to the iterator of a stream without a state.
+
+        Nor do Hugging Face's, which apply a state to the epoch that it is of only.
+        """
+        if not isinstance(self, StatefulDataLoader):
+            return True
+        return is_stateful(self.dataset) and not is_hugging_faces(self.dataset)
 
     def resume(self, epoch: int, batches: int, state: dict[str, Any] | None) -> None:
         """Goes on where a loader was whose `state_after` these batches was `state`."""
@@ -112,6 +174,7 @@ class Remembering(DataLoader):
             super().__iter__()  # what was left of the epoch before, of which no more was asked for
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.data_epoch = epoch_of(self.dataset)
         batches: Iterator[Any] = super().__iter__()
         if self._leftover is not None and self._leftover.is_due:
             leftover, self._leftover = self._leftover, None

@@ -28,6 +28,7 @@ from ..data import (
     WithWorkers,
     agreeing,
     as_stateful,
+    check_length,
     check_loader,
     copied,
     decides,
@@ -38,6 +39,7 @@ from ..data import (
     keeps_place,
     order_of,
     remembering,
+    replayed,
     shard_of,
     together,
 )
@@ -99,7 +101,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if has_iterable_dataset(dataloader):
             if self.trainer.data_size > 1:
                 dataloader = self._part(dataloader, **self.trainer.distributed_sampler_kwargs)
-            dataloader = as_stateful(dataloader)
+            dataloader = replayed(as_stateful(dataloader))
         elif self._dealt(dataloader, RunningStage.TRAINING):
             dataloader = self._dealing(dataloader, RunningStage.TRAINING)
         if keeps_place(dataloader):
@@ -124,6 +126,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         batches: Any = dataloader.batch_sampler
         trains = mode == RunningStage.TRAINING
         decided = decides(dataloader) if trains else _order_of(dataloader)
+        check_length(decided)
         size = self.sizes.wanted if trains else None
         sampler = GlobalOrder(
             decided if size is None or decided is not batches else InOneRow(batches, size),

@@ -26,9 +26,13 @@ from ..data import (
     Workers,
     bring_to,
     decides,
+    digest_of_generators,
+    epoch_of,
     is_stateful,
     keeps_place,
+    loses_its_buffer,
     order_of,
+    set_epoch,
     state_of_seed,
 )
 from ..environment import global_seed
@@ -56,7 +60,7 @@ class Places:
         self._of_workers: dict[DataLoader, Any] = {}
         self._begun: list[tuple[DataLoader, dict[str, Any]]] = []
         self._to_resume: list[dict[str, Any]] = []
-        self._is_resuming = False
+        self._is_resuming = self._is_in_mid_epoch = False
         self._saved = self._counted = 0
 
     @property
@@ -144,9 +148,8 @@ class Places:
         epoch = self.epoch - is_cut_short
         # Lightning: the loaders as _prepare_dataloader left them.
         combined = self.trainer.fit_loop._combined_loader
-        states = (
-            [] if combined is None else [self._state_of(each, epoch, batches, begins) for each in combined.flattened]
-        )
+        loaders = [] if combined is None else combined.flattened
+        states = [{**self._state_of(loader, epoch, batches, begins), **_of_data(loader)} for loader in loaders]
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
@@ -185,6 +188,8 @@ class Places:
             Whether all of them can.
         """
         self._saved = self._counted = states[0]["batches"]
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: as the checkpoint has it
+        self._is_in_mid_epoch = self._saved > 0 and not progress.is_last_batch
         self.sizes.found = states[0]["micro_batch_size"]
         mine = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
         self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in mine["loaders"]]
@@ -210,6 +215,15 @@ class Places:
                 " load the weights alone to begin an epoch."
             )
         state = self._to_resume.pop(0)
+        if state["unit"] is None and self._is_in_mid_epoch:
+            raise ValueError(
+                f"The checkpoint was saved after {self._saved} batches of the epoch, where this run's"
+                f" {_name_of(loader)} can't go on: neither it nor its order says where it was. Give its sampler a"
+                " `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load the"
+                " weights alone to begin an epoch."
+            )
+        if isinstance(loader, DataLoader):
+            self._resume_data(loader.dataset, state)
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
             self._begun.append((loader, order))  # the seed of its workers was drawn before that
@@ -231,6 +245,31 @@ class Places:
                 f" but this run's {type(loader).__name__} has no order of samples that could be gone on with: use the"
                 " DataLoader of that run, or load the weights alone to begin an epoch."
             )
+
+    def _resume_data(self, dataset: Any, state: dict[str, Any]) -> None:
+        if self._is_in_mid_epoch and loses_its_buffer(dataset):
+            raise ValueError(
+                f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
+                " Hugging Face data set within: it can't be gone on with in mid-epoch. Give the DataLoader that data"
+                " set itself, shuffle without a buffer, save at the end of an epoch, or load the weights alone."
+            )
+        if state.get("generators") not in (None, digest_of_generators(dataset)):
+            raise ValueError(
+                "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
+                " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
+                " None, or load the weights alone."
+            )
+        set_epoch(dataset, state.get("data_epoch"))
+
+    def begin_again(self, fetcher: Any) -> None:
+        """Has streams begin again if a hook has told them their epoch since; called before the first batch of one."""
+        loaders = self.trainer.fit_loop._combined_loader.flattened
+        if not all(isinstance(loader, Remembering) and not loader.evolves for loader in loaders):
+            return
+        if any(loader.data_epoch != epoch_of(loader.dataset) for loader in loaders):
+            for loader in loaders:
+                loader.begin(self.epoch)
+            iter(fetcher)
 
     def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
         world_size, then = self.trainer.data_size, state["saved_by"]
@@ -372,6 +411,18 @@ def _is_known(sampler: Any) -> bool:
 def _stateful(loader: Any) -> dict[str, Any]:
     """What a loader's state says, and what it is good for."""
     return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+
+
+def _of_data(loader: Any) -> dict[str, Any]:
+    """What a loader's data set alone knows, and its state does not say."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    return {"data_epoch": epoch_of(loader.dataset), "generators": digest_of_generators(loader.dataset)}
+
+
+def _name_of(loader: Any) -> str:
+    over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
+    return f"{type(loader).__name__}{over}"
 
 
 def _described(state: dict[str, Any]) -> str:

@@ -133,6 +133,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         data: Any = self.trainer._data_connector
         if not self.restarting and not self.trainer.fit_loop.is_resuming:
             data.places.forget()
+        elif self._begins_epoch:
+            data.places.begin_again(data_fetcher)
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         data.places.settle()

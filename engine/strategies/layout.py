@@ -1,5 +1,6 @@
 """What all multi-process strategies share: a layout, who has which samples, and what else the engine asks them."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
+
+# torch: the gathering with a backward that its functions for users are about to be replaced by.
+from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.constants import default_pg_timeout
 
 from ..checkpoint import get_random_state, set_random_state
@@ -168,6 +172,20 @@ class LayoutStrategy:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces what the ranks have that have samples of their own, unless another group is named."""
         return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """What the ranks have that have samples of their own, unless another group is named; [number of them, ...]."""
+        if group is None or group is dist.group.WORLD:  # Lightning: a module's all_gather names the latter
+            group = self.data_group
+        if tensor.is_meta:  # of another pipeline stage
+            return torch.empty((dist.get_world_size(group), *tensor.shape), dtype=tensor.dtype, device="meta")
+        if group is not None and group is self.data_group and sync_grads:
+            # What Lightning calls names ranks of the group in backward as if they were those of the job.
+            return all_gather_single_autograd(tensor.contiguous().unsqueeze(0), 0, group)
+        with warnings.catch_warnings():  # Lightning 2.6 calls what torch 2.13 deprecates; nothing a user could change
+            warnings.filterwarnings("ignore", r"torch.distributed.nn.functional.all_gather is deprecated")
+            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks decide so, or any, those that share samples included."""

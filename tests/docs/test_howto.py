@@ -235,3 +235,11 @@ def test_own_logger(monkeypatch, tmp_path, strategy, devices):
 def test_folder_that_cannot_be_written_to(monkeypatch, folder):
     with pytest.raises(ValueError, match=rf"default_root_dir='.*{folder}' can't be written to: .*Give a folder"):
         Page("read-only-folder").run_here("train.py", monkeypatch, folder)
+
+
+@ways
+def test_sequences_of_many_lengths(monkeypatch, capfd, strategy, devices):
+    Page("sequences-of-many-lengths").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
+    loss, steps = re.search(r"loss ([\d.]+) after (\d+) steps", capfd.readouterr().out).groups()
+    assert float(loss) < 4, "of 5.5 before training"
+    assert int(steps) > 20

@@ -52,6 +52,16 @@ def test_gpt_on_one_node_needs_no_devices_flag():
     assert Path("lightning_logs").is_dir(), "it writes to where it is started, as the other examples do"
 
 
+def test_text_of_a_folder(tmp_path):
+    flags = ["--strategy", "fsdp", "--devices", "2", "--accelerator", "cpu", "--max_steps", "12", "--batch_size", "16"]
+    weights = tmp_path / "gpt.safetensors"
+    finished = run_command([sys.executable, EXAMPLES / "text.py", ROOT / "docs", *flags, "--weights", weights])
+    assert finished.returncode == 0, finished.output
+    (bits,) = re.findall(r"validation bits per byte ([\d.]+)", finished.output)
+    assert float(bits) < 7, "of 8 before training"
+    assert weights.exists()
+
+
 def test_gpt_on_two_nodes():
     nodes = [HERE, "NNODES=2", "NPROC=1", f"HEAD=127.0.0.1:{free_port()}"]
     command = ["env", *nodes, EXAMPLES / "torchrun.sh", "--strategy", "hsdp", "--accelerator", "cpu"]

@@ -1,7 +1,7 @@
 """A loss that adds plain tensors to parameters that are split, such as a penalty over `self.parameters()`.
 
-Outside of regions activations are plain tensors and split parameters are DTensors. Their sum is a DTensor, and so is the
-gradient that autograd hands to both; the plain part of the graph has to get a plain one.
+Outside of regions activations are plain tensors and split parameters are DTensors. Their sum is a DTensor, and so is
+the gradient that autograd hands to both; the plain part of the graph has to get a plain one.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = ["give_plain_gradients"]
 
-# autograd: the nodes at which a DTensor becomes a plain tensor (`_Leave` of styles.py, torch's to_local), or one a DTensor
-# (torch's from_local); what is below them has the gradients that it needs.
+# autograd: the nodes at which a DTensor becomes a plain tensor (`_Leave` of styles.py, torch's to_local), or one a
+# DTensor (torch's from_local); what is below them has the gradients that it needs.
 _IS_SPLIT = {"_LeaveBackward": False, "_ToTorchTensorBackward": False, "_FromTorchTensorBackward": True}
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...flags import did_you_mean
 from .styles import FusedColwise, Region, Rows, Vocabulary
+from .ties import torn_layers
 
 __all__ = ["Entry", "Plan", "make_plan"]
 
@@ -161,9 +162,26 @@ def _derived(module: nn.Module, wanted: _Wanted) -> tuple[tuple[Entry, ...], _Le
             visit(f"{name}.{child}" if name else child, sub)
 
     visit("", module)
+    entries = _without_torn(module, entries, left)
     taken = {name for entry in entries for name in entry.styles}
     entries += _vocabularies(module, taken, wanted, left)
-    return tuple(entries), left
+    return tuple(_without_torn(module, entries, left)), left
+
+
+def _without_torn(module: nn.Module, entries: list[Entry], left: _Left) -> list[Entry]:
+    """`entries`, less those that would split one of two layers that share a parameter, and not the other one."""
+    while torn := torn_layers(module, {name: style for entry in entries for name, style in entry.styles.items()}):
+        kept = []
+        for entry in entries:
+            names = tuple(entry.styles)
+            found = next((n for n in torn if n in names or n.startswith(tuple(f"{each}." for each in names))), None)
+            if found is None:
+                kept.append(entry)
+            else:
+                left.append((entry.name, f"{found} shares a parameter with {torn[found]}, which is not split as it is"))
+        assert len(kept) < len(entries)
+        entries = kept
+    return entries
 
 
 def _attention(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entry | None:
@@ -190,7 +208,7 @@ def _attention(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entr
         )
     elif key_heads is not None and key_heads % num_ranks:
         reason = f"{num_ranks} ranks can't share {key_heads} heads of keys and values equally"
-    if reason:
+    if reason or heads is None:
         widths = [linears[each].out_features for each in projections] + [linears[out].in_features]
         if any(width % num_ranks for width in widths):
             left.append((name, f"its width is no multiple of {num_ranks}"))
@@ -219,7 +237,7 @@ def _mlp(name: str, part: nn.Module, wanted: _Wanted, left: _Left) -> Entry | No
     if not pairs:
         return None
     foreign = [m for m in part.modules() if m is not part and not isinstance(m, _IN_MLPS) and _has_tensors(m)]
-    if foreign:
+    if foreign or not all(_has_weight(m) for m in part.modules() if isinstance(m, nn.Linear)):
         return None  # more than an MLP; perhaps there are some inside
     styles: dict[str, ParallelStyle] = {name: Region(wanted.by_sequence)}
     words = []
@@ -272,7 +290,7 @@ def _pairs_in_sequence(name: str, part: nn.Module, num_ranks: int, left: _Left) 
     first: str | None = None
     children = dict(part.named_children())
     for child, sub in children.items():
-        if not isinstance(sub, nn.Linear):
+        if not isinstance(sub, nn.Linear) or not _has_weight(sub):
             first = first if isinstance(sub, _ELEMENTWISE) else None
             continue
         if first is None:
@@ -293,16 +311,19 @@ def _vocabularies(module: nn.Module, taken: set[str], wanted: _Wanted, left: _Le
     num_ranks = wanted.num_ranks
     inside = tuple(f"{name}." for name in taken)
     free = {n: m for n, m in module.named_modules() if n and n not in taken and not n.startswith(inside)}
-    heads = {n: m for n, m in free.items() if isinstance(m, nn.Linear)}
-    for name, table in free.items():
-        if not isinstance(table, nn.Embedding):
+    heads = {n: m for n, m in free.items() if isinstance(m, nn.Linear) and _has_weight(m)}
+    tables = {n: m for n, m in free.items() if isinstance(m, nn.Embedding) and _has_weight(m)}
+    done: set[str] = set()
+    for name, table in tables.items():
+        fitting = [n for n, m in heads.items() if m.weight.shape == table.weight.shape]
+        if name in done or not fitting:
             continue
-        head = next((n for n, m in heads.items() if m.weight.shape == table.weight.shape), None)
-        if head is None:
-            continue
+        head = next((n for n in fitting if heads[n].weight is table.weight), fitting[0])
+        alike = [n for n, m in tables.items() if m.weight is table.weight]
+        done.update(alike)
         if table.num_embeddings % num_ranks:
             left.append((name, f"{table.num_embeddings} rows are no multiple of {num_ranks}"))
-        elif table.padding_idx is not None or table.max_norm is not None or table.sparse:
+        elif any(tables[n].padding_idx is not None or tables[n].max_norm or tables[n].sparse for n in alike):
             left.append((name, "an embedding with padding_idx, max_norm or sparse=True"))
         else:
             logits = "logits stay cut while training" if wanted.loss_parallel else "logits gathered"
@@ -310,9 +331,9 @@ def _vocabularies(module: nn.Module, taken: set[str], wanted: _Wanted, left: _Le
             rows = f"{table.num_embeddings // num_ranks} of {table.num_embeddings} rows"
             del heads[head]
             yield Entry(
-                f"{name}, {head}",
+                ", ".join([*alike, head]),
                 f"by the vocabulary{tied}: {rows}, {logits}",
-                {name: wanted.table, head: Vocabulary(wanted.loss_parallel, wanted.by_sequence)},
+                {**dict.fromkeys(alike, wanted.table), head: Vocabulary(wanted.loss_parallel, wanted.by_sequence)},
             )
 
 
@@ -372,7 +393,7 @@ def _cuts_bias(style: ParallelStyle) -> bool:
 
 
 def _linears(part: nn.Module) -> dict[str, nn.Linear]:
-    return {name: child for name, child in part.named_children() if isinstance(child, nn.Linear)}
+    return {name: child for name, child in part.named_children() if isinstance(child, nn.Linear) and _has_weight(child)}
 
 
 def _first(names: Iterable[str], linears: Mapping[str, nn.Linear]) -> str | None:
@@ -385,6 +406,11 @@ def _number(part: nn.Module, names: Iterable[str]) -> int | None:
     owners = (part, getattr(part, "config", None))
     found = (getattr(owner, name, None) for owner in owners for name in names)
     return next((number for number in found if isinstance(number, int)), None)
+
+
+def _has_weight(layer: nn.Module) -> bool:
+    """Whether its weight is a parameter; with weight_norm and the like it is made of others: left whole."""
+    return layer._parameters.get("weight") is not None
 
 
 def _has_tensors(module: nn.Module) -> bool:

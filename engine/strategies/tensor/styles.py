@@ -45,8 +45,8 @@ choose another strategy, such as 'fsdp'."""
 
 
 _MIXED_WITH_DETACHED = """\
-under tensor parallelism the loss was multiplied by a number made of parameters that are split, without their gradient: \
-take it as a plain number, float(...), or as `full_tensor()` of it."""
+under tensor parallelism the loss was multiplied by a number made of parameters that are split, without their \
+gradient: take it as a plain number, float(...), or as `full_tensor()` of it."""
 
 
 class _Leave(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The laws of the order of samples: W ranks see together, step by step, what one process sees."""
 
 import itertools
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -179,3 +180,35 @@ def test_a_sampler_without_a_length_is_refused_by_name(world):
 
     with pytest.raises(TypeError, match="Endless"):
         ranks(Endless(), world)
+
+
+@pytest.mark.parametrize("num_samples", [3, 10, 20, 24])
+@pytest.mark.parametrize("is_users", [False, True])
+def test_a_shuffled_order_and_the_generators_after_it_are_torchs(num_samples, is_users):
+    generator = torch.Generator().manual_seed(9) if is_users else None
+    sampler = RandomSampler(range(10), num_samples=num_samples, generator=generator)
+    expected = [*sampler, *sampler], torch.get_rng_state(), generator and generator.get_state()
+    torch.manual_seed(5)
+    if generator is not None:
+        generator.manual_seed(9)
+    order = GlobalOrder(sampler)
+    passes = []
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        passes += order
+    assert passes == expected[0]
+    assert all(type(index) is int for index in passes)
+    assert torch.equal(torch.get_rng_state(), expected[1])
+    assert generator is None or torch.equal(generator.get_state(), expected[2])
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(range(200_000)), SequentialSampler(range(200_000))])
+def test_a_long_order_takes_no_more_than_its_numbers(sampler):
+    order = GlobalOrder(sampler, num_replicas=2)
+    order.begin().take(1)
+    tracemalloc.start()
+    order.set_epoch(1)
+    order.begin().up_to(180_000)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 3 * 8 * 200_000, "a list of Python integers has 40 bytes each"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..tiny import Positions, SavesIn, Stream, engine
@@ -148,3 +148,56 @@ def test_no_more_is_read_than_is_trained_on(num_workers, tmp_path):
     fit(2).save_checkpoint(tmp_path / "saved.ckpt")  # when the workers are gone
     fit(4, tmp_path / "saved.ckpt")
     assert len(counted.read_text()) == 4 * 5
+
+
+class Unsized:
+    """Batches, of which nobody knows the number."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(range(SIZE), 3, False))
+
+
+class Batches:
+    """An iterable of batches, and nothing else."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0], [1], [2]])
+
+
+class AsksForMore(Stream):
+    """Its state is for a loader of its own."""
+
+    def state_dict(self, num_yielded: int) -> dict[str, int]:
+        raise AssertionError("never called without an argument")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+NOWHERE: dict[str, Any] = {
+    "batches without a number": (lambda: DataLoader(Positions(SIZE), batch_sampler=Unsized()), "over a Positions"),
+    "an iterable": (Batches, "this run's Batches can't go on"),
+    "a state that can't be asked for": (lambda: DataLoader(AsksForMore(SIZE), 3), "over a AsksForMore"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The state_dict of AsksForMore can't be asked for")
+@pytest.mark.parametrize("name", NOWHERE)
+def test_data_that_cannot_say_where_they_were_are_refused_in_mid_epoch(name, tmp_path):
+    make, message = NOWHERE[name]
+    train(make, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "s")])
+    with pytest.raises(ValueError, match=f"saved after 2 batches of the epoch, .*{message}"):
+        train(make, tmp_path / "s")
+
+
+@pytest.mark.filterwarnings("ignore:The state_dict of AsksForMore can't be asked for")
+@pytest.mark.parametrize("name", NOWHERE)
+def test_they_go_on_after_the_last_batch_of_an_epoch(name, tmp_path):
+    make, _ = NOWHERE[name]
+    at = len(train(make)) // 3
+    assert_goes_on(make, tmp_path, at)
+
+
+def test_a_state_that_cannot_be_asked_for_is_a_warning():
+    with pytest.warns(UserWarning, match=r"state_dict of AsksForMore can't be asked for .*TypeError: .*Use the loader"):
+        train(lambda: DataLoader(AsksForMore(SIZE), 3))

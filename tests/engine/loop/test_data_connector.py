@@ -336,9 +336,10 @@ class Unsized:
     [DataLoader(Positions(SIZE), sampler=EndlessBackwards()), DataLoader(Positions(SIZE), batch_sampler=Unsized())],
     ids=["sampler", "batch sampler"],
 )
-def test_an_order_without_an_end_that_is_known_cannot_be_evaluated_together(loader):
+@pytest.mark.parametrize("stage", [RunningStage.VALIDATING, RunningStage.TRAINING])
+def test_an_order_without_an_end_that_is_known_cannot_be_shared(loader, stage):
     with pytest.raises(TypeError, match=r"has no __len__: the ranks can't share .* Give it one, or"):
-        rank_0_of_2(loader, RunningStage.VALIDATING)
+        rank_0_of_2(loader, stage)
 
 
 class Shards(Stream):

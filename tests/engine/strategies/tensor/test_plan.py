@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from polyphase.engine.strategies.tensor.plan import make_plan
 from polyphase.engine.strategies.tensor.styles import FusedColwise, Region, Rows, Vocabulary
@@ -139,6 +140,48 @@ def test_an_embedding_without_an_output_layer_stays_whole():
 def test_a_padded_embedding_stays_whole():
     plan = make_plan(within(table=nn.Embedding(8, 4, padding_idx=0), head=nn.Linear(4, 8), mlp=Gated()), 2)
     assert plan.left == (("table", "an embedding with padding_idx, max_norm or sparse=True"),)
+
+
+def test_all_embeddings_that_share_a_table_with_the_output_layer_are_split():
+    net = within(a=nn.Embedding(8, 4), b=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False))
+    net["b"].weight = net["head"].weight = net["a"].weight
+    (entry,) = make_plan(net, 2).entries
+    assert (entry.name, kinds(make_plan(net, 2))) == ("a, b, head", {"a": Rows, "b": Rows, "head": Vocabulary})
+
+
+class Head(nn.Module):
+    """That of a masked language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.decoder = nn.Linear(4, 4), nn.Linear(4, 8)
+
+
+def test_one_of_two_layers_that_share_a_parameter_is_not_split_alone():
+    net = within(table=nn.Embedding(8, 4, padding_idx=0), head=Head(), mlp=Gated())
+    net["head"].decoder.weight = net["table"].weight
+    plan = make_plan(net, 2)
+    assert [entry.name for entry in plan.entries] == ["mlp"]
+    assert plan.left[0] == ("head", "head.decoder shares a parameter with table, which is not split as it is")
+    net["mlp"].norm = net["norm"] = nn.LayerNorm(4)  # one module, not two with one parameter
+    assert [entry.name for entry in make_plan(net, 2).entries] == ["mlp"]
+    net["norm"] = nn.LayerNorm(4)
+    net["norm"].weight = net["mlp"].norm.weight
+    with pytest.raises(ValueError, match=r"mlp: mlp\.norm shares a parameter with norm"):
+        make_plan(net, 2)
+
+
+@pytest.mark.parametrize("norm", [weight_norm, spectral_norm, nn.utils.spectral_norm])
+def test_layers_whose_weight_is_made_of_other_parameters_stay_whole(norm):
+    net = within(
+        mlp=Gated(),
+        gated=Gated(),
+        attention=Apart(),
+        row=nn.Sequential(norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 4)),
+    )
+    norm(net["gated"].gate_proj)
+    norm(net["attention"].k_proj)
+    assert [entry.name for entry in make_plan(net, 2).entries] == ["mlp"]
 
 
 class Says(nn.Module):

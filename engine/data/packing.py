@@ -1,0 +1,114 @@
+"""Packing: token sequences of any length one after the other in rows of one length, each as if it were alone.
+
+Where a sequence begins, its positions begin at 0 and its first label is masked, so that the last token of the sequence
+before has nothing to predict. The positions say which tokens belong together: `block_diagonal_mask` makes of them what
+attention may look at, and `cu_seqlens` the boundaries that kernels for sequences of different lengths ask for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flags import check_count
+
+__all__ = ["IGNORED", "PackSequences", "block_diagonal_mask", "cu_seqlens"]
+
+IGNORED = -100
+"""Label of a token that nothing is to predict; `torch.nn.functional.cross_entropy` leaves it out by default."""
+
+
+class PackSequences:
+    """A `collate_fn` that packs tokenised samples, the longest first, each into the first row with room for it.
+
+    A sample is a dict as tokenised data sets have it: `input_ids` [time] and, if they differ, `labels` [time], lists or
+    tensors, aligned (`labels[t]` is what position t - 1 predicts, or -100). An `attention_mask` of ones is allowed.
+
+    The batch has, all of them int64 [rows, length]:
+
+    - `input_ids`, filled up with `pad_token_id`;
+    - `labels`, -100 at the first token of each sequence and at padding;
+    - `position_ids`, from 0 in each sequence; padding is a sequence of its own.
+
+    `training_step` returns ``{"loss": mean, "weight": count}`` with the number of labels that are not -100, so that
+    each token counts the same, however many there are in a batch or on a rank.
+
+    Args:
+        length: tokens of a row.
+        pad_token_id: token of what no sequence fills.
+
+    Raises:
+        ValueError: `length` is no positive number, or (when called) a sample is empty, too long or padded, or has
+            labels of another length, or has what can't be packed.
+    """
+
+    def __init__(self, length: int, *, pad_token_id: int = 0) -> None:
+        self.length = check_count("length", length)
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Packs `samples`; see the class."""
+        sequences = sorted(map(self._read, samples), key=lambda pair: len(pair[0]), reverse=True)
+        rows: list[list[tuple[Tensor, Tensor]]] = []
+        room: list[int] = []
+        for tokens, labels in sequences:
+            row = next((i for i, left in enumerate(room) if left >= len(tokens)), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(self.length)
+            rows[row].append((tokens, labels))
+            room[row] -= len(tokens)
+        for row, left in enumerate(room):
+            rows[row].append((torch.full((left,), self.pad_token_id), torch.full((left,), IGNORED)))
+        return {
+            "input_ids": torch.stack([torch.cat([tokens for tokens, _ in row]) for row in rows]),
+            "labels": torch.stack([torch.cat([labels for _, labels in row]) for row in rows]),
+            "position_ids": torch.stack([torch.cat([torch.arange(len(tokens)) for tokens, _ in row]) for row in rows]),
+        }
+
+    def _read(self, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Tokens and labels of a sample, the first label masked."""
+        if foreign := sorted(sample.keys() - {"input_ids", "labels", "attention_mask"}):
+            raise ValueError(
+                f"a sample has {', '.join(foreign)}, which can't be packed: give samples of input_ids, labels and"
+                " attention_mask alone, say by removing the data set's other columns."
+            )
+        tokens = torch.as_tensor(sample["input_ids"], dtype=torch.int64)
+        labels = torch.as_tensor(sample.get("labels", tokens), dtype=torch.int64).clone()
+        if not 1 <= len(tokens) <= self.length:
+            raise ValueError(
+                f"a sample of {len(tokens)} tokens does not fit rows of length={self.length}: leave out samples without"
+                " tokens, and cut long ones or pack to a greater length."
+            )
+        if len(labels) != len(tokens):
+            raise ValueError(f"a sample has {len(tokens)} input_ids and {len(labels)} labels: give as many of both.")
+        if "attention_mask" in sample and not torch.as_tensor(sample["attention_mask"]).bool().all():
+            raise ValueError("a sample has an attention_mask with zeros: tokenise without padding what is packed.")
+        labels[0] = IGNORED
+        return tokens, labels
+
+
+def block_diagonal_mask(position_ids: Tensor) -> Tensor:
+    """Which positions see which: those of their own sequence, themselves and before.
+
+    Args:
+        position_ids: [rows, length], 0 where a sequence begins.
+
+    Returns:
+        Boolean, [rows, 1, length, length], true where a query (third dimension) sees a key (last); for
+        `scaled_dot_product_attention`.
+    """
+    sequence = (position_ids == 0).cumsum(1)
+    return ((sequence[:, :, None] == sequence[:, None, :]).tril())[:, None]
+
+
+def cu_seqlens(position_ids: Tensor) -> Tensor:
+    """Where each sequence begins in the rows one after the other, and the end: int32, [sequences + 1].
+
+    Args:
+        position_ids: [rows, length], 0 where a sequence begins.
+    """
+    flat = position_ids.flatten()
+    starts = (flat == 0).nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([len(flat)])]).int()
