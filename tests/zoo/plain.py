@@ -334,7 +334,9 @@ MODELS = {
     "sparse embedding": Model(SparseEmbedding, _classes(lambda n: torch.randint(20, (n, 5)))),
     "complex": Model(lambda: Classifier(Complex()), rows(), "a complex parameter beside real ones"),
     "mixed dtypes": Model(lambda: Classifier(Mixed()), rows(), "float64 and float32"),
-    "contrastive": Model(Contrastive, lambda n: (torch.randn(n, 8), torch.randn(n, 8)), "`self.all_gather`, a 0-d scale"),
+    "contrastive": Model(
+        Contrastive, lambda n: (torch.randn(n, 8), torch.randn(n, 8)), "`self.all_gather`, a 0-d scale"
+    ),
     "auxiliary loss": Model(Auxiliary, rows(), "kept on the blocks"),
     "mixture of experts": Model(lambda: Classifier(Experts()), rows(), "one expert for a sample"),
     "U-Net": Model(lambda: Classifier(UNet()), rows(), "skip connections past blocks"),

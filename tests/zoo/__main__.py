@@ -1,0 +1,87 @@
+"""Runs the zoo, and writes docs/models.md: ``python -m tests.zoo``. Exit code 1 if a cell is a failure."""
+
+import argparse
+import json
+import logging
+import platform
+import sys
+import tempfile
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+from .run import STRATEGIES, TOLERANCE, Cell, run
+
+_HEAD = """# Other people's models
+
+Tiny models of other packages, and modules of the kinds that people bring, each in a `LightningModule` as a user writes
+it, trained for 3 steps of SGD on 2 CPU processes and compared with a plain PyTorch loop in one process. `make zoo`
+writes this page, from `tests/zoo`; {versions}.
+
+A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves
+weights by more than a hundred times that. "Runs" stands where nothing can be compared: each rank draws random numbers
+of its own, or has a loss that is no mean over samples, as under any data parallelism. What is refused is refused by
+name, before or in the first step; the number leads to the reason.
+"""
+
+
+def main() -> int:
+    """Runs what is asked for; cells that the results file has already are not run again."""
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("--models", default="", help="run those whose names have this in it")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
+    parser.add_argument(
+        "--results", type=Path, default=Path(tempfile.gettempdir()) / "zoo.json", help="of earlier cells"
+    )
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "models.md")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from . import huggingface, plain
+
+    groups = {"Modules of torch alone": plain.MODELS, "Models of transformers, peft and diffusers": huggingface.MODELS}
+    known = json.loads(asked.results.read_text()) if asked.results.exists() else {}
+    for models in groups.values():
+        for name, model in models.items():
+            for strategy in asked.strategies:
+                key = f"{strategy}: {name}"
+                if asked.models not in name or key in known:
+                    continue
+                known[key] = run(model, strategy)
+                print(key, *known[key], flush=True)
+                asked.results.write_text(json.dumps(known, indent=1))
+    cells = {key: Cell(*cell) for key, cell in known.items()}
+    if not asked.models:
+        asked.output.write_text(_page(groups, cells))
+    bad = [key for key, cell in cells.items() if not cell.is_good]
+    print(f"{len(cells)} cells, {len(bad)} failures", *bad, sep="\n")
+    return bool(bad)
+
+
+def _page(groups: dict[str, dict], cells: dict[str, Cell]) -> str:
+    packages = ("torch", "lightning", "transformers", "peft", "diffusers")
+    said = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
+    reasons: dict[str, int] = {}
+    parts = [_HEAD.format(versions=said, tolerance=TOLERANCE)]
+    for title, models in groups.items():
+        lines = [f"## {title}\n", f"| | {' | '.join(STRATEGIES)} |", "|---" * (1 + len(STRATEGIES)) + "|"]
+        for name, model in models.items():
+            row = [_shown(cells.get(f"{strategy}: {name}"), reasons) for strategy in STRATEGIES]
+            lines.append(f"| {name}{f' ({model.note})' if model.note else ''} | {' | '.join(row)} |")
+        parts.append("\n".join(lines) + "\n")
+    parts.append("## Reasons\n\n" + "\n".join(f"{number}. {reason}" for reason, number in reasons.items()) + "\n")
+    return "\n".join(parts)
+
+
+def _shown(cell: Cell | None, reasons: dict[str, int]) -> str:
+    if cell is None:
+        return "not run"
+    if cell.kind == "equal":
+        return cell.detail
+    if cell.kind == "runs":
+        return f"runs {cell.detail}".strip()
+    return f"{cell.kind} [{reasons.setdefault(cell.detail, len(reasons) + 1)}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

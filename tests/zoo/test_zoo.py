@@ -1,0 +1,40 @@
+"""A sample of the zoo; all of it by ``make zoo``."""
+
+import pytest
+
+from .plain import MODELS
+from .run import Cell, largest_difference, run
+
+SAMPLE = [
+    ("fsdp", "GAN", "equal", ""),
+    ("tp", "auxiliary loss", "equal", ""),
+    ("tp", "gradient penalty", "refused", "gradient of a gradient"),
+    ("pp", "DiT", "equal", ""),
+    ("pp", "auxiliary loss", "refused", "'auxiliary' of 'blocks.0'"),
+    ("ddp", "mixture of experts", "equal", "find_unused_parameters=true"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name", "kind", "detail"), SAMPLE)
+def test_equal_or_refused_by_name(strategy, name, kind, detail):
+    found = run(MODELS[name], strategy)
+    assert (found.kind, detail in found.detail) == (kind, True), found
+
+
+def test_what_is_wrong_is_seen():
+    wrong = MODELS["DiT"]._replace(data=_drawn_anew)
+    assert run(wrong, "ddp").kind == "different"
+    crashes = MODELS["DiT"]._replace(data=lambda size: ())
+    assert run(crashes, "ddp").kind == "failed"
+    assert not Cell("hangs", "").is_good
+    assert largest_difference({}, MODELS["DiT"].make().state_dict()) == float("inf")
+
+
+_num_calls = [0]
+
+
+def _drawn_anew(size: int):
+    import torch
+
+    _num_calls[0] += 1
+    return torch.randn(size, 8) + _num_calls[0], torch.arange(size) % 4
