@@ -119,6 +119,11 @@ class Readers:
                     self._writers[key] = f"`{step}`"
         self._watch()
 
+    @property
+    def written(self) -> set[Key]:
+        """What is known to be written, on any stage."""
+        return set(self._writers)
+
     def _watch(self) -> None:
         parts = dict(self._module.named_modules())
         for name, _ in self._having:

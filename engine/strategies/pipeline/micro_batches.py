@@ -1,12 +1,13 @@
 """Where a batch in micro-batches is not what it is in one piece: what can be found out, and is said.
 
-BatchNorm normalises by the samples that it sees at a time. And a loss that is no mean over the samples (it compares
+BatchNorm normalises by the samples that it sees at a time. What else a forward writes into a buffer (the vectors of a
+spectral norm) is written for each micro-batch. And a loss that is no mean over the samples (it compares
 them with each other, as in CLIP, or divides by a number of tokens) is not the mean of its micro-batches' losses.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...loop.undo import Undo
+from .attributes import Key
 from .batches import batch_size_of, rows_of
 from .part import Part, Shapes
 from .share import Place
 
-__all__ = ["batch_norm_text", "loss_text"]
+__all__ = ["batch_norm_text", "buffers_text", "loss_text"]
 
 _ONE = "microbatches=1 with schedule=gpipe is as in one process (one stage works at a time)"
 
@@ -41,6 +43,30 @@ def batch_norm_text(module: nn.Module, number: int, size: int) -> str | None:
         f" pipeline, not the {size} of the batch, and updates its statistics {number} times a batch: losses differ from"
         f" those of one process. {_ONE}; or take GroupNorm or LayerNorm, or call eval() on a BatchNorm whose statistics"
         " shall stay."
+    )
+
+
+def buffers_text(module: nn.Module, written: Iterable[Key], number: int) -> str | None:
+    """A warning of buffers that a step writes, those of BatchNorm aside; None if there are none.
+
+    Args:
+        module: whose buffers they are.
+        written: what a step writes.
+        number: of micro-batches.
+    """
+    parts = dict(module.named_modules())
+    names = [
+        f"{name}.{attribute}"
+        for name, attribute in sorted(written)
+        if attribute in parts[name]._buffers and not isinstance(parts[name], _BatchNorm)
+    ]
+    if not names or number == 1:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"the step writes into the buffer {names[0]!r}{more} (as a spectral norm does), in a pipeline {number} times a"
+        f" batch, once for each micro-batch: what depends on it differs from one process. {_ONE}; or choose another"
+        " strategy, such as 'fsdp'."
     )
 
 

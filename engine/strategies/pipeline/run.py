@@ -25,7 +25,7 @@ from .batches import batch_size_of, merged, split_batch
 from .failures import described
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
-from .micro_batches import batch_norm_text, loss_text
+from .micro_batches import batch_norm_text, buffers_text, loss_text
 from .part import Cut, Job, Part, Shapes
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
 from .share import Sharing, take_apart
@@ -154,6 +154,9 @@ class Runner:
             rank_zero_warn(warning)
         if written is not None:
             self._cut.readers.learn(name, last, written, last + 1)
+            text = None if weigh is None else buffers_text(self._module, self._cut.readers.written, number)
+            if text is not None:
+                rank_zero_warn(text)
         log.replay(calls)
         return result
 

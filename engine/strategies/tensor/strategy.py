@@ -16,6 +16,7 @@ the bytes.
 
 import contextlib
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
@@ -38,6 +39,7 @@ from ...compression import CommHook
 from ...flags import Layout, check_count
 from ..fsdp import FSDP
 from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
+from ..pipeline.absent import is_users
 from .mixed_loss import give_plain_gradients
 from .plan import Plan, make_plan
 from .styles import refuse_second_backward, replicate, to_plain
@@ -239,8 +241,27 @@ def _replicating() -> Generator[None, None, None]:
         _depth[0] += 1
         try:
             yield
+        except Exception as error:
+            if (place := _where_dtensor_failed(error)) is None:
+                raise
+            raise RuntimeError(
+                f"{place} can't be done with what a layer that is split over the tensor-parallel ranks has returned:"
+                f" {type(error).__name__}: {error}. Name other layers in tensor_parallel_plan(), or choose another"
+                " strategy, such as 'fsdp'."
+            ) from error
         finally:
             _depth[0] -= 1
+
+
+def _where_dtensor_failed(error: Exception) -> str | None:
+    """The line of the user's from which torch's DTensor was called that raised `error`; None if another one did."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_by = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    if not raised_by.startswith("torch.distributed.tensor.") or isinstance(error, torch.OutOfMemoryError):
+        return None
+    of_user = [frame for frame in frames if is_users(frame[0])] or frames[:1]
+    [place] = traceback.StackSummary.extract(iter(of_user[-1:]))
+    return f'{place.filename}:{place.lineno} in {place.name}: "{place.line}"'
 
 
 def _check_tie(first: Any, second: Any, sub: nn.Module) -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from polyphase.engine.strategies.pipeline.attributes import Notes
 from polyphase.engine.strategies.pipeline.batches import split_batch
-from polyphase.engine.strategies.pipeline.micro_batches import batch_norm_text, loss_text
+from polyphase.engine.strategies.pipeline.micro_batches import batch_norm_text, buffers_text, loss_text
 
 from .relay import Relay
 
@@ -83,3 +84,15 @@ def test_batch_norm_that_is_trained_is_said():
     assert "the BatchNorm '1' normalises each micro-batch of 2 samples" in batch_norm_text(net, 4, 8)
     assert batch_norm_text(net, 1, 8) is None
     assert batch_norm_text(net.eval(), 4, 8) is None
+
+
+def test_buffers_that_a_step_writes_are_written_for_each_micro_batch():
+    module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    module.register_buffer("scale", torch.ones(1))
+    notes = Notes(module)
+    module(torch.ones(2, 4) * module.scale)
+    written = notes.end().around
+    text = buffers_text(module, written, 4)
+    assert "'0.parametrizations.weight.0._u' and 1 more (as a spectral norm does), in a pipeline 4 times" in text
+    assert buffers_text(module, written, 1) is None
+    assert buffers_text(module, set(), 4) is None
