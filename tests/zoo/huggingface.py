@@ -190,7 +190,8 @@ def _noisy(channels: int, *, labelled: bool) -> Any:
 def _unet() -> nn.Module:
     return UNet2DModel(
         sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(16, 32),
-        norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
 
 

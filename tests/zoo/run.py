@@ -102,11 +102,12 @@ def _of_error(error: Exception) -> Cell:
     """Refused, if the engine raised it itself; else whoever did."""
     text = "".join(traceback.format_exception(error))
     raised = [line for line in text.splitlines() if line.startswith("  File ")]
-    message = str(error).strip().splitlines()[-1:]
-    said = message[0] if message else type(error).__name__
-    said = re.sub(r"^[\w.]*Error: ", "", said)
-    is_ours = raised and _OURS in raised[-1] or "choose another strategy" in said
-    return Cell("refused" if is_ours else "failed", said)
+    # Of a rank's, the traceback is in the message.
+    said = re.split(r"^\s*[\w.]*(?:Error|Warning): ", str(error).strip(), flags=re.MULTILINE)[-1]
+    said = " ".join(said.split()) or type(error).__name__
+    is_named = (raised and _OURS in raised[-1]) or "choose another strategy" in said
+    is_slip = re.search(r"^\s*(Attribute|Key|Index|Name|Assertion)Error\b", text, re.MULTILINE)
+    return Cell("refused" if is_named and not is_slip else "failed", said)
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
