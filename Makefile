@@ -8,7 +8,7 @@ OLDEST ?= $(TORCH)
 NEWEST ?= torch>=2.15,<2.16
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test compatibility versions bench chaos lint format check clean
+.PHONY: help install demo test compatibility versions bench zoo chaos lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,10 @@ versions:  ## all tests on the oldest and the newest torch, each in a .venv of i
 bench: install  ## what the engine costs per step, into benchmarks/results
 	$(PIP_INSTALL) --editable ".[bench]"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+zoo: install  ## other people's models under every strategy, into docs/models.md; takes half an hour
+	$(PIP_INSTALL) "$(TORCH)" --editable ".[zoo]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo
 
 chaos: install  ## kills a training job 12 times in each of 19 configurations, and says what was lost; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.storm

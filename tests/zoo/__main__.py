@@ -5,7 +5,6 @@ import json
 import logging
 import platform
 import sys
-import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -20,19 +19,17 @@ writes this page, from `tests/zoo`; {versions}.
 
 A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves
 weights by more than a hundred times that. "Runs" stands where nothing can be compared: each rank draws random numbers
-of its own, or has a loss that is no mean over samples, as under any data parallelism. What is refused is refused by
-name, before or in the first step; the number leads to the reason.
+of its own, or has a loss that is no mean over samples, of which each rank and each micro-batch has one of its own.
+What is refused is refused by name, before or in the first step; the number leads to the reason.
 """
 
 
 def main() -> int:
-    """Runs what is asked for; cells that the results file has already are not run again."""
+    """Runs what is asked for, but for cells that the results file has already."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--models", default="", help="run those whose names have this in it")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
-    parser.add_argument(
-        "--results", type=Path, default=Path(tempfile.gettempdir()) / "zoo.json", help="of earlier cells"
-    )
+    parser.add_argument("--results", type=Path, help="a file of cells, to go on with after a stop; default: none")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "models.md")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -40,7 +37,7 @@ def main() -> int:
     from . import huggingface, plain
 
     groups = {"Modules of torch alone": plain.MODELS, "Models of transformers, peft and diffusers": huggingface.MODELS}
-    known = json.loads(asked.results.read_text()) if asked.results.exists() else {}
+    known = json.loads(asked.results.read_text()) if asked.results and asked.results.exists() else {}
     for models in groups.values():
         for name, model in models.items():
             for strategy in asked.strategies:
@@ -49,7 +46,8 @@ def main() -> int:
                     continue
                 known[key] = run(model, strategy)
                 print(key, *known[key], flush=True)
-                asked.results.write_text(json.dumps(known, indent=1))
+                if asked.results:
+                    asked.results.write_text(json.dumps(known, indent=1))
     cells = {key: Cell(*cell) for key, cell in known.items()}
     if not asked.models:
         asked.output.write_text(_page(groups, cells))

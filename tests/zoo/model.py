@@ -24,7 +24,7 @@ class Model(NamedTuple):
     is_random: bool = False
     """It draws random numbers as it runs, other ones on each rank: that it runs is all that can be compared."""
     is_mean: bool = True
-    """Its loss is a mean over samples; else ranks that have some each compute another one, as under any DDP."""
+    """Its loss is a mean over samples; else ranks, and micro-batches, each compute another one, as under any DDP."""
 
 
 class Zoo(LightningModule):
