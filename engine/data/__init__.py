@@ -7,10 +7,14 @@ from .even_batches import EvenBatches, check_length, evaluated_order, even_batch
 from .global_batches import GlobalBatches, InOneRow
 from .global_order import GlobalOrder, Samples
 from .length_bucketing import LengthBucketing
+from .own_generators import OwnGenerators, set_own_states, states_of_own
 from .packing import PackSequences, block_diagonal_mask, cu_seqlens
 from .place import Pass, decides, order_of
 from .replayed import digest_of_generators, loses_its_buffer, replayed
-from .stateful import Remembering, as_stateful, epoch_of, is_stateful, keeps_place, remembering, set_epoch
+from .sample_seeds import SeededLoader, SeededSamples, check_seedable, seed_samples
+from .shards import InShards, Shards, in_shards, left_of, why_not
+from .stateful import Remembering, as_stateful, epoch_of, is_stateful, keeps_place, remembering, set_epoch, told_by
+from .stream_draws import drawing
 from .streams import Agreeing, agreeing, shard_of
 from .uneven import UNEVEN, Together, together
 from .watched import Watched, WatchedLoaders
@@ -23,11 +27,16 @@ __all__ = [
     "GlobalBatches",
     "GlobalOrder",
     "InOneRow",
+    "InShards",
     "LengthBucketing",
+    "OwnGenerators",
     "PackSequences",
     "Pass",
     "Remembering",
     "Samples",
+    "SeededLoader",
+    "SeededSamples",
+    "Shards",
     "Together",
     "Watched",
     "WatchedLoaders",
@@ -40,23 +49,32 @@ __all__ = [
     "check_batch_sizes",
     "check_length",
     "check_loader",
+    "check_seedable",
     "copied",
     "cu_seqlens",
     "decides",
     "digest_of_generators",
+    "drawing",
     "epoch_of",
     "evaluated_order",
     "even_batches_of",
     "has_workers",
+    "in_shards",
     "is_own",
     "is_stateful",
     "keeps_place",
+    "left_of",
     "loses_its_buffer",
     "order_of",
     "remembering",
     "replayed",
+    "seed_samples",
     "set_epoch",
+    "set_own_states",
     "shard_of",
     "state_of_seed",
+    "states_of_own",
     "together",
+    "told_by",
+    "why_not",
 ]

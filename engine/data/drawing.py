@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import sampler as torchdatas
 
-from ..checkpoint.rng import get_random_state, seed_all, set_random_state
+from ..checkpoint.rng import get_random_state, of_host, seed_all, set_random_state
 
 __all__ = [
     "Drawing",
@@ -73,7 +73,7 @@ def _global_state(sampler: Any) -> dict[str, Any] | None:
         return None
     if type(sampler) in _TORCHS:
         return {"torch": torch.get_rng_state()}
-    return {name: state for name, state in get_random_state().items() if name != "cuda"}
+    return of_host(get_random_state())
 
 
 def _set_global(state: dict[str, Any] | None) -> None:
@@ -124,7 +124,7 @@ def state_of_seed(seed: int, epoch: int, sampler_state: Any) -> dict[str, Any]:
     """`GlobalOrder.state` for a checkpoint of version 0.1.0, whose order depends on the seed and the epoch alone."""
     everything = get_random_state()
     seed_all(seed, epoch)
-    drawn_from = {name: state for name, state in get_random_state().items() if name != "cuda"}
+    drawn_from = of_host(get_random_state())
     set_random_state(everything)
     before = {"global": drawn_from, "sampler": sampler_state}
     return {"before": before, "sampler": sampler_state, "whole": True, "num_passes": epoch}
@@ -225,6 +225,7 @@ class Drawing(Record):
         self._hand_on = hand_on
         self._blocks: Callable[[int], Any] | None = None
         self._after: Any = None
+        self._global_after: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_blocks": None, "_hand_on": None}
@@ -253,6 +254,15 @@ class Drawing(Record):
         _set_generator(self.sampler, self._after)
         self._after = None
 
+    def settle(self) -> None:
+        """Called when the global generators are where the saved run's were: has them draw the order if it had not yet.
+
+        Loaders with workers ask for the order before that, and others when the first batch is fetched.
+        """
+        before, after = (self.before or {}).get("global"), self._global_after
+        if before is not None and after is not None and is_same_state(before, _global_state(self.sampler)):
+            _set_global(after)
+
     def end_with(self, state: Any) -> None:
         """Says that the pass is over, and what state its sampler was left in."""
         self._blocks = lambda _: []
@@ -279,6 +289,7 @@ class Drawing(Record):
         finally:
             # Ranks that draw the same random numbers go on to; the others are left where they were.
             if not is_own:
+                self._global_after = _global_state(self.sampler)
                 _set_global(here["global"])
             self._after = state_of(self.sampler) if self._is_again else None
 

@@ -9,7 +9,9 @@ that it would draw from there, in the states that they would be in, which are ra
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import DistributedSampler, RandomSampler
+# Lightning: what it puts in the place of a user's sampler, and the data set of that, by which others find the user's.
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _DatasetSamplerWrapper
+from torch.utils.data import RandomSampler
 
 from .drawing import Drawing, Passes, bring_to, state_of
 
@@ -29,10 +31,11 @@ _NOT_OURS = ("state_dict", "load_state_dict")
 """Of a user's sampler, what would be wrong of its order as it is dealt."""
 
 
-class GlobalOrder(DistributedSampler[Any]):
+class GlobalOrder(DistributedSamplerWrapper):
     """This rank's part of the order that `sampler` yields.
 
-    A `DistributedSampler` to whoever asks, with its attributes and those of `sampler`; none of its code is used.
+    To whoever asks a `DistributedSampler`, and Lightning's wrapper of a user's sampler, with their attributes and those
+    of `sampler`; none of their code is used.
 
     Args:
         sampler: the order of one process: the DataLoader's own sampler, or a batch sampler, whose batches are dealt
@@ -72,7 +75,10 @@ class GlobalOrder(DistributedSampler[Any]):
         # Those of the user's sampler, say its weights.
         if name.startswith("__") or name in _NOT_OURS or "sampler" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["sampler"], name)
+        sampler = self.__dict__["sampler"]
+        if name == "dataset" and not hasattr(sampler, name) and hasattr(sampler, "__len__"):
+            return _DatasetSamplerWrapper(sampler)
+        return getattr(sampler, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_hand_on": None}
@@ -110,8 +116,10 @@ class GlobalOrder(DistributedSampler[Any]):
 
     def settle(self) -> None:
         """Called when the iterator of a resumed epoch is there: if that was at its end, no more is drawn for it."""
-        if self._at_end is not None and self.passes.latest is not None:
-            self.passes.latest.end_with(self._at_end)
+        if self.passes.latest is not None:
+            self.passes.latest.settle()
+            if self._at_end is not None:
+                self.passes.latest.end_with(self._at_end)
         self._at_end = None
 
     def go_on_at(self, position: int, num_done: int) -> None:

@@ -1,4 +1,4 @@
-"""Streams whose state does not say all: it leaves out the examples in a shuffle buffer.
+"""Streams whose state is incomplete: it leaves out the examples in a shuffle buffer.
 
 Hugging Face's `IterableDataset.shuffle` reads ahead into a buffer, and its `state_dict` counts what is in there as
 read. A pass over it depends on its epoch and on the states of its generators alone, so such a stream is read again from
@@ -13,28 +13,19 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from .copied import copied
+from .stand_in import StandIn
 from .stateful import is_hugging_faces, is_stateful
 
 __all__ = ["Replayed", "digest_of_generators", "loses_its_buffer", "replayed"]
 
 
-class Replayed(IterableDataset[Any]):
-    """A data set of Hugging Face's without its `state_dict`; `StatefulDataLoader` then reads it up to its place.
+class Replayed(StandIn):
+    """A data set of Hugging Face's without its `state_dict`; `StatefulDataLoader` then reads it up to its place."""
 
-    Args:
-        dataset: the user's, whose other attributes this has, too.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    _lacks = ("state_dict", "load_state_dict")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("state_dict", "load_state_dict") or "dataset" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["dataset"], name)
 
 
 def replayed(loader: DataLoader) -> DataLoader:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from .copied import copied
+from .shards import num_shards_of
 
 __all__ = ["Agreeing", "agreeing", "shard_of"]
 
@@ -37,8 +38,8 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         return loader
     if not callable(getattr(dataset, "shard", None)):
         return None
-    has = getattr(dataset, "num_shards", None)
-    if isinstance(has, int) and has < num_shards:
+    has = num_shards_of(dataset)
+    if has is not None and has < num_shards:
         raise ValueError(
             f"{type(dataset).__name__} has {has} shard(s), which {num_shards} ranks can't share: give it as many"
             " (num_shards, or more files), use fewer ranks, or Hugging Face's `split_dataset_by_node`."

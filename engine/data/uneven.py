@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from .copied import copied
 from .global_order import Samples
+from .shards import InShards, filler
 from .stateful import Remembering
 
 __all__ = ["UNEVEN", "Together", "together"]
@@ -83,7 +84,11 @@ class Together(DataLoader):
             if max(sizes) == _NONE_LEFT == min(sizes) or (self.policy == "drop" and _NONE_LEFT in sizes):
                 self._report(index, sizes)
                 return
-            if _NONE_LEFT in sizes and index == first:
+            # What is left of a resumed epoch may be less than a batch for each rank.
+            goes_on = isinstance(self, InShards) and self.dataset.dealt is not None
+            if batch is latest is _NOTHING and goes_on:
+                latest = filler(self)
+            if _NONE_LEFT in sizes and index == first and not goes_on:
                 where = [rank for rank, size in enumerate(sizes) if size == _NONE_LEFT]
                 raise ValueError(
                     f"rank(s) {where} of {len(sizes)} have no batch at all of {type(self.dataset).__name__}, and need"

@@ -4,7 +4,7 @@ torch seeds each worker of a loader when it starts; after that its generators ar
 them. Here a batch brings along the state that its worker was left in, if anything was drawn for it. The workers of a
 resumed run begin in these states, and the one whose turn it was is the first to get a batch.
 
-Generators that a data set keeps itself are not seen: torch's, numpy's and Python's global ones are.
+So it is with torch's, numpy's and Python's global generators, and with those that the data set keeps.
 """
 
 import random
@@ -24,6 +24,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..checkpoint.rng import get_random_state, set_random_state
 from .copied import copied
+from .drawing import is_same_state
+from .own_generators import OwnGenerators, set_own_states
 
 __all__ = ["WithWorkers", "Workers", "has_workers"]
 
@@ -202,14 +204,21 @@ class _Iterator(_MultiProcessingDataLoaderIter):
 class _State:
     """The states of a process's generators. No tuple, into which pinning would look, and quick to compare and send."""
 
-    def __init__(self, torchs: bytes, numpys: tuple[Any, ...], pythons: tuple[Any, ...]) -> None:
+    def __init__(self, torchs: bytes, numpys: tuple[Any, ...], pythons: tuple[Any, ...], own: dict[str, Any]) -> None:
         self.content = torchs, numpys, pythons
+        self.own = own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _State) and self.content == other.content and is_same_state(self.own, other.own)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
-    def here(cls) -> "_State":
-        """Of this process."""
+    def here(cls, own: OwnGenerators) -> "_State":
+        """The states of this process's global generators, and of those that the data set keeps."""
         name, keys, *rest = np.random.get_state(legacy=True)
-        return cls(torch.get_rng_state().numpy().tobytes(), (name, keys.tobytes(), *rest), random.getstate())  # type: ignore[union-attr]
+        torchs, numpys = torch.get_rng_state().numpy().tobytes(), (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
+        return cls(torchs, numpys, random.getstate(), own.states())
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "_State":
@@ -217,7 +226,8 @@ class _State:
         version, keys, gauss = state["python"]
         name, numpys, *rest = state["numpy"]
         numpys = np.array(numpys, dtype=np.uint32).tobytes()
-        return cls(state["torch"].numpy().tobytes(), (name, numpys, *rest), (version, tuple(keys), gauss))
+        own = state.get("own", {})
+        return cls(state["torch"].numpy().tobytes(), (name, numpys, *rest), (version, tuple(keys), gauss), own)
 
     def plain(self) -> dict[str, Any]:
         """As `get_random_state` has it."""
@@ -226,6 +236,7 @@ class _State:
             "python": pythons,
             "numpy": [name, np.frombuffer(keys, dtype=np.uint32).tolist(), *rest],
             "torch": torch.frombuffer(bytearray(torchs), dtype=torch.uint8),
+            "own": self.own,
         }
 
 
@@ -237,6 +248,7 @@ class _InWorker:
         self._base_seed = None if given is None else given["base_seed"]
         self._states = {} if given is None else given["states"]
         self._worker = -1
+        self._own = OwnGenerators(None)
         self._latest: _State | None = None
 
     def begin(self, worker: int) -> None:
@@ -252,12 +264,20 @@ class _InWorker:
             self._init(worker)
         if worker in self._states:
             set_random_state({**get_random_state(), **self._states[worker]})
-        self._worker, self._latest = worker, _State.here()
+            set_own_states(_dataset(), self._states[worker].get("own", {}))
+        self._own = OwnGenerators(_dataset())
+        self._worker, self._latest = worker, _State.here(self._own)
 
     def collate(self, samples: Any) -> tuple[Any, int, _State | None]:
         """The `collate_fn`: the batch, whose it is, and the state after it if that has changed."""
-        batch, state = self._collate(samples), _State.here()
-        if self._latest is not None and state.content == self._latest.content:
+        batch, state = self._collate(samples), _State.here(self._own)
+        if state == self._latest:
             return batch, self._worker, None
         self._latest = state
         return batch, self._worker, state
+
+
+def _dataset() -> Any:
+    """The data set that the present worker reads."""
+    info = get_worker_info()
+    return None if info is None else info.dataset

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -128,6 +129,8 @@ def test_a_rank_draws_with_rank_0s_numbers_and_keeps_its_own(name):
 def test_the_attributes_of_the_users_sampler_are_there():
     order = GlobalOrder(WeightedRandomSampler([1.0, 3.0], 4), num_replicas=2)
     assert order.weights.tolist() == [1.0, 3.0]
+    assert isinstance(order, DistributedSamplerWrapper)
+    assert order.dataset._sampler is order.sampler  # where Lightning has it
     with pytest.raises(AttributeError, match="no_such"):
         order.no_such  # noqa: B018
 

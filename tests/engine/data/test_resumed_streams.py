@@ -201,3 +201,16 @@ def test_they_go_on_after_the_last_batch_of_an_epoch(name, tmp_path):
 def test_a_state_that_cannot_be_asked_for_is_a_warning():
     with pytest.warns(UserWarning, match=r"state_dict of AsksForMore can't be asked for .*TypeError: .*Use the loader"):
         train(lambda: DataLoader(AsksForMore(SIZE), 3))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, of torch
+def test_litdatas_own_loader_is_refused_in_mid_epoch(tmp_path):
+    names = {"__module__": "litdata.streaming.dataloader"}
+    kind = type("StreamingDataLoader", (StatefulDataLoader,), names)  # what litdata 0.2.76 calls its own
+
+    def make() -> Any:
+        return kind(Stream(SIZE), batch_size=3)
+
+    train(make, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "saved")])
+    with pytest.raises(ValueError, match=r"StreamingDataLoader can't be gone on with in mid-epoch: the epoch after it"):
+        train(make, tmp_path / "saved")

@@ -1,0 +1,316 @@
+"""Streams with shards: read one shard after another, so that what is left of an epoch can be dealt to other ranks.
+
+The contract of a data set: `num_shards` (or `n_shards`), a method ``shard(num_shards, index)``, and the class attribute
+``shards_in_order = True``, which says that to iterate it is to iterate ``shard(num_shards, 0)``, ``shard(num_shards,
+1)`` and so on, one after the other. Hugging Face's streams keep to it, unless they mix shards; `why_not` tells.
+
+How shards are dealt: each rank gets a block of shards that follow each other (the first ranks one more, if they don't
+come out even), as `shard` of Hugging Face's does; of these, worker w of n gets the w-th and every n-th after it. The
+place of a worker is the number of shards it is through with, the samples it has taken of the present one, and that
+shard's `state_dict`, if it has one. A run with other ranks, workers or batch size deals what is left in the same way: a
+shard that was begun goes on at its place, in whichever worker has it now. One without a state is read up to there;
+shards that are finished are not read again.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data import _utils as torchs  # torch: the module that says which worker this is
+from torch.utils.data._utils.worker import WorkerInfo  # torch: what get_worker_info returns
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ..checkpoint.rng import get_random_state, set_random_state
+from .copied import copied
+from .drawing import is_same_state
+from .own_generators import OwnGenerators, set_state_here
+from .replayed import loses_its_buffer
+from .stand_in import StandIn
+from .stateful import Remembering, is_hugging_faces, is_stateful
+
+__all__ = ["InShards", "Shards", "filler", "in_shards", "left_of", "num_shards_of", "why_not"]
+
+Shard = list[Any]
+"""A shard that is not finished: its number, the count of its samples that were taken, [its state] or [], and, if it was
+begun, the state of the generators at its start."""
+
+_IN_ORDER = (
+    "ExamplesIterable",
+    "ArrowExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "MappedExamplesIterable",
+    "FilteredExamplesIterable",
+    "SelectColumnsIterable",
+    "FormattedExamplesIterable",
+)
+"""Hugging Face: the iterables that yield of several shards what they yield of each, one after the other."""
+
+
+def num_shards_of(dataset: Any) -> int | None:
+    """The number of shards that a data set says it has."""
+    found = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    return found if isinstance(found, int) else None
+
+
+def why_not(dataset: Any) -> str | None:
+    """Why a data set can't be read shard by shard; None if it can."""
+    name = type(dataset).__name__
+    if hasattr(dataset, "__len__"):
+        return f"{name} has a `__len__`, which an epoch that is dealt anew would not have"
+    if not callable(getattr(dataset, "shard", None)) or not num_shards_of(dataset):
+        return f"{name} has no `num_shards` and `shard(num_shards, index)`"
+    if not is_hugging_faces(dataset):
+        says_so = getattr(dataset, "shards_in_order", False)
+        return None if says_so else f"{name} doesn't say `shards_in_order = True`"
+    if dataset._distributed is not None:  # Hugging Face: what split_dataset_by_node has done to it
+        return "`split_dataset_by_node` has given each rank a part of its own, which the engine does by itself"
+    if getattr(dataset._formatting, "is_table", False):
+        return "it yields tables of several samples"
+    part = dataset._ex_iterable
+    while part is not None:
+        if type(part).__name__ not in _IN_ORDER:
+            return f"its shards are mixed, or cut, by Hugging Face's {type(part).__name__}"
+        for flag in ("batched", "with_indices", "drop_last_batch"):
+            if getattr(part, flag, False):
+                return f"its `map` or `filter` with {flag}=True depends on where shards begin"
+        part = getattr(part, "ex_iterable", None)
+    return None
+
+
+def in_shards(loader: DataLoader, num_ranks: int, rank: int) -> DataLoader | None:
+    """A copy of a loader that reads this rank's part of its stream shard by shard; None if it can't."""
+    if type(loader) not in (DataLoader, StatefulDataLoader) or not loader.in_order or why_not(loader.dataset):
+        return None
+    if (num_shards_of(loader.dataset) or 0) < num_ranks:
+        return None
+    how: dict[str, Any] = {"snapshot_every_n_steps": 1} if isinstance(loader, StatefulDataLoader) else {}
+    return copied(loader, dataset=Shards(loader.dataset, num_ranks, rank), **how)
+
+
+class Shards(StandIn):
+    """One rank's part of a stream, shard by shard.
+
+    Args:
+        dataset: the user's, whose other attributes this has, too.
+        num_ranks: number of ranks that share it.
+        rank: this one.
+    """
+
+    def __init__(self, dataset: Any, num_ranks: int, rank: int) -> None:
+        super().__init__(dataset)
+        self._own = OwnGenerators(dataset)
+        self.num_ranks, self.rank = num_ranks, rank
+        self.dealt: list[list[Shard]] | None = None
+        """The unfinished shards of an epoch that another run began, by worker; None in an epoch of this run's own."""
+        self._next: list[list[Shard]] | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._before, self._at, self._count = 0, 0, 0
+        self._state: list[Any] = []
+        self._part: Any = None
+        self._first: Any = None
+        """The generators when this worker began."""
+        self._start: Any = None
+        self._block: tuple[range, Any] = (range(0), None)
+
+    @property
+    def count(self) -> int:
+        """Number of shards."""
+        found = num_shards_of(self.dataset)
+        assert found is not None
+        return found
+
+    def deal_next(self, dealt: list[list[Shard]] | None) -> None:
+        """Sets the shards that each worker reads in the next epoch."""
+        self._next = dealt
+
+    def begin_epoch(self) -> None:
+        """Called in the main process before the loader makes an iterator."""
+        self.dealt, self._next = self._next, None
+
+    def __iter__(self) -> Iterator[Any]:
+        place, self._loaded = self._loaded or _START, None
+        worker = torch.utils.data.get_worker_info()
+        number, of = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        shards = _dealt(self.dealt, self.count, self.num_ranks, self.rank, of, number)
+        if worker is not None:
+            self.dealt = None  # it may stay for later epochs, which are whole
+        self._before, self._at, self._part = place["at"], place["at"], None
+        self._count, self._state = place["count"], place["state"]
+        self._block = range(0), None  # the data set may have been told another epoch
+        if self._first is None and worker is not None:
+            self._first = self._own.state_here()
+        return self._read(_after(shards, place), worker, place.get("now"))
+
+    def _read(self, shards: list[Shard], worker: Any, now: Any) -> Iterator[Any]:
+        end = object()
+        for number, (index, count, state, *start) in enumerate(shards):
+            self._at, self._count, self._state = self._before + number, count, state
+            here = self._start = self._own.state_here()
+            if count and start and start[0] is not None:
+                self._start = start[0]
+                set_state_here(self.dataset, self._start)
+            with _alone(worker):
+                part = self._shard(index)
+                if state:
+                    # Hugging Face: ignores a state of another epoch, on which these shards don't depend.
+                    same = {"epoch": part.epoch} if is_hugging_faces(part) else {}
+                    part.load_state_dict({**state[0], **same} if same else state[0])
+                samples = iter(part)
+                if not state and count and sum(1 for _ in islice(samples, count)) < count:
+                    raise ValueError(
+                        f"Shard {index} of {type(self.dataset).__name__} has fewer than the {count} samples that were"
+                        " taken of it before the checkpoint: use the same data, or load the weights alone."
+                    )
+            if count or now is not None:
+                set_state_here(self.dataset, now or here)
+            now = None
+            self._part = part if is_stateful(part) and not loses_its_buffer(part) else None
+            while True:
+                with _alone(worker):
+                    sample = next(samples, end)
+                if sample is end:
+                    break
+                self._count += 1
+                yield sample
+        self._at, self._count, self._state, self._part = self._before + len(shards), 0, [], None
+        self._start = None
+        if now is not None:
+            set_state_here(self.dataset, now)
+
+    def _shard(self, index: int) -> Any:
+        """One shard; Hugging Face's by way of a block of them, since to take one of n takes time in n."""
+        size = self.count
+        if not is_hugging_faces(self.dataset):
+            return self.dataset.shard(num_shards=size, index=index)
+        if index not in self._block[0]:
+            num = math.isqrt(size)
+            blocks = (range(size)[_block(size, num, number)] for number in range(num))
+            number, block = next((number, block) for number, block in enumerate(blocks) if index in block)
+            self._block = block, self.dataset.shard(num_shards=num, index=number)
+        block, dataset = self._block
+        return dataset.shard(num_shards=len(block), index=index - block.start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of this worker, and the generators: where it is, and where it began the present shard."""
+        state = self._state if self._part is None else [self._part.state_dict()]
+        place = {"at": self._at, "count": self._count, "state": state, "start": self._start, "now": None}
+        if self._first is None or is_same_state(now := self._own.state_here(), self._first):
+            return place
+        return {**place, "now": now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has the next iterator go on at a place."""
+        self._loaded = state
+
+    def deal(self, left: list[Shard], num_workers: int) -> list[list[Shard]]:
+        """This rank's share of the shards that are left of an epoch, by worker."""
+        share = left[_block(len(left), self.num_ranks, self.rank)]
+        return [share[number :: max(1, num_workers)] for number in range(max(1, num_workers))]
+
+
+class InShards(Remembering):
+    """A loader of `Shards` that remembers its places."""
+
+    dataset: Shards
+    applies_again, keeps_draws = False, True
+
+    @property
+    def evolves(self) -> bool:
+        """Whether an epoch may depend on those before: not these, whose parts are made anew."""
+        return False
+
+    def shards_state(self) -> dict[str, Any]:
+        """The part of a checkpoint beside the places: the number of shards, and how the present epoch was dealt."""
+        return {"num_shards": self.dataset.count, "dealt": self.dataset.dealt}
+
+    def go_on_with(self, epoch: int, batches: int, left: list[Shard]) -> None:
+        """The next iterator reads this rank's share of the unfinished shards, after `batches` batches of the epoch."""
+        self.dataset.deal_next(self.dataset.deal(left, self.num_workers))
+        self.begin(epoch, batches)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.dataset.begin_epoch()
+        return super().__iter__()
+
+
+_START: dict[str, Any] = {"at": 0, "count": 0, "state": []}
+
+
+def left_of(states: list[dict[str, Any]], num_shards: int) -> list[Shard]:
+    """The shards that are not finished, by number, with their places.
+
+    Args:
+        states: of the loaders of all ranks of a run, in their order: `num_workers`, what was `dealt`, and the `state`
+            of a `Remembering`.
+        num_shards: number of shards of the data set.
+    """
+    left: list[Shard] = []
+    for rank, state in enumerate(states):
+        of = max(1, state["num_workers"])
+        for number, place in enumerate(_places(state["state"], of)):
+            left += _after(_dealt(state["shards"]["dealt"], num_shards, len(states), rank, of, number), place)
+    return sorted(left, key=lambda shard: shard[0])
+
+
+def _places(state: dict[str, Any] | None, num_workers: int) -> list[dict[str, Any]]:
+    """The place of each worker in a `Remembering`'s state."""
+    if state is None:
+        return [_START] * num_workers
+    # torchdata: what the states of its iterators, without and with workers, are made of.
+    loaders = state["state"]
+    if "_snapshot" not in loaders:
+        return [loaders["dataset_state"]]
+    workers = loaders["_snapshot"]["_worker_snapshots"]
+    return [workers[f"worker_{number}"]["dataset_state"] for number in range(num_workers)]
+
+
+def _dealt(
+    dealt: list[list[Shard]] | None, num_shards: int, num_ranks: int, rank: int, num_workers: int, worker: int
+) -> list[Shard]:
+    """The shards of a worker from the start of its epoch."""
+    if dealt is not None:
+        return dealt[worker]
+    block = range(num_shards)[_block(num_shards, num_ranks, rank)]
+    return [[index, 0, []] for index in block[worker::num_workers]]
+
+
+def _after(shards: list[Shard], place: dict[str, Any]) -> list[Shard]:
+    """The shards that a worker has not finished, given its place."""
+    left = shards[place["at"] :]
+    if left and place["count"]:
+        left[0] = [left[0][0], place["count"], place["state"], place.get("start")]
+    return left
+
+
+def _block(size: int, num_ranks: int, rank: int) -> slice:
+    """A rank's block of things that are cut as evenly as they can be."""
+    share, more = divmod(size, num_ranks)
+    start = share * rank + min(rank, more)
+    return slice(start, start + share + (rank < more))
+
+
+@contextmanager
+def _alone(worker: Any) -> Iterator[None]:
+    """Has a data set in a worker not share its samples with other workers: the engine has dealt the shards."""
+    if worker is None:
+        yield
+        return
+    torchs.worker._worker_info = WorkerInfo(id=0, num_workers=1, seed=worker.seed, dataset=worker.dataset)
+    try:
+        yield
+    finally:
+        torchs.worker._worker_info = worker
+
+
+def filler(loader: DataLoader) -> Any:
+    """A batch for a rank that has none left of an epoch, to take part in collectives with; it counts for nothing."""
+    shards: Any = loader.dataset
+    before = get_random_state()
+    first = DataLoader(Shards(shards.dataset, 1, 0), loader.batch_size, collate_fn=loader.collate_fn)
+    batch = next(iter(first))
+    set_random_state(before)
+    return batch

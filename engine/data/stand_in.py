@@ -1,0 +1,64 @@
+"""A data set that replaces the user's while a loader makes its iterators."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+__all__ = ["StandIn", "reading"]
+
+
+class StandIn(IterableDataset[Any]):
+    """Reads a stream in its place, and has its other attributes, too.
+
+    Args:
+        dataset: the user's.
+    """
+
+    _lacks: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the user's that it does not have."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self._lacks or "dataset" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What a hook tells the data set of its loader.
+        owner = self.dataset if name == "epoch" else None
+        super().__setattr__(name, value) if owner is None else setattr(owner, name, value)
+
+
+@contextmanager
+def reading(loader: DataLoader, dataset: Any) -> Iterator[None]:
+    """Has the iterators and workers that `loader` makes in here read `dataset`; afterwards it has the user's again.
+
+    Args:
+        loader: changed for the time.
+        dataset: has the user's as its attribute `dataset`.
+    """
+    users = {name: loader.__dict__[name] for name in ("dataset", "worker_init_fn")}
+    # Not by attribute, which DataLoader forbids.
+    loader.__dict__.update(dataset=dataset, worker_init_fn=_UsersInit(users["worker_init_fn"]))
+    try:
+        yield
+    finally:
+        loader.__dict__.update(users)
+
+
+class _UsersInit:
+    """The `worker_init_fn`: a worker knows the user's data set, and calls the user's function."""
+
+    def __init__(self, users: Callable[[int], None] | None) -> None:
+        self._users = users
+
+    def __call__(self, worker: int) -> None:
+        """Called in a worker before it reads anything."""
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # which is frozen
+        if self._users is not None:
+            self._users(worker)

@@ -1,0 +1,82 @@
+"""A few of the random draws of `draws.py`, which makes 1,000 of them at night."""
+
+from dataclasses import replace
+
+import pytest
+
+from .draws import STOPS, Draw, draw, in_one_process, on_ranks, wrong_on_ranks
+from .kinds import KINDS
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")  # taken back after the test
+
+
+def test_runs_are_trained_on_the_samples_of_a_plain_loop(tmp_path):
+    numbers = [number for number in range(100) if not workers(number)][:25]
+    assert in_one_process(0, numbers, tmp_path) == {}
+
+
+@pytest.mark.timeout(150)
+def test_two_ranks_are_too(tmp_path):
+    numbers = [number for number in range(100) if num_ranks(number) == (2, 2) and not workers(number)][:2]
+    assert on_ranks(0, numbers, 2, tmp_path, timeout_s=60) == {}
+
+
+_TWO_RANKS = Draw(
+    kind="shuffle",
+    num_samples=3,
+    batch_size=1,
+    drop_last=False,
+    structure="tensor",
+    num_workers=0,
+    persistent=False,
+    accumulate=1,
+    limit=None,
+    stop="save",
+    stop_after=1,
+    num_ranks=2,
+    later_batch_size=1,
+    later_num_workers=0,
+    later_num_ranks=2,
+)
+FOUND = {
+    "a run goes on with a batch for which a rank has no sample": replace(_TWO_RANKS, stop="should_stop", stop_after=3),
+    "one rank was through with its stream": replace(_TWO_RANKS, kind="stream with shard", stop_after=2),
+    "workers ask for an order before the saved random state is set": replace(
+        _TWO_RANKS,
+        kind="weighted",
+        num_samples=8,
+        accumulate=2,
+        stop="should_stop",
+        stop_after=5,
+        later_num_workers=1,
+    ),
+}
+"""Draws that were wrong, made small."""
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("what", FOUND.values(), ids=FOUND)
+def test_what_was_wrong_once(what, tmp_path):
+    assert wrong_on_ranks(what, tmp_path / "0", timeout_s=60) is None
+
+
+def test_the_draws_have_every_kind_and_stop():
+    draws = [draw(0, number, 4) for number in range(1000)]
+    assert {what.kind for what in draws} == set(KINDS)
+    assert {what.stop for what in draws} == set(STOPS)
+    assert {(what.num_ranks, what.later_num_ranks) for what in draws} == {
+        (i, k) for i in range(1, 5) for k in range(1, 5)
+    }
+
+
+def workers(number: int) -> int:
+    what = draw(0, number)
+    return what.num_workers + what.later_num_workers
+
+
+def num_ranks(number: int) -> tuple[int, int]:
+    what = draw(0, number, 2)
+    return what.num_ranks, what.later_num_ranks
