@@ -3,11 +3,11 @@
 from collections import Counter
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from polyphase.engine.compression import Sent, seconds_between
+from polyphase.engine.compression import Sent, busy_s, seconds_between
+from polyphase.engine.devices import wait_for
 
 from ._interval import IntervalCallback
 
@@ -26,7 +26,7 @@ class CommunicationMonitor(IntervalCallback):
 
     Measured in the step that is logged, which waits for the device:
 
-    - `communication/time_ms`: the sum of all collectives' times, waiting for other ranks included.
+    - `communication/time_ms`: in which at least one collective was under way, waiting for other ranks included.
     - `communication/bandwidth_mb_per_s`: what was sent in this step by that time.
     - `communication/sync_latency_ms`: from the first bucket of gradients that is ready to the last that is averaged;
       without the backward in between where that waits for each.
@@ -118,10 +118,9 @@ class CommunicationMonitor(IntervalCallback):
 
     def _timed(self, trainer: Trainer) -> dict[str, float]:
         self._times = False
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
+        wait_for(trainer.strategy.root_device)
         spans = [span for wire in _wires(trainer) for span in wire.spans or ()]
-        time_s = sum(seconds_between(start, end) for start, end in spans)
+        time_s = busy_s(spans)
         num_bytes = sum(_sent(trainer).values()) - self._sent_in_step
         figures = {"communication/time_ms": 1e3 * time_s}
         if time_s:

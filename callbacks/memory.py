@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from polyphase.engine.devices import peak_bytes, reset_peak
+
 from ._interval import IntervalCallback, sum_over_ranks
 
 __all__ = ["MemoryMonitor"]
@@ -33,8 +35,7 @@ class MemoryMonitor(IntervalCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the first interval: what was allocated to get here is not of it."""
         super().on_train_start(trainer, pl_module)
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+        reset_peak(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Measures where it is due."""
@@ -56,10 +57,9 @@ class MemoryMonitor(IntervalCallback):
 
 
 def _used_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
+    if (allocated := peak_bytes(device)) is not None:
+        reset_peak(device)
+        return allocated
     try:
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # no /proc outside of Linux: the peak stands in, in KiB there and in bytes on macOS

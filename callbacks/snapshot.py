@@ -63,6 +63,7 @@ class Snapshot(Callback):
         self._best: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._saved_at = 0.0
+        self._saved_epochs = 0
         self._release: Callable[[], None] | None = None
 
     @property
@@ -108,7 +109,7 @@ class Snapshot(Callback):
         """Begins the first interval."""
         self._saved_at = time.monotonic()
         # What was resumed from need not be saved again.
-        self._saved_step = trainer.global_step
+        self._saved_step, self._saved_epochs = trainer.global_step, _epochs_done(trainer)
 
     def on_train_step_end(self, trainer: Any, pl_module: LightningModule, save_now: bool) -> None:
         """Called by the engine between two optimizer steps, when all that belongs to the first is over."""
@@ -124,6 +125,9 @@ class Snapshot(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Saves the end of the run."""
+        # Once more if the last epoch has ended since: its mean values, logged there, can't be logged again.
+        if trainer.loggers and _epochs_done(trainer) != self._saved_epochs:
+            self._saved_step = None
         self._save(trainer)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
@@ -149,7 +153,7 @@ class Snapshot(Callback):
         step = trainer.global_step
         if step == self._saved_step:
             return
-        self._saved_step, self._saved_at = step, time.monotonic()
+        self._saved_step, self._saved_at, self._saved_epochs = step, time.monotonic(), _epochs_done(trainer)
         path = os.path.join(self.snapshot_folder(trainer), trainer.run_history.snapshot_name(step))
         self._note_best(trainer, path)
         trainer.save_checkpoint(path, link="last", kind="snapshot")
@@ -181,6 +185,11 @@ class Snapshot(Callback):
             for found in older[self.keep_last - 1 :]
             if not (every and found.step % every == 0) and found.name != best
         ]
+
+
+def _epochs_done(trainer: Any) -> int:
+    """How many epochs have come to their end; not one that `max_steps` has cut short, in which a longer run goes on."""
+    return trainer.fit_loop.epoch_progress.current.processed - trainer.fit_loop.is_cut_short
 
 
 def default_snapshot() -> Snapshot:

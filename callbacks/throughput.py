@@ -5,9 +5,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+
+from polyphase.engine.devices import wait_for
 
 from ._counts import count_samples, count_tokens
 from ._interval import IntervalCallback, sum_over_ranks
@@ -95,7 +96,7 @@ class ThroughputMonitor(IntervalCallback):
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
         """One all-reduce of five numbers."""
-        _wait_for_device(trainer)  # what was launched counts when it is done
+        wait_for(trainer.strategy.root_device)  # what was launched counts when it is done
         elapsed_s = time.perf_counter() - self._started - self._paused_s
         tokens = 0.0 if self._tokens is None else float(self._tokens)
         mine = [self._samples, tokens, self._tokens is not None, elapsed_s, self._waited_s]
@@ -136,20 +137,14 @@ class ThroughputMonitor(IntervalCallback):
 
     def _pause(self, trainer: Trainer) -> None:
         if self._pauses == 0:
-            _wait_for_device(trainer)
+            wait_for(trainer.strategy.root_device)
             self._pause_began = time.perf_counter()
         self._pauses += 1
 
     def _resume(self, trainer: Trainer) -> None:
         self._pauses -= 1
         if self._pauses == 0:
-            _wait_for_device(trainer)
+            wait_for(trainer.strategy.root_device)
             pause_s = time.perf_counter() - self._pause_began
             self._paused_s += pause_s
             self._batch_ended += pause_s  # nor is it a wait for data
-
-
-def _wait_for_device(trainer: Trainer) -> None:
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@ from ..lazy import import_on_access
 
 if TYPE_CHECKING:
     from .files import absolute
-    from .rng import draw_alone, get_random_state, set_random_state
+    from .rng import draw_alone, get_random_state, of_host, set_random_state
     from .saver import Saver, load_checkpoint
     from .store import (
         CheckpointError,
@@ -41,6 +41,7 @@ __all__ = [
     "load_checkpoint",
     "lock",
     "numbered",
+    "of_host",
     "read_manifest",
     "repair",
     "set_random_state",
@@ -67,6 +68,7 @@ __getattr__ = import_on_access(
         "numbered": "tree",
         "read_manifest": "store",
         "repair": "store",
+        "of_host": "rng",
         "set_random_state": "rng",
     },
 )

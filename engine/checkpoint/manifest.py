@@ -99,6 +99,8 @@ class Manifest:
     """Counts the saves into a folder, over all runs: the largest is the newest, whatever the clocks say."""
     kind: Kind = "checkpoint"
     """``"snapshot"``: `Snapshot` may remove it. ``"weights"``: a run can't go on from it."""
+    loggers: tuple[dict[str, Any], ...] = ()
+    """The positions of the logs of the run: see `loop.log_continuation`."""
     format: int = FORMAT
 
     @property
@@ -233,6 +235,9 @@ def _manifest(said: dict[str, Any]) -> Manifest:
         if said["kind"] not in KINDS:
             raise ValueError(f"kind is {said['kind']!r}")
         said["lineage"] = tuple(said["lineage"])
+        if not all(type(logger) is dict for logger in _field({"loggers": [], **said}, "loggers", list)):
+            raise ValueError("loggers has one that is no dictionary")
+        said["loggers"] = tuple(said.get("loggers", ()))
     said["files"] = {name: (size, crc) for name, (size, crc) in files.items()}
     return Manifest(**said)
 

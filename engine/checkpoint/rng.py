@@ -1,26 +1,49 @@
 """The random state of one process: Python's, numpy's, torch's and its device's, as plain values."""
 
+import ctypes
 import random
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..devices import in_use
 from ..seeds import mixed
 
-__all__ = ["draw_alone", "get_random_state", "seed_all", "set_random_state"]
+__all__ = ["draw_alone", "get_random_state", "of_host", "seed_all", "set_random_state"]
+
+_TWISTER_BYTES = 624 * 4 + 4
+"""Size of the state of `np.random.MT19937` in memory: 624 words, and the position among them."""
+_numpys: tuple[bytes, list[Any]] = b"", []
+"""NumPy's state when it was last read: in memory, and as plain values."""
 
 
 def get_random_state() -> dict[str, Any]:
     """What `set_random_state` takes; loads with ``weights_only=True``."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    state = {
-        "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],  # type: ignore[union-attr]
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    state = {"python": random.getstate(), "numpy": _of_numpy(), "torch": torch.get_rng_state()}
+    if (used := in_use()) is not None:
+        kind, module = used
+        state[kind] = module.get_rng_state()
+    return state
+
+
+def of_host(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of a state of `get_random_state` that is no accelerator's."""
+    return {name: state[name] for name in ("python", "numpy", "torch")}
+
+
+def _of_numpy() -> list[Any]:
+    """NumPy's part; not read again (50 us, in each window of accumulated gradients) where nobody has drawn from it."""
+    global _numpys
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    is_twister = type(generator) is np.random.MT19937
+    raw = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES) if is_twister else b""
+    before, state = _numpys
+    # A second normal number, kept from a draw before, is handed out without a draw.
+    if raw != before or not raw or state[3]:
+        name, keys, *rest = np.random.get_state(legacy=True)
+        state = [name, keys.tolist(), *rest]  # type: ignore[union-attr]
+        _numpys = raw, state
     return state
 
 
@@ -31,8 +54,9 @@ def set_random_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and kind.type in state:
+        torch.get_device_module(kind).set_rng_state(state[kind.type])
 
 
 def draw_alone(rank: int) -> None:

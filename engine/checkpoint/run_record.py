@@ -35,6 +35,8 @@ class RunRecord(NamedTuple):
     """Of the newest one that the run knew."""
     batches: dict[str, Any]
     """Ranks, layout and accumulation, of which the global batch follows."""
+    loggers: tuple[dict[str, Any], ...] = ()
+    """Its loggers, and the positions of their logs when it began."""
 
 
 def read_record(folder: str, root: str) -> RunRecord | None:
@@ -56,7 +58,8 @@ def read_record(folder: str, root: str) -> RunRecord | None:
             if any(type(size) is not int or size < 1 for size in sizes):
                 raise ValueError("layout")
             lineage = tuple(str(run) for run in said["lineage"])
-            return RunRecord(str(said["run"]), lineage, bool(said["has_saved"]), int(said["step"]), batches)
+            loggers = tuple(logger for logger in said.get("loggers", ()) if isinstance(logger, dict))
+            return RunRecord(str(said["run"]), lineage, bool(said["has_saved"]), int(said["step"]), batches, loggers)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

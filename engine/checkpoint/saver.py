@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -119,6 +120,8 @@ class Saver:
         of_rank_tensors: dict[str, Tensor] = {}
         if _writes_shards(group):
             of_rank_tensors, of_rank = split(of_rank, f"rank{group.rank}.")
+            # What is left is small, but may be a view of a bucket of gradients, all of which would be written with it.
+            of_rank = apply_to_collection(of_rank, Tensor, lambda small: small.detach().cpu().clone())
         content = b"" if group.rank else self._serialised(rest)
         staged = self._staged({**tensors, **of_rank_tensors})
         job = _Job(path, staged, content, _packed(of_rank), about, link)
@@ -278,7 +281,7 @@ class Saver:
                 return self._stager.stage(tensors)  # type: ignore[return-value]
             except AssertionError:  # torch's: a tensor's memory was resized in place since the last time
                 log.debug("the copies in host memory are made anew")
-        pins = torch.cuda.is_available()
+        pins = any(tensor.is_cuda for tensor in tensors.values())
         options = StagingOptions(pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins)
         self._stager = DefaultStager(options)
         return self._stager.stage(tensors)  # type: ignore[return-value]
@@ -288,7 +291,7 @@ class Saver:
         if not self._has_checked_rest:
             self._has_checked_rest = True
             try:
-                torch.load(io.BytesIO(content), weights_only=True)
+                torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as refused:
                 rank_zero_warn(not_plain(refused))
         return content
@@ -324,7 +327,9 @@ class Saver:
         # Of ranks that were lost, what rank 0 says of itself: the places in the data are alike.
         known += known[:1] * (job.about["world_size"] - len(known))
         with files.writing(RANKS) as stream:
-            torch.save([torch.load(io.BytesIO(of_rank), weights_only=True) for _, of_rank in known], stream)
+            # Rank 0 reads what the others have had on devices of theirs.
+            parts = [torch.load(io.BytesIO(of_rank), map_location="cpu", weights_only=True) for _, of_rank in known]
+            torch.save(parts, stream)
         for written, _ in known:
             files.written.update(written)
         manifest = Manifest(

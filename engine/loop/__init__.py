@@ -2,7 +2,7 @@
 
 from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .attach import LoopTrainer, attach, defaults_from_environment
-from .compile import CompileSteps, compile_mode
+from .compile import CompileSteps, check_graphs, compile_mode
 from .conflicts import check_callbacks, check_manual_optimization
 from .fit import NothingTrainedError
 from .log_folders import claim_log_folders, folders_written_to
@@ -18,6 +18,7 @@ __all__ = [
     "NothingTrainedError",
     "attach",
     "check_callbacks",
+    "check_graphs",
     "check_manual_optimization",
     "claim_log_folders",
     "compile_mode",

@@ -33,10 +33,11 @@ from .checkpoint_connector import CheckpointConnector
 from .conflicts import check_callbacks
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
+from .first_steps import FirstSteps
 from .fit import FitLoop
 from .metrics import LoggerConnector
 from .model_summary import summarize
-from .noise import quiet
+from .noise import going_on, quiet
 from .nonfinite import NonFiniteWatch
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
@@ -125,12 +126,14 @@ class LoopTrainer(Trainer):
     def _run_watched(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         checkpoints.begin()
+        checkpoints.logs.open()
         self._data_connector.places.begin_run()  # type: ignore[attr-defined]
         folder = os.path.join(self.default_root_dir, "failures")
         watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy)
         watchdog.start()
         try:
-            results = super()._run(*args, **kwargs)
+            with going_on() if checkpoints.logs.goes_on else nullcontext():
+                results = super()._run(*args, **kwargs)
             checkpoints.saver.finish()
             watchdog.stop()
             return results
@@ -305,7 +308,9 @@ def attach(
     global_batch_size: int | None = None,
     micro_batch_size: int | Literal["auto"] | None = None,
     uneven: str = "pad",
+    seed_samples: bool = False,
     name: str | None = None,
+    check_first_steps: bool | Literal["auto"] = False,
 ) -> None:
     """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
 
@@ -322,7 +327,9 @@ def attach(
         micro_batch_size: samples of a rank's micro-batch at most; None: the DataLoader's ``batch_size``; ``"auto"``: as
             many as fit in memory.
         uneven: what happens where ranks have different numbers of training batches.
+        seed_samples: seed the random draws of each sample by its index.
         name: of the default logger's folder; None: a number.
+        check_first_steps: see `FirstSteps`.
     """
     check_run_name(name, trainer.flags.get("logger") if not trainer.barebones else False)
     if trainer.flags.get("logger") in (None, True):
@@ -344,13 +351,15 @@ def attach(
         in_background=async_checkpoints,
         keeps_global_batch=keeps_global_batch and global_batch_size is None,
     )
-    trainer._data_connector = DataConnector(trainer, BatchSizes(trainer, global_batch_size, micro_batch_size), uneven)
+    sizes = BatchSizes(trainer, global_batch_size, micro_batch_size)
+    trainer._data_connector = DataConnector(trainer, sizes, uneven, seeds_samples=seed_samples)
     trainer._signal_connector = SignalConnector(trainer)
     # The connector was told its loggers already: they stay.
     trainer._logger_connector = LoggerConnector(trainer)
     epochs = trainer.fit_loop.epoch_loop
     trainer.fit_loop = FitLoop(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
     trainer.fit_loop.epoch_loop = TrainingEpochLoop(trainer, epochs.min_steps, epochs.max_steps, watch)
+    trainer.fit_loop.epoch_loop.first_steps = FirstSteps(trainer, check_first_steps)
     if micro_batch_size == "auto":
         trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory = OutOfMemory(trainer)
     for name, fn, stage in (

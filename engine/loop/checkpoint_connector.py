@@ -34,7 +34,7 @@ from ..checkpoint.whole import names_in, part_of
 from ..compression import deal_residuals
 from ..environment import restart_count
 from ..host_group import num_ranks
-from ..strategies import LayoutStrategy
+from ..strategies import LayoutStrategy, check_stored, read_stored
 from .restoring import Templates, in_order_of, matching_accumulation, to_last_step, with_samples
 from .run_history import AUTO, FRESH, Seen, check_may_start_afresh
 from .saving import STRATEGY, SavingConnector
@@ -77,6 +77,10 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
 
     def _begin_run(self, is_same: bool) -> None:
         trainer = self.trainer
+        opened = read_manifest(str(self._ckpt_path)) if is_same and trainer.is_global_zero else None
+        if opened is None or not 0 <= trainer.max_steps <= opened.step:  # else nothing is logged again
+            loggers, step = (None, 0) if opened is None else (opened.loggers, opened.step)
+            self.logs.take_back(loggers, step, waits=bool(self._ours.get("cut_short")))
         trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
         trainer.fit_loop.is_cut_short = False
         # Of format 1, and of Lightning's own files, the run is not known; they are continued all the same.
@@ -88,7 +92,8 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                 "accumulation_asked": self._accumulation_asked,
                 "world_size": trainer.world_size,
                 "layout": self._layout,
-            }
+            },
+            self.logs.positions(),
         )
 
     def _open_file(self, path: Any, weights_only: bool | None) -> None:
@@ -189,6 +194,8 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             RuntimeError: the module's parameters are others; lists those missing, unexpected and of another shape.
         """
         trainer = self.trainer
+        check_stored(trainer.lightning_module)
+        read_stored(trainer.lightning_module)  # what no strategy has split by now
         if isinstance(trainer.precision_plugin, DoublePrecision):
             # Lightning converts after this: what is loaded into single precision would lose half of its digits.
             trainer.precision_plugin.convert_module(trainer.lightning_module)

@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 
-from ..flags import choose
+from ..flags import Layout, choose
 from .hooks import bound, overridden
 
-__all__ = ["COMPILE_MODES", "CompileSteps", "compile_mode"]
+__all__ = ["COMPILE_MODES", "CompileSteps", "check_graphs", "compile_mode"]
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes that record CUDA graphs on a GPU."""
 LOGGING = "self.log stays outside of the graph"
 """The reason given for the one function of ours that is never compiled."""
 
@@ -49,6 +52,22 @@ def compile_mode(flag: bool | str | None) -> str | None:
     return choose("value of compile", flag, COMPILE_MODES)
 
 
+def check_graphs(mode: str | None, layout: Layout) -> None:
+    """Checks that what a mode records on a GPU can be run again in each step.
+
+    Raises:
+        ValueError: it can't.
+    """
+    why_not = "gathers its parameters into other memory in each step" if layout.shard > 1 else None
+    if layout.pp > 1:
+        why_not = "has several micro-batches on their way at once"
+    if mode in _WITH_GRAPHS and why_not is not None:
+        raise ValueError(
+            f"compile={mode!r} records CUDA graphs, which read and write the same memory each time, and a layout of"
+            f" {layout} {why_not}: choose compile=True, or another strategy."
+        )
+
+
 class CompileSteps(Callback):
     """Has the module's steps compiled while a trainer runs.
 
@@ -58,6 +77,7 @@ class CompileSteps(Callback):
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
+        self._copies: dict[Tensor, Tensor] = {}  # of gradients, by parameter
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts compiled steps before the module's own; a strategy with units compiles those, and says so."""
@@ -69,11 +89,27 @@ class CompileSteps(Callback):
             if step is not None and name not in pl_module.__dict__:
                 pl_module.__dict__[name] = _Compiled(pl_module, step, backend, strategy)
 
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copies the gradients that the next micro-batch adds to: they lie in the memory of a CUDA graph.
+
+        The graph writes over them when it runs again, of which torch makes an error. What has been copied is added to
+        in place, so it is done once a window.
+        """
+        is_added_to = trainer.fit_loop._should_accumulate()
+        if is_added_to and self.mode in _WITH_GRAPHS and pl_module.automatic_optimization:
+            for parameter in pl_module.parameters():
+                gradient = parameter.grad
+                if gradient is not None and gradient is not self._copies.get(parameter):
+                    self._copies[parameter] = parameter.grad = gradient.clone()
+        else:
+            self._copies.clear()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the module as it was."""
         for name in _STEPS:
             if isinstance(pl_module.__dict__.get(name), _Compiled):
                 del pl_module.__dict__[name]
+        self._copies.clear()
         vars(trainer.strategy).pop("compile", None)
 
 

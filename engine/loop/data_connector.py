@@ -19,30 +19,38 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset, sized_len
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ..data import (
     EvenBatches,
     GlobalOrder,
     InOneRow,
+    InShards,
+    Remembering,
+    Shards,
     WithWorkers,
     agreeing,
     as_stateful,
     check_length,
     check_loader,
+    check_seedable,
     copied,
     decides,
+    drawing,
     evaluated_order,
     has_workers,
+    in_shards,
     is_own,
     is_stateful,
     keeps_place,
     order_of,
     remembering,
     replayed,
+    seed_samples,
     shard_of,
     together,
 )
+from ..environment import global_seed
 from ..strategies import LayoutStrategy
 from .batch_sizes import BatchSizes
 from .places import Places
@@ -57,18 +65,27 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         trainer: whose data it is.
         sizes: of the global batches that training data is cut into.
         uneven: what happens where ranks have different numbers of training batches; one of `UNEVEN`.
+        seeds_samples: the random draws of each sample are seeded by its index.
     """
 
     trainer: Any
 
-    def __init__(self, trainer: Trainer, sizes: BatchSizes, uneven: str = "pad") -> None:
+    def __init__(
+        self, trainer: Trainer, sizes: BatchSizes, uneven: str = "pad", *, seeds_samples: bool = False
+    ) -> None:
         super().__init__(trainer)
         self.sizes = sizes
         self._uneven = uneven
-        self.places = Places(trainer, sizes, self._deals_itself)
+        self.places = Places(trainer, sizes, self._deals_itself, seeds_samples=seeds_samples)
+        self._seeds_samples = seeds_samples
+        self._num_training_loaders = 0
         self._has_warned_of_streams = False
 
     # --- which loader is used
+
+    def begin_training_loaders(self) -> None:
+        """Called before the training loaders of an epoch are prepared, one by one."""
+        self._num_training_loaders = 0
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         # Lightning: _DataConnector._prepare_dataloader, after which it seeds by the global rank what is not seeded yet;
@@ -78,13 +95,23 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return prepared
 
     def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        # One process's prediction keeps Lightning's, which records the indices.
+        if self._seeds_samples:
+            check_seedable(dataloader)
+        self._warn_of_replicas(dataloader)
+        if not isinstance(dataloader, DataLoader) and not getattr(dataloader, "shards_itself", False):
+            self._warn_of_parts(dataloader, "which is no DataLoader", "a DataLoader around it")
         if mode == RunningStage.TRAINING:
             self.places.begin()
             prepared = self._prepare_training(dataloader)
             self.trainer._checkpoint_connector.draw_alone()
             self.places.resume(prepared)
             return prepared
+        prepared = self._prepare_evaluation(dataloader, shuffle, mode)
+        # The same draws at each evaluation: what differs between two of them is the model's doing.
+        return self._seeded(prepared, (1,), lambda: 0)
+
+    def _prepare_evaluation(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        # One process's prediction keeps Lightning's, which records the indices.
         if isinstance(dataloader, DataLoader) and self._is_shared(dataloader):
             return self._evaluated(dataloader, mode)
         if isinstance(dataloader, DataLoader) and mode != RunningStage.PREDICTING and self._dealt(dataloader, mode):
@@ -99,14 +126,29 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):
-            if self.trainer.data_size > 1:
-                dataloader = self._part(dataloader, **self.trainer.distributed_sampler_kwargs)
-            dataloader = replayed(as_stateful(dataloader))
+            ranks = self.trainer.data_size, self.trainer.data_rank
+            part = in_shards(dataloader, *ranks) if self.places.may_read_shards else None
+            if part is None:
+                part = self._part(dataloader, *ranks) if self.trainer.data_size > 1 else dataloader
+            dataloader = drawing(replayed(as_stateful(part)))
         elif self._dealt(dataloader, RunningStage.TRAINING):
             dataloader = self._dealing(dataloader, RunningStage.TRAINING)
-        if keeps_place(dataloader):
-            dataloader = remembering(dataloader, self.places.epoch, self.places.num_kept)
-        return self._in_step(dataloader)
+        key = 0, self._num_training_loaders
+        seeded: DataLoader = self._seeded(dataloader, key, lambda: self.places.epoch)
+        self._num_training_loaders += 1
+        if keeps_place(seeded):
+            kind = InShards if isinstance(seeded.dataset, Shards) else Remembering
+            seeded = remembering(seeded, self.places.epoch, self.places.num_kept, kind)
+        return self._in_step(seeded)
+
+    def _seeded(self, dataloader: Any, key: tuple[int, ...], epoch: Callable[[], int]) -> Any:
+        """A copy of `dataloader` that seeds each sample, where that is wanted; else itself."""
+        if not self._seeds_samples:
+            return dataloader
+        if self.places.sample_seed is None:
+            seed = global_seed()
+            self.places.sample_seed = seed if self._hand_on is None else self._hand_on(seed)
+        return seed_samples(dataloader, (self.places.sample_seed, *key), epoch)
 
     def _in_step(self, dataloader: DataLoader) -> DataLoader:
         """`dataloader` itself if all ranks' are equally long; else one that ends an epoch when theirs do."""
@@ -172,6 +214,16 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         samplers = _order_of(dataloader), dataloader.batch_sampler
         return not connector.use_distributed_sampler or any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
+    def _warn_of_replicas(self, dataloader: object) -> None:
+        sampler = _order_of(dataloader) if isinstance(dataloader, DataLoader) else None
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas != self.trainer.data_size:
+            rank_zero_warn(
+                f"{type(sampler).__name__} deals to {sampler.num_replicas} rank(s), where samples are shared by"
+                f" {self.trainer.data_size}: some are read more than once, or not at all. Make it in"
+                " `train_dataloader`, when the ranks are known, or give the DataLoader no such sampler: the engine"
+                " deals its order."
+            )
+
     # --- which loader is evaluated
 
     def _is_shared(self, dataloader: DataLoader) -> bool:
@@ -211,14 +263,19 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     def _part(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         part = shard_of(dataloader, num_replicas, rank)
-        if part is None and not self._has_warned_of_streams:
+        if part is None:
+            way = "a method `shard(num_shards, index)` that returns a data set of one part"
+            self._warn_of_parts(dataloader.dataset, "an IterableDataset", way)
+        return dataloader if part is None else part
+
+    def _warn_of_parts(self, data: object, what: str, way: str) -> None:
+        ranks = self.trainer.data_size
+        if ranks > 1 and not self._has_warned_of_streams:
             self._has_warned_of_streams = True
             rank_zero_warn(
-                f"Each of the {num_replicas} ranks reads all of {type(dataloader.dataset).__name__}, an"
-                " IterableDataset: give it a method `shard(num_shards, index)` that returns a data set of one part, or"
-                " an attribute `shards_itself = True` if it already reads its own part."
+                f"Each of the {ranks} ranks reads all of {type(data).__name__}, {what}: give it {way}, or an attribute"
+                " `shards_itself = True` if it already reads its own part."
             )
-        return dataloader if part is None else part
 
 
 def _order_of(dataloader: DataLoader) -> Any:

@@ -48,6 +48,7 @@ class FitLoop(_FitLoop):
             # loaders already, at the start of their order.
             self._combined_loader, self.begins_elsewhere = None, False
         is_first = self._combined_loader is None
+        self.trainer._data_connector.begin_training_loaders()  # type: ignore[attr-defined]
         with making_loaders():
             super().setup_data()
         trainer: Any = self.trainer
@@ -84,6 +85,12 @@ class FitLoop(_FitLoop):
             return
         elif not all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
             self._look_for_losses()
+
+    def on_advance_end(self) -> None:
+        """The end of an epoch."""
+        if self.is_cut_short:  # a longer run goes on in it, and calls these hooks once more
+            self.trainer._checkpoint_connector.logs.hold()  # type: ignore[attr-defined]
+        super().on_advance_end()
 
     def _look_for_losses(self) -> None:
         optimization: Any = self.epoch_loop.automatic_optimization

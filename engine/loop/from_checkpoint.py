@@ -1,4 +1,7 @@
-"""`load_from_checkpoint` of modules and data modules opens our directories as it opens Lightning's files."""
+"""`load_from_checkpoint` of modules and data modules opens our directories as it opens Lightning's files.
+
+Hooks of the module see no entry of the engine's in either, as they don't see it where a trainer opens it.
+"""
 
 import io
 from pathlib import Path
@@ -9,6 +12,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core import saving
 
 from ..checkpoint import is_directory, load_checkpoint
+from ..checkpoint.single_file import OURS
 
 __all__: list[str] = []
 
@@ -16,6 +20,13 @@ _load_file = saving.pl_load  # Lightning: what `_load_from_checkpoint` opens eve
 
 
 def _load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    checkpoint = _opened(path, map_location, weights_only)
+    if isinstance(checkpoint, dict):
+        checkpoint.pop(OURS, None)
+    return checkpoint
+
+
+def _opened(path: Any, map_location: Any, weights_only: bool | None) -> Any:
     if not isinstance(path, (str, Path)) or not is_directory(path):
         return _load_file(path, map_location, weights_only)
     checkpoint = load_checkpoint(path, weights_only=weights_only)

@@ -209,6 +209,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics=numbers, step=step)
             logger.save()
+            self.trainer._checkpoint_connector.logs.note(logger, numbers, step)  # type: ignore[attr-defined]
 
 
 def _reader() -> str:

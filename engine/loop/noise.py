@@ -8,10 +8,11 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
+from typing import Any, cast
 
-__all__ = ["making_loaders", "quiet"]
+__all__ = ["going_on", "making_loaders", "quiet"]
 
 # Lightning: the loggers that its messages at the start of a run come from.
 _LOGGERS = (
@@ -47,6 +48,19 @@ def quiet() -> Iterator[None]:
             if not _num_quiet:
                 for name in _LOGGERS:
                     logging.getLogger(name).removeFilter(_is_worth_showing)
+
+
+@contextmanager
+def going_on() -> Iterator[None]:
+    """Around a run that goes on in its own folder, of which Lightning warns that it is not empty."""
+    # Not by `catch_warnings`, which would take back what the user's code sets in here.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    added: Any = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user's code has reset them
+            cast(list[Any], warnings.filters).remove(added)
 
 
 @contextmanager

@@ -83,7 +83,8 @@ class NonFiniteWatch:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        values = torch.stack([_scalar(value) for _, _, value in unread])
+        device = trainer.strategy.root_device  # the norm of offloaded gradients is on the host
+        values = torch.stack([_scalar(value).to(device) for _, _, value in unread])
         bad = [(name, step) for (name, step, _), ok in zip(unread, values.isfinite().tolist(), strict=True) if not ok]
         for name in dict.fromkeys(name for name, _ in bad if name not in self._said):
             self._said.add(name)

@@ -165,6 +165,11 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
     def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
         # Lightning: _AutomaticOptimization._make_closure
+        closure = self._make_users_closure(kwargs, optimizer, batch_idx)
+        trainer: Any = self.trainer
+        return _Filler(closure, trainer) if trainer.is_filler(batch_idx) else closure
+
+    def _make_users_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
         if self._skip_backward or not getattr(self.trainer.strategy, "schedules_itself", False):
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -201,6 +206,32 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 self.weights.correct(optimizer)
 
         return backward_and_correct
+
+
+class _Filler(Closure):
+    """Runs a batch that only keeps this rank in step with the others, and puts back what it changed.
+
+    Args:
+        closure: runs it.
+        trainer: whose batch it is.
+    """
+
+    def __init__(self, closure: Closure, trainer: Any) -> None:
+        self._result = None
+        self._inner, self._trainer = closure, trainer
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Forward and backward."""
+        return _put_back(self._trainer, lambda: self._inner.closure(*args, **kwargs))
+
+
+def _put_back(trainer: Any, run: Callable[[], ClosureResult]) -> ClosureResult:
+    """Calls `run`, puts the module and the results back to their state before it, and returns what it returned."""
+    undo = Undo(trainer.lightning_module, trainer._results)
+    result = run()
+    undo.undo()
+    return result
 
 
 class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: then it says so
@@ -264,14 +295,11 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
 
     def _closure(self) -> ClosureResult:
         trainer: Any = self._optimization.trainer
-        if trainer.data_size == 1 or not trainer._data_connector.sizes.is_filler(self._batch_idx):
+        if not trainer.is_filler(self._batch_idx):
             return self._forward_and_backward()
         if trainer._data_connector.sizes.joins(self._batch_idx):
             return self._join()
-        undo = Undo(trainer.lightning_module, trainer._results)
-        result = self._forward_and_backward()
-        undo.undo()
-        return result
+        return _put_back(trainer, self._forward_and_backward)
 
     def _join(self) -> ClosureResult:
         optimization = self._optimization

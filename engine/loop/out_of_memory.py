@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
+from ..devices import module_of, peak_bytes
 from ..host_group import EVERYONE
 from ..memory import held_by
 from .undo import Undo
@@ -84,8 +85,8 @@ class OutOfMemory:
         self.has_failed, self._error = True, error.with_traceback(None)  # whose frames hold the activations
         self._trainer.lightning_module.zero_grad(set_to_none=True)
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if hasattr(module := module_of(self._trainer.strategy.root_device), "empty_cache"):
+            module.empty_cache()
         if self._trainer.world_size == 1:
             raise RepeatStep
         try:
@@ -148,15 +149,16 @@ class OutOfMemory:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or is_oom_error(error)
+    # cuBLAS takes its workspace from CUDA, not from torch, whose error it is not then.
+    is_cublas = isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or is_cublas or is_oom_error(error)
 
 
 def _message(trainer: Any, ranks: list[int]) -> str:
     held = held_by(trainer)
     table = "\n".join(f"  {name:16} {num_bytes / 1e6:10.1f} MB" for name, num_bytes in held.items())
-    if torch.cuda.is_available():
-        peak_mb = torch.cuda.max_memory_allocated() / 1e6
-        table += f"\n  {'peak, in all':16} {peak_mb:10.1f} MB"
+    if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
+        table += f"\n  {'peak, in all':16} {peak / 1e6:10.1f} MB"
     return (
         f"out of memory on rank(s) {', '.join(map(str, ranks))} with a micro-batch of one sample, which can't be made"
         f" smaller. What rank {trainer.global_rank} holds beside activations:\n{table}\nTry strategy='fsdp' (with"

@@ -1,6 +1,6 @@
-"""Where the training data is, and how a run that is resumed goes on there; Lightning begins the epoch again.
+"""The position of a run in its training data, and how a resumed run continues there; Lightning begins the epoch again.
 
-A loader says so by its order of samples (`Pass`), or by a state of its own; one that can say neither begins again.
+The position of a loader is one in its order of samples (`Pass`), or a state of its own; without either it begins again.
 """
 
 from collections.abc import Callable
@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-
-# Lightning: how many batches `limit_train_batches` leaves of a loader.
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, SequentialSampler
 
 from ..data import (
+    InShards,
     Pass,
     Remembering,
     Together,
@@ -27,33 +25,46 @@ from ..data import (
     bring_to,
     decides,
     digest_of_generators,
-    epoch_of,
-    is_stateful,
     keeps_place,
     loses_its_buffer,
     order_of,
-    set_epoch,
     state_of_seed,
 )
 from ..environment import global_seed
 from .batch_sizes import BatchSizes
+from .data_draws import DataDraws
+from .epoch_lengths import set_lengths, set_limits
+from .stream_places import resume_stream, stateful
+from .told_epochs import ToldEpochs, state_of_data
 
 __all__ = ["Places"]
 
 
 class Places:
-    """Of the training loaders of one rank, in their order.
+    """The positions of one rank's training loaders, in their order.
 
     Args:
         trainer: whose data it is.
         sizes: of the batches.
         deals_itself: says whether each rank has a sampler of its own in a loader.
+        seeds_samples: the random draws of each sample are seeded by its index.
     """
 
-    def __init__(self, trainer: Trainer, sizes: BatchSizes, deals_itself: Callable[[DataLoader], bool]) -> None:
+    sample_seed: int | None = None
+    """Seed of the samples' draws, kept in a resumed run; None until it is known."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        sizes: BatchSizes,
+        deals_itself: Callable[[DataLoader], bool],
+        *,
+        seeds_samples: bool = False,
+    ) -> None:
         self.trainer: Any = trainer
         self.sizes = sizes
         self._deals_itself = deals_itself
+        self._seeds_samples = seeds_samples
         self._resumed: dict[DataLoader, Pass] = {}
         self._watched: dict[DataLoader, Watched] = {}
         self._num_passes: dict[DataLoader, int] = {}
@@ -62,6 +73,7 @@ class Places:
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = self._is_in_mid_epoch = False
         self._saved = self._counted = 0
+        self.draws, self.told = DataDraws(trainer), ToldEpochs(trainer)
 
     @property
     def epoch(self) -> int:
@@ -70,7 +82,8 @@ class Places:
 
     def begin_run(self) -> None:
         """Called when a run begins: one that a tuner has ended before its first batch may have left states waiting."""
-        self._is_resuming, self._to_resume = False, []
+        self._is_resuming, self._to_resume, self.sample_seed = False, [], None
+        self.draws.begin_run()
         self._begun.clear()
 
     def begin(self) -> None:
@@ -79,10 +92,7 @@ class Places:
         self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
 
     def num_kept(self) -> int:
-        """After how many batches a loader is asked for its state: those of an optimizer step, and two around them.
-
-        One is the step before, and one is fetched ahead.
-        """
+        """Number of latest states that are kept: those of an optimizer step, the one before, one fetched ahead."""
         return int(self.trainer.accumulate_grad_batches) + 2
 
     def new_workers(self) -> Workers:
@@ -97,10 +107,20 @@ class Places:
         state = self._to_resume[0]
         return bool(state.get("position") or (state.get("order") or {}).get("before"))
 
+    @property
+    def may_read_shards(self) -> bool:
+        """Whether the next loader, if it is of a stream with shards, may read it shard by shard.
+
+        Not if it is to go on where another version has read it otherwise.
+        """
+        goes_on = self._is_resuming and self._is_in_mid_epoch and bool(self._to_resume)
+        return not goes_on or self._to_resume[0]["unit"] != "stateful" or "shards" in self._to_resume[0]
+
     def watch(self, combined: CombinedLoader) -> None:
         """Watches the loaders that stay the user's own; called before the first iterator of them is made."""
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
+        self.told.watch(combined)
         watched = {}
         for loader in combined.flattened:
             if not isinstance(loader, DataLoader) or order_of(loader) is not None or keeps_place(loader):
@@ -133,6 +153,7 @@ class Places:
             bring_to(decides(loader) if (ours := order_of(loader)) is None else ours.sampler, 0, begun["sampler"])
             torch.set_rng_state(begun["begun"])
         self._begun.clear()
+        self.draws.settle()
         for loader in self._resumed:
             if (order := order_of(loader)) is not None:
                 order.settle()
@@ -149,19 +170,26 @@ class Places:
         # Lightning: the loaders as _prepare_dataloader left them.
         combined = self.trainer.fit_loop._combined_loader
         loaders = [] if combined is None else combined.flattened
-        states = [{**self._state_of(loader, epoch, batches, begins), **_of_data(loader)} for loader in loaders]
+        states = [
+            {**self._state_of(loader, epoch, batches, begins), **state_of_data(loader, begins=begins)}
+            for loader in loaders
+        ]
+        for state, own in zip(states, self.draws.states(), strict=True):
+            state.update({"own": own} if own else {})
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
             "loaders": states,
             "micro_batch_size": self.sizes.found,
+            "sample_seed": self.sample_seed,
         }
 
     def _state_of(self, loader: Any, epoch: int, batches: int, begins: bool) -> dict[str, Any]:
         if isinstance(loader, Remembering):
-            return {**_stateful(loader), "state": loader.state_after(epoch, batches)}
+            shards = {"shards": loader.shards_state()} if isinstance(loader, InShards) else {}
+            return {**stateful(loader), "state": loader.state_after(epoch, batches), **shards}
         if keeps_place(loader):
-            return {**_stateful(loader), "state": loader.state_dict()}
+            return {**stateful(loader), "state": loader.state_dict()}
         if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
             return {"unit": None}
         place = self._resumed.get(loader)
@@ -179,7 +207,7 @@ class Places:
         return found if workers is None else {**found, "workers": workers.state_after(epoch, batches - place.batches)}
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
-        """Has the loaders that are prepared next go on where those of another run were.
+        """The loaders that are prepared next begin at the positions of another run's.
 
         Args:
             states: `state_dict` of each rank of that run that had samples of its own, in their order.
@@ -188,11 +216,22 @@ class Places:
             Whether all of them can.
         """
         self._saved = self._counted = states[0]["batches"]
+        seed = states[0].get("sample_seed")
+        if self._seeds_samples:
+            self.sample_seed = seed
+        elif seed is not None:
+            rank_zero_warn(
+                "The checkpoint is of a run with seed_samples=True, which this one has not: its augmentation will be"
+                " another. Give seed_samples=True to go on with the same."
+            )
         progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: as the checkpoint has it
         self._is_in_mid_epoch = self._saved > 0 and not progress.is_last_batch
         self.sizes.found = states[0]["micro_batch_size"]
         mine = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
         self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in mine["loaders"]]
+        for number, loader in enumerate(self._to_resume):
+            loader["of_ranks"] = [state["loaders"][number] for state in states] if loader["unit"] == "stateful" else []
+            loader["is_alone"] = len(self._to_resume) == 1
         # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
         self.trainer.fit_loop._combined_loader_states_to_load = []
         kinds = [loader["unit"] for loader in self._to_resume]
@@ -206,7 +245,7 @@ class Places:
         return {**state, "order": state_of_seed(seed, state["epoch"], state["sampler_state"])}
 
     def resume(self, loader: Any) -> None:
-        """Takes the next of the states that wait, if any do, for a loader that was just prepared."""
+        """Applies the next saved state, if one is left, to a loader that was just prepared."""
         if not self._is_resuming:
             return
         if not self._to_resume:
@@ -215,6 +254,7 @@ class Places:
                 " load the weights alone to begin an epoch."
             )
         state = self._to_resume.pop(0)
+        self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)
         if state["unit"] is None and self._is_in_mid_epoch:
             raise ValueError(
                 f"The checkpoint was saved after {self._saved} batches of the epoch, where this run's"
@@ -223,12 +263,12 @@ class Places:
                 " weights alone to begin an epoch."
             )
         if isinstance(loader, DataLoader):
-            self._resume_data(loader.dataset, state)
+            self._resume_data(loader, state)
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
             self._begun.append((loader, order))  # the seed of its workers was drawn before that
         if state["unit"] == "stateful":
-            self._resume_stateful(loader, state)
+            self._count(resume_stream(loader, state, self.trainer, self.epoch, self._saved))
         elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
             self._resume_order(loader, order.num_replicas, state)
         elif not state.get("position") and state.get("order") and isinstance(loader, DataLoader):
@@ -246,8 +286,9 @@ class Places:
                 " DataLoader of that run, or load the weights alone to begin an epoch."
             )
 
-    def _resume_data(self, dataset: Any, state: dict[str, Any]) -> None:
-        if self._is_in_mid_epoch and loses_its_buffer(dataset):
+    def _resume_data(self, loader: DataLoader, state: dict[str, Any]) -> None:
+        dataset: Any = loader.dataset
+        if self._is_in_mid_epoch and not isinstance(loader, InShards) and loses_its_buffer(dataset):
             raise ValueError(
                 f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
                 " Hugging Face data set within: it can't be gone on with in mid-epoch. Give the DataLoader that data"
@@ -259,17 +300,7 @@ class Places:
                 " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
                 " None, or load the weights alone."
             )
-        set_epoch(dataset, state.get("data_epoch"))
-
-    def begin_again(self, fetcher: Any) -> None:
-        """Has streams begin again if a hook has told them their epoch since; called before the first batch of one."""
-        loaders = self.trainer.fit_loop._combined_loader.flattened
-        if not all(isinstance(loader, Remembering) and not loader.evolves for loader in loaders):
-            return
-        if any(loader.data_epoch != epoch_of(loader.dataset) for loader in loaders):
-            for loader in loaders:
-                loader.begin(self.epoch)
-            iter(fetcher)
+        self.told.resume(loader, state.get("data_epoch"))
 
     def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
         world_size, then = self.trainer.data_size, state["saved_by"]
@@ -303,35 +334,9 @@ class Places:
         """Whether each worker gets the samples that the one of its number got in the run that saved `state`."""
         return state["saved_by"] == self.trainer.data_size and state["per_step"] == list(place.per_step)
 
-    def _resume_stateful(self, loader: Any, state: dict[str, Any]) -> None:
-        world_size, then = self.trainer.data_size, state["saved_by"]
-        if state["state"] is None or (self._saved == 0 and isinstance(loader, Remembering) and not loader.evolves):
-            return
-        if then != world_size:
-            raise ValueError(
-                f"The checkpoint has the places of {then} rank(s) in an IterableDataset or a loader with a state of"
-                f" its own, which {world_size} can't share: resume with {then}, or at the end of an epoch, or use a"
-                " data set with a length, or load the weights alone."
-            )
-        if self._saved and state["state"].get("ended"):
-            raise ValueError(
-                f"The checkpoint was saved when rank {self.trainer.data_rank} was through with its data, and others"
-                " were not: it can't be gone on with there. Resume at the end of an epoch, or load the weights alone."
-            )
-        if self._saved and {**state, **_stateful(loader)} != state:
-            raise ValueError(
-                f"The checkpoint has the place in a loader with {_described(state)}, which one with"
-                f" {_described(_stateful(loader))} can't go on from: resume with the same, or at the end of an epoch,"
-                " or load the weights alone."
-            )
-        if isinstance(loader, Remembering):
-            loader.resume(self.epoch, self._saved, state["state"])
-        # Lightning: it loads a state in mid-epoch only.
-        elif is_stateful(loader) and self.trainer.fit_loop.restarting:
-            loader.load_state_dict(state["state"])
-
-    def _count(self, batches: int) -> None:
-        """Says in the loops' progress how many batches are done, in batches of this run's size."""
+    def _count(self, batches: int | None) -> None:
+        """Says in the loops' progress how many batches are done, in batches of this run's size, if they are others."""
+        batches = self._counted if batches is None else batches
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         shift = batches - self._counted
         for tracker in (progress.current, progress.total):
@@ -349,7 +354,7 @@ class Places:
         Returns:
             How many of the new size that would have been.
         """
-        fit_loop, loader = self.trainer.fit_loop, self.sizes.loader
+        trainer, loader = self.trainer, self.sizes.loader
         assert loader is not None
         batches: Any = loader.batch_sampler
         place = self._resumed.get(loader) or Pass(loader, self.trainer.data_size)
@@ -359,20 +364,19 @@ class Places:
         batches.sampler.go_on_at(place.position + (steps - since) * batches.size, done)
         if isinstance(loader, WithWorkers):
             loader.workers.recount(done - place.batches)
-        fetcher = fit_loop._data_fetcher
-        self._set_limits()
+        fetcher = trainer.fit_loop._data_fetcher
+        set_limits(trainer)
         iter(fetcher)  # takes them on
-        self._set_lengths()
+        set_lengths(trainer)
         # Lightning: _TrainingEpochLoop.on_run_start
         fetcher.fetched += done
-        fetcher._start_profiler = fit_loop.epoch_loop._on_before_fetch
-        fetcher._stop_profiler = fit_loop.epoch_loop._on_after_fetch
+        fetcher._start_profiler = trainer.fit_loop.epoch_loop._on_before_fetch
+        fetcher._stop_profiler = trainer.fit_loop.epoch_loop._on_after_fetch
         return done
 
     def forget(self) -> None:
         """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""
-        trainer, fit_loop = self.trainer, self.trainer.fit_loop
-        combined = fit_loop._combined_loader
+        trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
             for loader in combined.flattened:
@@ -381,26 +385,8 @@ class Places:
         if not self._resumed:
             return
         self._resumed.clear()
-        self._set_limits()
-        self._set_lengths()
-
-    # Lightning: FitLoop.setup_data, where it asks for the lengths.
-    def _set_limits(self) -> None:
-        trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
-        lengths = [sized_len(loader) for loader in combined.flattened]
-        combined.limits = [
-            _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
-            for n in lengths
-        ]
-        if combined._iterator is not None:  # Lightning: it, and not the loader, says how long the epoch is
-            combined._iterator.limits = combined.limits
-
-    def _set_lengths(self) -> None:
-        trainer, fit_loop = self.trainer, self.trainer.fit_loop
-        whole = sized_len(fit_loop._combined_loader)
-        fit_loop.max_batches = float("inf") if whole is None else whole
-        if isinstance(trainer.val_check_batch, int) and isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
+        set_limits(trainer)
+        set_lengths(trainer)
 
 
 def _is_known(sampler: Any) -> bool:
@@ -408,22 +394,6 @@ def _is_known(sampler: Any) -> bool:
     return type(sampler) is SequentialSampler or hasattr(sampler, "set_epoch")
 
 
-def _stateful(loader: Any) -> dict[str, Any]:
-    """What a loader's state says, and what it is good for."""
-    return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
-
-
-def _of_data(loader: Any) -> dict[str, Any]:
-    """What a loader's data set alone knows, and its state does not say."""
-    if not isinstance(loader, DataLoader):
-        return {}
-    return {"data_epoch": epoch_of(loader.dataset), "generators": digest_of_generators(loader.dataset)}
-
-
 def _name_of(loader: Any) -> str:
     over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
     return f"{type(loader).__name__}{over}"
-
-
-def _described(state: dict[str, Any]) -> str:
-    return f"batch_size={state['batch_size']} and num_workers={state['num_workers']}"

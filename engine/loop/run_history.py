@@ -93,12 +93,13 @@ class RunHistory:
         self._ledger = Ledger(run, self._entries)
         return run, free_suffix(run, self._entries)
 
-    def record(self, batches: dict[str, Any]) -> None:
-        """Writes down which run has the folder, and of what its global batch follows; called by all ranks."""
+    def record(self, batches: dict[str, Any], loggers: list[dict[str, Any]]) -> None:
+        """Writes down which run has the folder, of what its global batch follows, and its logs; called by all ranks."""
         if self._folder is None or not self._trainer.is_global_zero:
             return
         steps = [entry.manifest.step for entry in self._entries if entry.manifest is not None]
-        self._record = RunRecord(self.run.id, self.run.lineage, bool(steps), steps[0] if steps else 0, batches)
+        newest = steps[0] if steps else 0
+        self._record = RunRecord(self.run.id, self.run.lineage, bool(steps), newest, batches, tuple(loggers))
         write_record(self._folder, self._trainer.default_root_dir, self._record)
 
     # --- while it saves

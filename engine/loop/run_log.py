@@ -34,6 +34,10 @@ class RunLogger(TensorBoardLogger):
 
     def __init__(self, save_dir: Any, version: int | str | None = None) -> None:
         super().__init__(save_dir, version=version, default_hp_metric=False)
+        self.chosen_version = version
+        """The version that the engine has chosen, which a resumed run may change; None: the next free number."""
+        self.asked_name: str | None = None
+        """The engine's flag `name`."""
 
     @rank_zero_only
     def log_hyperparams(
@@ -93,7 +97,8 @@ def use_run_logger(trainer: Any, name: str | None) -> None:
     logger = RunLogger(default.save_dir, default._version if name is None else None)
     if name is not None:
         # Here, not at the first use: all ranks find the same folders now, before one of them writes.
-        logger._version = _free_name(logger.root_dir, name)
+        logger._version = logger.chosen_version = _free_name(logger.root_dir, name)
+        logger.asked_name = name
     trainer.loggers = [logger]
 
 
@@ -113,6 +118,8 @@ def logging_run_parameters() -> Iterator[None]:
     lightnings = trainer_module._log_hyperparams
 
     def log_hyperparams(trainer: Any) -> None:
+        if hasattr(trainer, "heartbeat"):
+            trainer._checkpoint_connector.logs.take_back_unless_over()
         if not trainer.loggers or not hasattr(trainer, "heartbeat") or not trainer.is_global_zero:
             lightnings(trainer)
             return
@@ -121,6 +128,7 @@ def logging_run_parameters() -> Iterator[None]:
         # Lightning: LightningModule._log_hyperparams says whether there are some to log.
         has_some = any(source is not None and source._log_hyperparams for source in sources)
         with ExitStack() as stack:
+            stack.enter_context(trainer._checkpoint_connector.logs.logging_parameters())
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger) and (has_some or isinstance(logger, RunLogger)):
                     stack.enter_context(_adding(logger, ours))

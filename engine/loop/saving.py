@@ -30,6 +30,7 @@ from ..host_group import num_ranks
 from ..strategies import LayoutStrategy
 from ..version import __version__
 from .engine_io import EngineIO
+from .log_continuation import LogContinuation
 from .nonfinite import NonFiniteError
 from .run_history import RunHistory
 
@@ -58,6 +59,8 @@ class SavingConnector(_CheckpointConnector):
         self.saver = Saver()
         self.history = RunHistory(trainer, self.saver)
         """Which run this is."""
+        self.logs = LogContinuation(trainer)
+        """Continues the logs of the run."""
         self._in_background = in_background
         self._form = form
         self._keeps_global_batch = keeps_global_batch
@@ -150,6 +153,7 @@ class SavingConnector(_CheckpointConnector):
             "world_size": self.trainer.world_size,
             "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
             "kind": kind,
+            "loggers": self.logs.positions() if OURS in checkpoint else [],
             **self.history.about(),
         }
 

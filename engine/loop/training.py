@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from ..checkpoint import get_random_state
 from ..strategies import LayoutStrategy
 from .evaluation import EvaluationLoop
+from .first_steps import FirstSteps
 from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
 from .nonfinite import NonFiniteWatch
@@ -42,6 +43,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     """Lightning's, with a flat way through the usual case."""
 
     automatic_optimization: AutomaticOptimization
+    first_steps: FirstSteps
     _announced: str | None = None
     data_wait_s: float | None = 0.0
     """Seconds that training has waited for batches; None after epochs in Lightning's own loop, which does not say."""
@@ -66,7 +68,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         watch = self.automatic_optimization.watch
         self.trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]
         watch.begin_epoch(self.trainer)
-        self._run(data_fetcher)
+        with self.first_steps.watched():
+            self._run(data_fetcher)
         if isinstance(self.trainer.strategy, LayoutStrategy):
             self.trainer.strategy.settle()
         watch.end_epoch(self.trainer)
@@ -134,7 +137,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if not self.restarting and not self.trainer.fit_loop.is_resuming:
             data.places.forget()
         elif self._begins_epoch:
-            data.places.begin_again(data_fetcher)
+            data.places.told.begin_again(data_fetcher, data.places.epoch)
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         data.places.settle()
@@ -155,12 +158,17 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self._batches_at_step, self._steps = self.batch_progress.current.ready, self.global_step
         if self.trainer.accumulate_grad_batches > 1:
             self._random_at_step = get_random_state()
+            self.trainer._data_connector.places.draws.mark_step()  # type: ignore[attr-defined]
 
     @property
     def random_of_window(self) -> dict[str, Any] | None:
         """Random state before the batches that no step has used, which are done again; None where there are none."""
-        is_open = self.trainer.accumulate_grad_batches > 1 and self.batches_done() < self.batch_progress.current.ready
-        return self._random_at_step if is_open else None
+        return self._random_at_step if self.is_in_window else None
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether there are batches that no step has used."""
+        return self.trainer.accumulate_grad_batches > 1 and self.batches_done() < self.batch_progress.current.ready
 
     def batches_done(self) -> int:
         """Batches of this epoch that optimizer steps have used: those of an unfinished window are not among them."""
@@ -184,6 +192,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             if self._should_accumulate():
                 return
         self._mark_step()
+        self.first_steps.end_step()
         self.is_between_steps = True
         signals: Any = self.trainer._signal_connector
         signals.look(self.batch_progress.total.ready)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..data import Samples
+from ..devices import multiply
 from ..strategies import LayoutStrategy
 
 __all__ = ["StepWeights"]
@@ -93,7 +94,10 @@ class StepWeights:
 
     def counted(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
         """The weight that `training_step` returned for a micro-batch; zero for a filler, which keeps ranks in step."""
-        mine = torch.as_tensor(weight, dtype=torch.float32, device=device).detach()
+        if isinstance(weight, Tensor):
+            mine = weight.detach().to(device, torch.float32)
+        else:  # filled by the device: a copy from the host would wait for it
+            mine = torch.full((), float(weight), dtype=torch.float32, device=device)
         return torch.zeros_like(mine) if self._trainer._data_connector.sizes.is_filler(batch_idx) else mine
 
     def weigh_nothing(self, batch_idx: int) -> None:
@@ -143,8 +147,7 @@ class StepWeights:
             total = self._added_up(torch.stack(list(self._weights.values())).sum())
             factor = torch.where(total > 0, (self._num_ranks if self._is_summed else self._estimate) / total, 1.0)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+        multiply((g.to_local() if isinstance(g, DTensor) else g for g in gradients), factor)
 
     @property
     def _num_ranks(self) -> int:

@@ -36,3 +36,16 @@ def test_asking_draws_nothing():
     set_random_state(state)
     get_random_state()
     assert draw() == expected
+
+
+@pytest.mark.parametrize(
+    "draws", [[np.random.rand], [np.random.normal], [np.random.normal] * 2, [dict], [np.random.seed]]
+)
+def test_numpys_state_is_read_again_where_something_was_drawn(draws):
+    np.random.seed(5)
+    np.random.normal()  # keeps a second number
+    get_random_state()
+    for draw in draws:
+        draw()
+        name, keys, *rest = np.random.get_state(legacy=True)
+        assert get_random_state()["numpy"] == [name, keys.tolist(), *rest]

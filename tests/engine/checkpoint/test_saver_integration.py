@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -59,8 +60,8 @@ def template_of(model: nn.Module) -> Callable[[str], Tensor | None]:
 
 
 def of_rank(rank: int) -> dict[str, Any]:
-    """A number, a small tensor and a large one, of which only this rank knows."""
-    return {"seed": rank, "small": torch.full((2,), rank), "residual": torch.full((LARGE,), 0.5 + rank)}
+    """A number, a small tensor (of a large buffer) and a large one, of which only this rank knows."""
+    return {"seed": rank, "small": torch.full((LARGE,), rank)[:2], "residual": torch.full((LARGE,), 0.5 + rank)}
 
 
 def save_spread(rank: int, folder: Path) -> None:
@@ -89,7 +90,7 @@ def save_spread(rank: int, folder: Path) -> None:
 
 
 def test_ranks_with_different_parameters_save_one_whole(tmp_path):
-    run_ranks(save_spread, 2, tmp_path, timeout_s=60)
+    run_ranks(save_spread, 2, tmp_path, timeout_s=60, start_method="fork")
 
 
 def save_sharded(rank: int, folder: Path) -> None:
@@ -133,14 +134,15 @@ def open_sharded(rank: int, path: Path, expected: Path, num_saved: int) -> None:
 
 
 def test_shards_open_whole_in_one_process_and_as_shards_again(tmp_path):
-    run_ranks(save_sharded, 2, tmp_path)
+    run_ranks(save_sharded, 2, tmp_path, start_method="fork")
     for name in ("background", "foreground"):
         found = Saver().load(str(tmp_path / name))
         expected = torch.load(tmp_path / "expected.pt")
         assert same({key: found[key] for key in expected}, expected)
         assert same(found["polyphase"]["ranks"], [of_rank(0), of_rank(1)])
         assert same(found["callbacks"], content(1)["callbacks"])
-    run_ranks(open_sharded, 2, tmp_path / "background", tmp_path / "expected.pt", 2)
+        assert (tmp_path / name / "ranks.pt").stat().st_size < LARGE
+    run_ranks(open_sharded, 2, tmp_path / "background", tmp_path / "expected.pt", 2, start_method="fork")
     assert sorted(path.name for path in (tmp_path / "background").iterdir()) == [
         *("MANIFEST.json", "ranks.pt", "rest.pt"),
         *(f"shard-{rank}-{number}.safetensors" for rank in range(2) for number in range(2)),
@@ -153,7 +155,7 @@ def test_what_one_process_saved_opens_as_shards(tmp_path):
     state = checkpoint_of(model, trained(model))
     save(tmp_path / "x", **state)
     torch.save(state, tmp_path / "expected.pt")
-    run_ranks(open_sharded, 2, tmp_path / "x", tmp_path / "expected.pt", 1)
+    run_ranks(open_sharded, 2, tmp_path / "x", tmp_path / "expected.pt", 1, start_method="fork")
 
 
 class Apart(HostGroup):
@@ -165,6 +167,7 @@ class Apart(HostGroup):
 
 
 def fail_on(rank: int, folder: Path, failing: int, ranks: HostGroup | None) -> None:
+    rank_zero_only.rank = rank  # as in ranks that a launcher has started
     saver = Saver()
     saver.ranks = ranks
     saver.save(content(1), str(folder / "1"), about=about(1, 2), of_rank={"seed": 1})
@@ -189,7 +192,7 @@ def fail_on(rank: int, folder: Path, failing: int, ranks: HostGroup | None) -> N
 
 @pytest.mark.parametrize(("failing", "ranks"), [(1, None), (0, Apart())])
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(failing, ranks, tmp_path):
-    run_ranks(fail_on, 2, tmp_path, failing, ranks)
+    run_ranks(fail_on, 2, tmp_path, failing, ranks, start_method="fork")
 
 
 def refuse_damage(rank: int, folder: Path) -> None:
@@ -209,7 +212,7 @@ def test_what_is_damaged_is_refused_by_all_with_the_same_words(tmp_path):
     path = Path(save(tmp_path / "x"))
     (path / "rest.pt").unlink()
     os.truncate(path / "shard-0-0.safetensors", 100)
-    run_ranks(refuse_damage, 2, tmp_path)
+    run_ranks(refuse_damage, 2, tmp_path, start_method="fork")
 
 
 def meet_amid_a_save(rank: int, folder: Path) -> None:
@@ -223,7 +226,7 @@ def meet_amid_a_save(rank: int, folder: Path) -> None:
 
 def test_ranks_meet_when_the_save_in_flight_is_done(tmp_path):
     """As its threads meet too, over the same connections."""
-    run_ranks(meet_amid_a_save, 2, tmp_path)
+    run_ranks(meet_amid_a_save, 2, tmp_path, start_method="fork")
 
 
 def save_among_collectives(rank: int, folder: Path) -> None:
@@ -237,7 +240,7 @@ def save_among_collectives(rank: int, folder: Path) -> None:
 
 
 def test_saves_do_not_meet_the_collectives_of_training(tmp_path):
-    run_ranks(save_among_collectives, 2, tmp_path)
+    run_ranks(save_among_collectives, 2, tmp_path, start_method="fork")
     assert [manifest.step for _, manifest in find(tmp_path)] == [5, 4, 3, 2, 1]
     found = Saver().load(str(tmp_path / "5"))
     assert found["polyphase"]["ranks"] == [{"seed": 5}] * 2

@@ -144,6 +144,21 @@ def test_load_from_checkpoint(tmp_path, map_location):
     assert state(Regression.load_from_checkpoint(path, map_location=map_location)) == state(module)
 
 
+class Looks(Regression):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        type(self).seen = set(checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_hooks_of_load_from_checkpoint_see_lightnings_entries_alone(kind, tmp_path):
+    trainer = engine(checkpoint_format=kind)
+    trainer.fit(Looks(), rows())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    Looks.load_from_checkpoint(tmp_path / "x.ckpt")
+    assert "state_dict" in Looks.seen
+    assert "polyphase" not in Looks.seen
+
+
 class Evaluated(Regression):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.seen = state(self)

@@ -98,6 +98,57 @@ def test_a_graph_break_is_named_once(said):
     assert "test_compile.py" in message
 
 
+MEMORY = torch.zeros(4)
+
+
+class InOneGraph(torch.autograd.Function):
+    """The weight, whose gradient is in memory that the next forward writes over, as a CUDA graph's is."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        MEMORY.fill_(torch.nan)
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return MEMORY.copy_(gradient).view(4)
+
+
+class Recorded(Net):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    @torch._dynamo.disable
+    def of_graph(self):
+        return InOneGraph.apply(self.weight)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0] * self.of_graph()).pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_gradients_that_are_added_to_are_none_of_a_graphs(mode, monkeypatch):
+    recorded, plain = Recorded(), Recorded()
+    run(recorded, compile=mode, accumulate_grad_batches=3)
+    monkeypatch.setattr(Recorded, "of_graph", lambda module: module.weight)
+    run(plain, accumulate_grad_batches=3)
+    torch.testing.assert_close(recorded.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("fsdp", "shard=2.* gathers its parameters into other memory"),
+        ("pp+fsdp:stages=2", "pp=2.* has several micro-batches on their way"),
+    ],
+)
+def test_graphs_of_what_moves_are_refused(mode, strategy, why):
+    with pytest.raises(ValueError, match=f"compile='{mode}' records CUDA graphs.*{why}.*: choose compile=True"):
+        engine(compile=mode, strategy=strategy, devices=4 if "pp" in strategy else 2)
+
+
 def test_a_wrong_mode_is_an_error_before_anything_runs():
     with pytest.raises(ValueError, match=r"compile='reduce-overhed': .*Did you mean 'reduce-overhead'\?$"):
         engine(compile="reduce-overhed")

@@ -390,13 +390,12 @@ def test_of_a_batch_sampler_of_the_users_own_whole_batches_are_dealt(sampler):
     assert [batch.tolist() for batch in dealt] == list(BatchSampler(order, 2, False))[::2]
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(Positions(SIZE), sampler=DistributedSampler(Positions(SIZE), num_replicas=2, rank=0)),
-        Batches(),
-    ],
-    ids=["distributed sampler", "no loader"],
-)
-def test_rank_0_gets_what_cannot_or_need_not_be_dealt_as_it_is(loader):
+def test_a_distributed_sampler_is_left_alone():
+    loader = DataLoader(Positions(SIZE), sampler=DistributedSampler(Positions(SIZE), num_replicas=2, rank=0))
     assert rank_0_of_2(loader) is loader
+
+
+def test_what_is_no_loader_cannot_be_dealt_and_is_told():
+    batches = Batches()
+    with pytest.warns(UserWarning, match="Each of the 2 ranks reads all of Batches, which is no DataLoader"):
+        assert rank_0_of_2(batches) is batches

@@ -1,0 +1,76 @@
+"""Random generators that training data sets keep themselves: checkpoints have their states, if there are no workers.
+
+The states of generators in workers, and in streams that are fetched ahead, are part of the states of the loaders.
+"""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from ..data import OwnGenerators, set_own_states
+
+__all__ = ["DataDraws"]
+
+
+class DataDraws:
+    """The states of the generators that one rank's training data sets keep, by loader.
+
+    Args:
+        trainer: whose data it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Any = trainer
+        self._at_step: list[dict[str, Any]] | None = None
+        self._own: dict[int, OwnGenerators] = {}
+        """By the identity of the data set, which it keeps alive."""
+        self._resumed: list[tuple[Any, dict[str, Any]]] = []
+
+    def begin_run(self) -> None:
+        """Called when a run begins."""
+        self._at_step, self._resumed = None, []
+        self._own.clear()
+
+    def mark_step(self) -> None:
+        """Called before the first batch of a window of accumulated gradients, whose batches may be done again."""
+        self._at_step = self._present()
+
+    def states(self) -> list[dict[str, Any]]:
+        """The states of the generators of a loader's data set, by name, for each loader."""
+        loop = self.trainer.fit_loop.epoch_loop
+        between_epochs = self.trainer._checkpoint_connector._between_epochs
+        if self._at_step is not None and not between_epochs and loop.is_in_window:
+            return self._at_step
+        self._own.clear()  # at a save they are looked for anew
+        return self._present()
+
+    def _present(self) -> list[dict[str, Any]]:
+        combined = self.trainer.fit_loop._combined_loader  # Lightning: the loaders as _prepare_dataloader left them
+        loaders = [] if combined is None else combined.flattened
+        return [self._states_of(loader) for loader in loaders]
+
+    def _states_of(self, loader: Any) -> dict[str, Any]:
+        if not _reads_here(loader):
+            return {}
+        dataset = loader.dataset
+        if (own := self._own.get(id(dataset))) is None:
+            own = self._own[id(dataset)] = OwnGenerators(dataset)
+        return own.states()
+
+    def resume(self, loader: Any, states: dict[str, Any] | None, *, is_in_mid_epoch: bool) -> None:
+        """Sets the generators of a loader that was just prepared to the saved `states`."""
+        if states and _reads_here(loader):
+            set_own_states(loader.dataset, states)
+            self._resumed += [(loader, states)] if is_in_mid_epoch else []
+
+    def settle(self) -> None:
+        """Called when the iterators of an epoch are there: those of a resumed one may have read some of the data."""
+        for loader, states in self._resumed:
+            set_own_states(loader.dataset, states)
+        self._resumed.clear()
+        self._own.clear()
+
+
+def _reads_here(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.num_workers == 0

@@ -1,0 +1,386 @@
+"""Compares the first steps of a run whose module is split with those of the whole module in one process.
+
+Phases, which all ranks enter together:
+1. before the module is split: rank 0 copies it (one broadcast of a text says whether it could);
+2. before the first step: the weights are gathered on rank 0;
+3. in the first steps: each rank that has samples of its own keeps its batches, random states and losses, and the norm
+   of its gradients is computed (an all-reduce of a number, as for clipping). No more than that is done in the steps;
+4. after them: the weights are gathered again, and what the ranks kept; rank 0 does the same steps with its copy, see
+   `unsplit.py`, while the others wait; it tells them what differs.
+Then all is taken away again. Weights and random numbers of the run are those of a run without it, bit for bit.
+"""
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
+
+from ..checkpoint import get_random_state, set_random_state
+from ..host_group import EVERYONE
+from ..strategies import MeshStrategy, norm_of, read_stored
+from ..strategies.materialize import has_meta_tensors, materialize
+from .unsplit import SETTINGS, MicroBatch, NeedsOthers, Replay, Step, UnfitError, loss_of, parts_of
+
+__all__ = ["FirstSteps", "FirstStepsError"]
+
+_NUM_STEPS = 2
+"""A wrong state after the first step (a moving average, an attribute) shows in the second one."""
+_MOST_RANKS = 8
+_MOST_BYTES = 2**30
+"""Largest size of the parameters of a module that "auto" copies; rank 0 needs four times that, for Adam."""
+
+_LOSS, _NORM = 1e-4, 1e-3
+"""Largest differences in float32, relative: sums in another order are 1e-6 apart, or less."""
+_ROUNDED = 3e-2
+"""Largest relative difference of loss and norm if a precision, or TF32, rounds to 10 bits or less."""
+_WEIGHTS = 3e-2
+"""Largest difference of a weight, of the most that its tensor has moved; Adam magnifies what rounding does."""
+
+_CHANGING = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+_PLAIN = (bool, int, float, str, type(None))
+
+log = logging.getLogger("polyphase.engine")
+
+
+class FirstStepsError(RuntimeError):
+    """The first steps of a run are not those of the same module in one process."""
+
+
+class FirstSteps:
+    """The check of a trainer's runs.
+
+    What differs is a warning under ``"auto"``, since code that draws from a generator of its own, or a callback that
+    changes weights, makes a difference that is no error, and a right run must not end by default. With True it is an
+    error: who asks for the check wants no further step.
+
+    Args:
+        trainer: that runs.
+        policy: ``"auto"``: where it costs little; True: also where it costs more; False: never.
+    """
+
+    num_seconds = 0.0
+    """Seconds that this rank has spent on it so far, waiting for rank 0 included."""
+
+    def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
+        self._trainer, self._policy = trainer, policy
+        self._forget()
+        if policy is not False and isinstance(trainer.strategy, MeshStrategy):
+            trainer.strategy.before_split = self.keep
+
+    def _forget(self) -> None:
+        self._copy: LightningModule | None = None
+        self._is_due = False
+        self._steps: list[Step] = []
+        self._before: dict[str, Tensor] | None = None
+        self._problem: str | None = None
+        self._handles: list[Any] = []
+
+    # --- before
+
+    def keep(self, module: LightningModule) -> None:
+        """Phase 1; called on all ranks with the module that is about to be split."""
+        self._forget()
+        began = perf_counter()
+        reason = self._why_not(module)
+        if reason is None:
+            problem = None
+            if self._trainer.global_rank == 0:
+                try:
+                    memo = {id(part): part for part in (self._trainer, self._trainer.datamodule) if part is not None}
+                    self._copy = copy.deepcopy(module, memo)
+                except Exception as error:
+                    problem = f"{type(module).__name__} can't be copied ({type(error).__name__}: {error})"
+            reason = EVERYONE.told(problem)
+        self._is_due = reason is None
+        if reason is not None:
+            self._say_why_not(reason)
+        self.num_seconds = perf_counter() - began
+
+    def _why_not(self, module: LightningModule) -> str | None:
+        trainer, strategy = self._trainer, self._trainer.strategy
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        if trainer.world_size == 1:
+            return "there is one rank"
+        if self._policy == "auto" and trainer.world_size > _MOST_RANKS:
+            return f"one process would do the work of {trainer.world_size} ranks, more than {_MOST_RANKS}"
+        if self._policy == "auto" and num_bytes > _MOST_BYTES:
+            return f"the parameters have {num_bytes / 2**20:,.0f} MiB, more than {_MOST_BYTES / 2**20:,.0f}"
+        if getattr(strategy, "comm_hook", None) is not None:
+            return "a compression changes the gradients"
+        if trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory is not None:
+            return "micro_batch_size='auto' may do a step again"
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return "a loss scaler leaves steps out"
+        return None
+
+    def _say_why_not(self, reason: str) -> None:
+        text = f"the first steps are not compared with those of one process: {reason}."
+        if self._policy is True:
+            rank_zero_warn(text)
+        elif self._trainer.is_global_zero:
+            log.info(text)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around an epoch of training, when everything is restored."""
+        if not self._is_due:
+            yield
+            return
+        try:
+            self._begin()
+            yield
+            self._compare()
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        trainer: Any = self._trainer
+        strategy = trainer.strategy
+        is_torchs = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in strategy.optimizers)
+        if trainer.global_step or not is_torchs:
+            self._is_due = False
+            self._say_why_not("the run is resumed" if is_torchs else "its optimizers are not torch's")
+            return
+        self._speaks = trainer.global_rank % strategy.layout.tp == 0
+        self._speaks &= trainer.global_rank < strategy.data_size * strategy.layout.tp
+        self._step: Step | None = None
+        if strategy.schedules_itself:
+            strategy.run_schedule = self._watched(strategy.run_schedule, is_schedule=True)
+        else:
+            strategy.training_step = self._watched(strategy.training_step, is_schedule=False)
+        self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in strategy.optimizers]
+
+    # --- in the steps
+
+    def _watched(self, run: Any, is_schedule: bool) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            kept = self._keep_batch(*(args[0] if is_schedule else args))
+            output = run(*args, **kwargs)
+            loss = output[0] if is_schedule else loss_of(output)
+            kept.loss = None if loss is None else loss.detach().clone()
+            return output
+
+        return watched
+
+    def _keep_batch(self, batch: Any, batch_idx: int | None = None, *_: Any) -> MicroBatch:
+        """Phase 3; before the first step, phase 2."""
+        began, trainer = perf_counter(), self._trainer
+        if self._before is None:
+            self._before = {}
+            state = trainer.strategy.lightning_module_state_dict()
+            if self._copy is not None:
+                self._attempt(lambda: self._fill_copy(state))
+        if self._step is None:
+            self._step = Step(trainer.global_step, trainer.current_epoch)
+            self._steps.append(self._step)
+        if batch_idx is None:
+            batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        samples = trainer._data_connector.sizes.samples(batch_idx).mine
+        kept = MicroBatch(trainer.global_rank, None, batch_idx, samples, get_random_state())
+        if self._speaks:
+            self._attempt(lambda: setattr(kept, "batch", _kept(batch)))
+        self._step.micro_batches.append(kept)
+        self.num_seconds += perf_counter() - began
+        return kept
+
+    def _fill_copy(self, state: dict[str, Any]) -> None:
+        """Gives the copy what the module has now, and what hooks have set on it."""
+        own, module = self._copy, self._trainer.lightning_module
+        assert own is not None
+        if has_meta_tensors(own):
+            random = get_random_state()
+            materialize(own)
+            read_stored(own)
+            set_random_state(random)
+        for part, its_copy in parts_of(module, own):
+            its_copy.training = part.training
+            for name, value in vars(part).items():
+                if name.startswith("_") or callable(value):
+                    continue
+                if type(value) in _PLAIN or name not in vars(its_copy):
+                    vars(its_copy)[name] = copy.deepcopy(value)
+        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        for name, parameter in own.named_parameters():
+            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+        own.load_state_dict(state, strict=False)
+        self._trainer.precision_plugin.convert_module(own)
+        self._before = {name: value.detach().clone() for name, value in own.state_dict().items()}
+
+    def _attempt(self, function: Any) -> None:
+        """Calls `function`; keeps its error for the end, when all ranks are told: until then they go on together."""
+        try:
+            function()
+        except Exception as error:
+            self._problem = self._problem or f"{type(error).__name__}: {error}"
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if self._step is None:
+            return
+        began = perf_counter()
+        plain = [{key: _plain(group[key]) for key in SETTINGS if key in group} for group in optimizer.param_groups]
+        norm_here = getattr(self._trainer.precision_plugin, "norm_of", None) or norm_of
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = norm_here([p for p in own if p.grad is None or not p.grad.is_sparse])
+        self._step.groups.append(plain)
+        self._step.norms.append(norm)  # type: ignore[arg-type]  # read when the steps are over
+        self.num_seconds += perf_counter() - began
+
+    # --- after
+
+    def end_step(self) -> None:
+        """Called between two steps."""
+        if self._is_due and self._step is not None:
+            self._step = None
+            if len(self._steps) == (_NUM_STEPS if self._trainer.world_size <= _MOST_RANKS // 2 else 1):
+                self._compare()
+                self._end()
+
+    def _compare(self) -> None:
+        """Phase 4, with the steps that there were: an epoch may have fewer."""
+        if not self._is_due or not self._steps:
+            return
+        began, trainer = perf_counter(), self._trainer
+        for step in self._steps:
+            step.norms = [float(norm) for norm in step.norms]
+            for part in step.micro_batches:
+                part.loss = None if part.loss is None else part.loss.cpu()
+        state = trainer.strategy.lightning_module_state_dict()
+        said = EVERYONE.collected((self._problem, self._steps if self._speaks else None))
+        verdict: tuple[str | None, str | None] = None, None
+        if self._copy is not None:
+            problem = next((problem for problem, _ in said if problem is not None), None)
+            steps = [steps for _, steps in said if steps is not None]
+            verdict = problem, None
+            if problem is None:
+                try:
+                    verdict = None, self._compared(steps, state)
+                except UnfitError as unfit:
+                    verdict = str(unfit), None
+                except Exception as error:
+                    verdict = f"it does not run in one process ({type(error).__name__}: {error})", None
+        reason, difference = EVERYONE.told(verdict)
+        self.num_seconds += perf_counter() - began
+        if reason is not None:
+            self._say_why_not(reason)
+        if difference is None:
+            return
+        if self._policy is True:
+            raise FirstStepsError(difference)
+        rank_zero_warn(f"{difference} Training goes on; `check_first_steps=True` ends it there.")
+
+    def _end(self) -> None:
+        """Takes away what was attached."""
+        vars(self._trainer.strategy).pop("run_schedule", None)
+        vars(self._trainer.strategy).pop("training_step", None)
+        for handle in self._handles:
+            handle.remove()
+        self._forget()
+
+    def _compared(self, ranks: list[list[Step]], state: dict[str, Any]) -> str | None:
+        """Compares the ranks' first steps with one process; returns what differs, in words, or None.
+
+        Raises:
+            UnfitError: nothing can be compared.
+        """
+        trainer = self._trainer
+        strategy, module = trainer.strategy, self._copy
+        assert module is not None
+        # A rank of fsdp draws for its own samples what a process does that begins where it did.
+        draws_alike = strategy.layout.tp == strategy.layout.pp == 1
+        joins = not module.automatic_optimization or bool(getattr(strategy, "_layer_sync", None))
+        steps = list(zip(*ranks, strict=True))
+        replay = Replay(module, trainer, strategy.root_device, joins, draws_alike)
+        try:
+            replay.run(steps)
+        except NeedsOthers:  # as in `self.all_gather`, in the first step
+            module.load_state_dict(self._before or {}, strict=False)
+            replay = Replay(module, trainer, strategy.root_device, True, draws_alike)
+            replay.run(steps)
+        found = self._differences(replay, {name: value.detach() for name, value in module.state_dict().items()}, state)
+        if not found:
+            log.info("the first %d steps are those of one process.", len(ranks[0]))
+            return None
+        callbacks = [type(c).__name__ for c in trainer.callbacks if _may_change(c)]
+        also = f" (Callbacks take no part in that: {', '.join(callbacks)}.)" if callbacks else ""
+        return (
+            f"the first {len(ranks[0])} step(s) of {type(trainer.lightning_module).__name__} under strategy"
+            f" {strategy!r} are not those of one process: {'; '.join(found)}.{also} `polyphase verify`, with the same"
+            " model, data and strategy, compares all tensors after each step. Where the module is known to differ,"
+            " `check_first_steps=False` leaves this out."
+        )
+
+    def _differences(self, replay: Replay, expected: dict[str, Tensor], state: dict[str, Any]) -> list[str]:
+        rounds = self._rounds
+        found = []
+        for numbers, tolerance in ((replay.losses, _LOSS), (replay.norms, _NORM)):
+            for what, here, there in numbers:
+                if here is None or there is None:
+                    continue
+                a, b = float(here), float(there)
+                if abs(a - b) > (_ROUNDED if rounds else tolerance) * max(abs(a), abs(b)) + 1e-6:
+                    found.append(f"the {what} is {a:.7g}, not {b:.7g}")
+        if rounds:
+            return found[:3]
+        worst = (0.0, "")
+        assert self._before is not None
+        for name, value in expected.items():
+            if name in state and name in self._before and value.is_floating_point():
+                difference, moved = _difference(state[name], value, self._before[name], replay.is_certain.get(name))
+                if difference > _WEIGHTS * moved:
+                    text = f"{name!r} has moved by {moved:.2e} there, and differs by {difference:.2e}"
+                    worst = max(worst, (difference / moved if moved else torch.inf, text))
+        return found[:3] + ([worst[1]] if worst[1] else [])
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether products have fewer bits than float32's."""
+        if self._trainer.strategy.root_device.type == "cuda":
+            backends, kinds = torch.backends, (_ConvNd, nn.RNNBase)
+            uses_cudnn = any(isinstance(part, kinds) for part in self._trainer.lightning_module.modules())
+            if backends.cuda.matmul.allow_tf32 or (uses_cudnn and backends.cudnn.allow_tf32):
+                return True
+        return str(self._trainer.precision) not in ("32-true", "64-true")
+
+
+def _difference(found: Tensor, expected: Tensor, before: Tensor, is_certain: Tensor | None) -> tuple[float, float]:
+    """Largest difference of the elements that can be compared, above rounding; and the most that any has moved."""
+    if found.shape != expected.shape:
+        return torch.inf, 0.0
+    found, expected, before = (tensor.to("cpu", torch.float64) for tensor in (found, expected, before))
+    differs, moved = (found - expected).abs(), (expected - before).abs()
+    if is_certain is not None:
+        differs, moved = differs[is_certain.cpu()], moved[is_certain.cpu()]
+    if not differs.numel() or not bool(expected.isfinite().all()):
+        return 0.0, 0.0
+    rounding = 1e-5 * float(expected.abs().max()) + 1e-7
+    return max(0.0, float(differs.nan_to_num(torch.inf).max()) - rounding), float(moved.max())
+
+
+def _kept(batch: Any) -> Any:
+    """A copy in host memory, which the step can't change; of a view without what it is a view of."""
+    own = apply_to_collection(batch, Tensor, lambda t: t.detach().to("cpu", copy=True).requires_grad_(t.requires_grad))
+    pickle.dumps(own)  # an error here, rather than where the other ranks wait for it
+    return own
+
+
+def _plain(setting: Any) -> Any:
+    if isinstance(setting, DTensor):
+        setting = setting.full_tensor()
+    return float(setting) if isinstance(setting, Tensor) else setting
+
+
+def _may_change(callback: Any) -> bool:
+    is_stock = type(callback).__module__.startswith(("lightning.", "polyphase."))
+    return not is_stock and any(is_overridden(hook, callback, Callback) for hook in _CHANGING)

@@ -1,0 +1,348 @@
+"""The first steps of a run once more in one process: a whole copy of the module, on the batches of all ranks.
+
+None of this package's strategies, precisions or losses takes part: forward, backward, clipping and the optimizer's step
+are torch's. The copy's trainer is a stand-in, from which it can read and which reaches no other rank; what the copy
+logs or prints goes nowhere.
+"""
+
+import contextlib
+import dataclasses
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
+
+# Lightning: how it reads what `configure_optimizers` returns.
+from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torchmetrics import Metric
+
+from ..checkpoint import get_random_state, set_random_state
+from ..strategies import move_module
+
+__all__ = ["SETTINGS", "MicroBatch", "NeedsOthers", "Replay", "Step", "UnfitError", "loss_of", "parts_of"]
+
+SETTINGS = ("lr", "momentum", "betas", "weight_decay")
+"""Settings of an optimizer's groups that schedulers and callbacks change."""
+
+
+class UnfitError(Exception):
+    """The steps can't be done in one process, or not so that they could be compared; says why."""
+
+
+class NeedsOthers(Exception):  # noqa: N818
+    """The step gathers what other ranks have: their batches are to be joined."""
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """A call of `training_step` on a rank."""
+
+    rank: int
+    batch: Any
+    batch_idx: int
+    samples: int
+    """Number of samples that it counts for; 0 for one that only keeps its rank in step with the others."""
+    random: dict[str, Any]
+    """Random state of the rank before the call."""
+    loss: Any = None
+    """The loss that the call returned, a 0-d tensor; None if it returned none."""
+
+
+@dataclasses.dataclass
+class Step:
+    """Up to the end of an accumulation window; by hand, of a batch."""
+
+    global_step: int
+    epoch: int
+    micro_batches: list[MicroBatch] = dataclasses.field(default_factory=list)
+    groups: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+    """For each call of an optimizer: the settings of its groups."""
+    norms: list[float] = dataclasses.field(default_factory=list)
+    """For each call of an optimizer: the norm of its gradients, as it has used them."""
+
+
+@dataclasses.dataclass
+class Replay:
+    """Does the steps of several ranks in one process.
+
+    Args:
+        module: a whole copy, with the weights before the first step; it is trained.
+        trainer: of the run.
+        device: to compute on.
+        joins: whether the batches of the ranks are joined, rather than run one after the other.
+        draws_alike: whether a rank of the run draws the random numbers that one process draws from the same state.
+    """
+
+    module: LightningModule
+    trainer: Any
+    device: torch.device
+    joins: bool
+    draws_alike: bool
+
+    def __post_init__(self) -> None:
+        self.losses: list[tuple[str, Any, Any]] = []
+        """Where; in the run; here."""
+        self.norms: list[tuple[str, float, float]] = []
+        self.is_certain: dict[str, Tensor] = {}
+        """By parameter: where its gradients were larger than what rounding makes of a zero."""
+
+    def run(self, steps: Sequence[Sequence[Step]]) -> None:
+        """Trains the copy.
+
+        Args:
+            steps: by step, that of each rank with samples of its own.
+
+        Raises:
+            UnfitError: that is not possible, or not comparable.
+        """
+        random = get_random_state()
+        try:
+            with contextlib.ExitStack() as silence, warnings.catch_warnings(), _Alone(), torch.enable_grad():
+                for stream in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                    silence.enter_context(stream(io.StringIO()))
+                warnings.simplefilter("ignore")
+                self._prepare()
+                for number, step in enumerate(steps, start=1):
+                    self._stand_in.__dict__.update(global_step=step[0].global_step, current_epoch=step[0].epoch)
+                    self._groups, self._ends = list(step[0].groups), list(step[0].norms)
+                    self._said = f"step {number}"
+                    run = self._step if self.module.automatic_optimization else self._step_by_hand
+                    run(step)
+        except NeedsOthers:
+            if self.joins:
+                raise UnfitError("its step reaches other ranks") from None
+            raise
+        finally:
+            set_random_state(random)
+
+    def _prepare(self) -> None:
+        module: Any = self.module
+        move_module(module, self.device)
+        self._stand_in = _StandIn(self.trainer, self.device)
+        module.trainer = self._stand_in
+        self._stand_in.strategy.connect(module)
+        for name in ("log", "log_dict", "print"):
+            setattr(module, name, lambda *_, **__: None)
+        module.all_gather = self._all_gather
+        module.clip_gradients = _clip
+        module.manual_backward = self._manual_backward
+        for part in module.modules():
+            if isinstance(part, Metric):
+                part.distributed_available_fn = lambda: False
+        self._optimizers, schedulers, _ = _configure_optimizers(module.configure_optimizers())
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
+            raise UnfitError("LBFGS runs a step several times")
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+        by_hand = [_Optimizer(optimizer, self._stand_in.strategy, module) for optimizer in self._optimizers]
+        self._stand_in.__dict__["optimizers"] = self._optimizers
+        module.optimizers = lambda use_pl_optimizer=True: by_hand[0] if len(by_hand) == 1 else by_hand
+        own = [each["scheduler"] if isinstance(each, dict) else each for each in schedulers]
+        module.lr_schedulers = lambda: (own or [None])[0] if len(own) <= 1 else own
+        self._has_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.module.on_before_backward(loss)
+        self.module.backward(loss, *args, **kwargs)
+        self.module.on_after_backward()
+
+    def _all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        if not self.joins:
+            raise NeedsOthers
+        return apply_to_collection(data, Tensor, lambda tensor: tensor.unsqueeze(0))
+
+    def _step(self, step: Sequence[Step]) -> None:
+        """One step of automatic optimization: the mean over the samples of all ranks and micro-batches."""
+        module: Any = self.module
+        if len(self._optimizers) != 1:
+            raise UnfitError("automatic optimization has one optimizer")
+        [optimizer] = self._optimizers
+        windows = list(zip(*(each.micro_batches for each in step), strict=True))
+        module.on_before_zero_grad(optimizer)
+        optimizer.zero_grad()
+        num_samples = sum(part.samples for window in windows for part in window)
+        total, ends = torch.zeros((), device=self.device), []
+        for window in windows:
+            batch, batch_idx = self._moved(window[0]), window[0].batch_idx
+            module.on_train_batch_start(batch, batch_idx)
+            first = None
+            for rank, part in enumerate([self._joined(window)] if self.joins else window):
+                if part.samples == 0:
+                    continue
+                buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if rank else []
+                output = self._call(part)
+                for buffer, value in buffers:  # rank 0's are kept
+                    buffer.data.copy_(value)
+                loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
+                if loss is None:
+                    raise UnfitError("a step without a loss is left out")
+                where = f"loss of {self._said}" + ("" if self.joins or len(window) == 1 else f", rank {rank}")
+                self.losses.append((where, part.loss, loss.detach()))
+                counts = torch.as_tensor(part.samples if weight is None else weight, dtype=loss.dtype).to(self.device)
+                total += counts
+                extra = output if isinstance(output, dict) else {}
+                first = {**extra, "loss": loss.detach()} if first is None else first  # as hooks get it
+                module.on_before_backward(loss)
+                module.backward(loss.masked_fill(counts == 0, 0.0) * (counts / num_samples))
+            module.on_after_backward()
+            ends.append((first, batch, batch_idx))
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(num_samples / total)  # 1, unless `training_step` has said weights
+        module.on_before_optimizer_step(optimizer)
+        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+        if value is not None or is_overridden("configure_gradient_clipping", module):
+            module.configure_gradient_clipping(
+                optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm and str(algorithm.value)
+            )
+        optimizer.step(lambda: torch.zeros((), device=self.device))
+        for output, batch, batch_idx in ends:
+            module.on_train_batch_end(output, batch, batch_idx)
+
+    def _step_by_hand(self, step: Sequence[Step]) -> None:
+        for window in zip(*(each.micro_batches for each in step), strict=True):
+            part = self._joined(window)
+            batch = self._moved(part)
+            self.module.on_train_batch_start(batch, part.batch_idx)
+            output = self._call(part)
+            self.losses.append((f"loss of {self._said}", part.loss, loss_of(output)))
+            self.module.on_train_batch_end(output, batch, part.batch_idx)
+
+    def _call(self, part: MicroBatch) -> Any:
+        set_random_state(part.random)
+        self._stand_in.__dict__["global_rank"] = part.rank
+        before = get_random_state()
+        with self.trainer.precision_plugin.forward_context():
+            batch = self._moved(part)
+            output = self.module.training_step(*((batch, part.batch_idx) if self._has_idx else (batch,)))
+        if not (self.draws_alike and not self.joins) and not _is_same(before, get_random_state()):
+            raise UnfitError("its step draws random numbers, which are others where it is split")
+        return output
+
+    def _moved(self, part: MicroBatch) -> Any:
+        return move_data_to_device(part.batch, self.device)  # the module's own transfer it has behind it
+
+    def _joined(self, window: Sequence[MicroBatch]) -> MicroBatch:
+        if len(window) == 1:
+            return window[0]
+        leaves = [tree_flatten(part.batch) for part in window]
+        columns = list(zip(*(values for values, _ in leaves), strict=True))
+        samples = [part.samples for part in window]
+        if min(samples) != max(samples) or any(isinstance(c[0], Tensor) and c[0].dim() == 0 for c in columns):
+            raise UnfitError("the batches of the ranks can't be joined")
+        joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        losses = [part.loss for part in window]
+        loss = None if losses[0] is None else sum(losses) / len(losses)
+        batch = tree_unflatten(joined, leaves[0][1])
+        return dataclasses.replace(window[0], batch=batch, samples=sum(samples), loss=loss)
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        if not self._groups:
+            raise UnfitError("its optimizers were called another number of times")
+        for group, settings in zip(optimizer.param_groups, self._groups.pop(0), strict=True):
+            group.update(settings)
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        gradients = {
+            name: p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach()
+            for name, p in self.module.named_parameters()
+            if p.grad is not None
+        }
+        own = {
+            id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None and not p.grad.is_sparse
+        }
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        norm = _norm([gradients[name] for key, name in names.items() if key in own and name in gradients])
+        self.norms.append((f"gradient norm of {self._said}", self._ends.pop(0), norm))
+        num = sum(gradient.numel() for gradient in gradients.values())
+        largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        least = max(1e-3 * _norm(list(gradients.values())) / max(num, 1) ** 0.5, 1e-6 * largest)
+        for name, gradient in gradients.items():
+            above = gradient.abs() > least
+            self.is_certain[name] = self.is_certain[name] & above if name in self.is_certain else above
+
+
+class _StandIn:
+    """For the trainer of the copy: reads are those of the real one, what it can do is not there."""
+
+    def __init__(self, trainer: Any, device: torch.device) -> None:
+        strategy = SingleDeviceStrategy(device)
+        self.__dict__.update(_trainer=trainer, strategy=strategy, callbacks=[], barebones=False)
+        self.__dict__.update(logger=DummyLogger(), loggers=[DummyLogger()], should_stop=False)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._trainer, name)
+        if callable(value):
+            raise UnfitError(f"it calls the trainer's `{name}`")
+        return value
+
+
+class _Optimizer(LightningOptimizer):
+    """As Lightning gives it to a module that optimizes by hand."""
+
+    def __init__(self, optimizer: Any, strategy: Any, module: Any) -> None:
+        super().__init__(optimizer)
+        self._strategy = strategy
+        self._module = module
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        loss = None if closure is None else closure()
+        self._module.on_before_optimizer_step(self._optimizer)
+        self._optimizer.step(**kwargs)
+        return loss
+
+
+class _Alone(TorchDispatchMode):
+    """No collective: the other ranks wait for the end of the check, and would never come."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise NeedsOthers
+        return func(*args, **(kwargs or {}))
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what `training_step` returned."""
+    return output if isinstance(output, Tensor) else output.get("loss") if isinstance(output, dict) else None
+
+
+def _clip(optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if gradient_clip_val is None:
+        return
+    if str(gradient_clip_algorithm) == "value":
+        nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+    else:
+        nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(sum(torch.linalg.vector_norm(t, dtype=None).double().square() for t in tensors)) ** 0.5
+
+
+def _is_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+        for name, value in before.items()
+    )
+
+
+def parts_of(module: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The sub-modules of `module`, each with that of its name in `copy`."""
+    copies = dict(copy.named_modules())
+    for name, part in module.named_modules():
+        if name in copies:
+            yield part, copies[name]
