@@ -16,7 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import lightning
 import torch
@@ -25,7 +25,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .autocast import autocast_form
+from .calls import Calls
+
 __all__ = [
+    "CONTENT",
+    "FORM",
     "NOT_THE_USERS",
     "Absent",
     "CutError",
@@ -42,6 +47,7 @@ NOT_THE_USERS = tuple(
     for path in (torch.__file__, lightning.__file__, os.path.dirname(os.path.dirname(__file__)))
 )
 """Folders of torch, Lightning and this package."""
+_FSDP = os.path.join(NOT_THE_USERS[0], "distributed", "fsdp", "")
 _ELSEWHERE = (
     "Give the module a method pipeline_stages() that puts what belongs together into one stage, or choose another"
     " strategy, such as 'fsdp'."
@@ -57,6 +63,21 @@ _NEW = {
 }  # fmt: skip
 """Calls that take a shape from a tensor, and no value."""
 _MOVES = {"to", "cpu", "cuda", "type_as"}
+FORM = {
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "get_device", "type",
+    "is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_pinned",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__len__",
+    "__repr__", "__format__", "__reduce_ex__", "zeros_like", "ones_like", "empty_like", "full_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "has_names", "__deepcopy__",
+}  # fmt: skip
+"""Calls that ask for no content."""
+_OF_GRAPH = {"requires_grad_", "register_hook", "retain_grad", "__format__"}
+"""Those of them that do where there is some."""
+_SETS = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_OF_GRAPHS = {torch.autograd.grad, Tensor.requires_grad_, _SETS}
+"""Calls that ask for gradients within a step, or make a leaf for one."""
+CONTENT = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes that ask for content."""
 
 
 class CutError(RuntimeError):
@@ -77,17 +98,33 @@ def users_line() -> str:
     return "the module's step"
 
 
+class Supplies(Protocol):
+    """Supplies the values of other stages that this stage was sent; see `content.py`."""
+
+    calls: Calls
+
+    def supply(self, tensor: Tensor) -> Tensor | None:
+        """The content of an absent tensor."""
+
+    def check_graph(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Called before one of `_OF_GRAPHS`."""
+
+
 class Absent(TorchFunctionMode):
     """While entered, values of other stages may be computed with.
 
     Args:
         device: this stage's.
         is_buffer: whether a tensor is one of the module's buffers, which the stage that holds its module writes.
+        content: what this stage is sent of other stages' values, for its own part.
     """
 
-    def __init__(self, device: torch.device, is_buffer: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, device: torch.device, is_buffer: Callable[[Tensor], bool], content: Supplies | None = None
+    ) -> None:
         self._device = device
         self._is_buffer = is_buffer
+        self._content = content
         self.watches = False
         """Whether what this stage has computed shall not meet absent values any more."""
         self.meeting: str | None = None
@@ -97,16 +134,28 @@ class Absent(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        absent = real = None
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.is_meta:
-                absent = tensor if absent is None else absent
-            elif real is None or tensor.requires_grad:
-                real = tensor
+        if self.watches and self._content is not None and func in _OF_GRAPHS:
+            self._content.check_graph(func, args, kwargs)
+        absent, real = _met(args, kwargs)
+        if absent is not None and self.watches and _asks_for_content(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                args, kwargs = apply_to_collection((args, kwargs), Tensor, self.supplied)
+            absent, real = _met(args, kwargs)
         if absent is None:
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():  # torch: in here, those of `remote.py` are as good as any
-            return self._without(func, args, kwargs, absent, real)
+            result = func(*args, **kwargs)
+        else:
+            # torch: in here, those of `remote.py` are as good as any
+            with torch._C.DisableTorchFunctionSubclass():
+                result = self._without(func, args, kwargs, absent, real)
+        if self._content is not None and not _is_of_fsdp(sys._getframe(1)):
+            tensors = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
+            self._content.calls.note(getattr(func, "__name__", ""), tensors)
+        return result
+
+    def supplied(self, tensor: Tensor) -> Tensor:
+        """A tensor, with content if that can be had."""
+        found = self._content.supply(tensor) if tensor.is_meta and self._content is not None else None
+        return tensor if found is None else found
 
     def _without(self, func: Any, args: Any, kwargs: Any, absent: Tensor, real: Tensor | None) -> Any:
         """An operation that meets `absent`, and `real` if not None."""
@@ -132,7 +181,10 @@ class Absent(TorchFunctionMode):
         on_meta, without = apply_to_collection((args, without), Tensor, _to_meta)
         try:
             with torch.no_grad(), _Draws() as draws:  # a graph would hold on to them
-                result = func(*on_meta, **without)
+                if torch.is_autocast_enabled(self._device.type):
+                    result = autocast_form(func, on_meta, without, self._device)
+                else:
+                    result = func(*on_meta, **without)
         except NotImplementedError as error:
             raise CutError(
                 f"{users_line()} can't be done without the values, which another pipeline stage has: {error}."
@@ -209,6 +261,33 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for each in value.values():
             yield from tensors_in(each)
+
+
+def _met(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
+    """A tensor without content, and one with, of those that a call is given."""
+    absent = real = None
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.is_meta:
+            absent = tensor if absent is None else absent
+        elif real is None or tensor.requires_grad:
+            real = tensor
+    return absent, real
+
+
+def _is_of_fsdp(frame: types.FrameType | None) -> bool:
+    """Whether a call is FSDP2's, which the stages that skip a module do not see."""
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS[0]):
+        if frame.f_code.co_filename.startswith(_FSDP):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _asks_for_content(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return func.__self__.__name__ in CONTENT
+    return name not in FORM or name in _OF_GRAPH
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

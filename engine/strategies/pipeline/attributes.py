@@ -4,84 +4,37 @@ A stage skips the units of others. What these keep on themselves or on other obj
 logits, a running statistic) is missing there, or is that of an earlier batch; and what the step writes behind the units
 is on the last stage only. `Notes` finds out what is written, in a trial run on all stages but the last and in the
 first micro-batch on that one. From then on `Readers` raises an error where user code reads such an attribute on another
-stage.
+stage. State that two stages write (the statistics of a BatchNorm that is called before and behind the units) is right
+on neither: that ends the run before its first optimizer step.
+
+A step has one segment for each stage: from its first unit to that of the next stage. Stage s runs the segments up to
+its own, those of earlier stages without content, and its own for real. So a stage has the right value of an attribute
+if it runs all segments in which the attribute is written, and writes there what the segment's own stage does.
 """
 
 import collections
-import contextvars
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import nn
 
-from .absent import CutError, has_absent, is_users, users_line
+from .absent import CutError, is_users, users_line
+from .notes import ABSENT, REMEDY, Key, Written
+from .plan import Plan
 
-__all__ = ["Key", "Notes", "Readers", "Written"]
+__all__ = ["Readers"]
 
-_REMEDY = (
-    "Have the block return the value and hand it on through the arguments of the blocks that follow, as in `x, aux ="
-    " block(x, aux)`, or choose another strategy, such as 'fsdp'."
+_SEPARATE = (
+    "Have each place use a module of its own; or give the module a method pipeline_stages() that puts all that use this"
+    " one into one stage; or choose another strategy, such as 'fsdp'."
 )
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
-_CONTAINERS = (list, tuple, set, dict, collections.deque, collections.OrderedDict, collections.defaultdict)
-_NOT_THE_USERS = frozenset(nn.Module().__dict__) | frozenset(LightningModule().__dict__) | {"forward", "log"}
-_MOST_DEEP = 3
-"""Levels of objects and containers inside of each other that are looked at."""
-
-Key = tuple[str, str]
-"""The name of a module, and that of an attribute."""
-
-
-class Written(NamedTuple):
-    """What one stage has written in a step."""
-
-    by_units: dict[Key, str]
-    """What its units have written, with the name of the unit."""
-    around: set[Key]
-    """What other code has written that has content on this stage."""
-
-
-class Notes:
-    """What the step of `module` writes, from `begin` to `end`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._by_units: dict[Key, str] = {}
-        self._first = _kept(module)
-
-    @contextmanager
-    def unit(self, name: str, unit: nn.Module, arguments: Any) -> Iterator[None]:
-        """Around the forward of a unit.
-
-        Raises:
-            CutError: it writes what other stages can't be told of: into a list or dict that it is called with, or that
-                a forward hook on a part of it has.
-        """
-        before = _kept(self._module), _form(arguments), _hooked(name, unit)
-        yield
-        self._by_units.update(dict.fromkeys(_changed(before[0], _kept(self._module)), name))
-        if _form(arguments) != before[1]:
-            raise CutError(
-                f"{name!r} writes into a list or dict that it is called with, but the pipeline stages that skip it"
-                f" have one of their own. {_REMEDY}"
-            )
-        for where, form in _hooked(name, unit).items():
-            if form != before[2].get(where):
-                raise CutError(
-                    f"{where}, which lies inside of a block, keeps what it is called with, but the pipeline stages that"
-                    f" skip the block do not call it. {_REMEDY}"
-                )
-
-    def end(self) -> Written:
-        """What was written."""
-        changed = _changed(self._first, _kept(self._module)) - set(self._by_units)
-        return Written(self._by_units, {key for key in changed if not has_absent(_value(self._module, key))})
+_RETURN = (
+    "Log it with `self.log`, or return it from the step and take it from the `outputs` of the hook at the batch's end:"
+    " these are the same on all stages."
+)
 
 
 class Readers:
@@ -89,40 +42,94 @@ class Readers:
 
     Args:
         module: changed in place where that is found out.
+        plan: says which stages hold a parameter.
         own_stages: those of this rank.
         present_stage: the stage that runs, or None outside of a step.
+        is_live: whether the step has come to that stage's own part.
     """
 
-    def __init__(self, module: nn.Module, own_stages: set[int], present_stage: Callable[[], int | None]) -> None:
-        self._module, self._own_stages, self._present_stage = module, own_stages, present_stage
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        own_stages: set[int],
+        present_stage: Callable[[], int | None],
+        is_live: Callable[[], bool],
+    ) -> None:
+        self._module, self._plan = module, plan
+        self._own_stages, self._present_stage, self._is_live = own_stages, present_stage, is_live
         self.inside = False
         """Whether a unit of the stage runs, which may read all that it writes."""
         self._having: dict[Key, set[int]] = {}
         self._writers: dict[Key, str] = {}
         self._kinds: dict[nn.Module, type] = {}
-        self._around: dict[str, dict[int, set[Key]]] = collections.defaultdict(dict)
+        self._told: dict[str, dict[int, Written]] = collections.defaultdict(dict)
+        self._right: dict[Key, set[int]] = {}
+        """Stages that have the right value after any step."""
+        self._writing: dict[Key, dict[int, str]] = {}
+        """Stages that write it, and what does."""
 
     def learn(self, step: str, stage: int, written: Written, num_stages: int) -> None:
-        """Told on all ranks what `stage` writes in a step, the last stage last."""
+        """Told on all ranks what `stage` writes in a step, the last stage last.
+
+        Raises:
+            CutError: several stages write the same state, so that none has what one process would.
+        """
         for key, unit in written.by_units.items():
             stages = self._having.setdefault(key, {stage})
             if stage not in stages:
                 stages.clear()  # each has a part of it
             self._writers.setdefault(key, f"the block {unit!r}")
-        around = self._around[step]
-        around[stage] = written.around
+        told = self._told[step]
+        told[stage] = written
         if stage == num_stages - 1:
-            for key in set().union(*around.values()):
-                stages = {number for number, keys in around.items() if key in keys}
-                if key not in self._having and len(stages) < num_stages:
-                    self._having[key] = stages
-                    self._writers[key] = f"`{step}`"
+            around = [key for each in told.values() for marks in each.around.values() for key in marks]
+            for key in dict.fromkeys([*around, *(key for each in told.values() for key in each.by_units)]):
+                self._settle(step, key, told)
         self._watch()
+
+    def _settle(self, step: str, key: Key, told: dict[int, Written]) -> None:
+        """Finds out which stages have the right value of what was written, when all have told."""
+        segments = [stage for stage, each in told.items() if key in each.by_units or key in each.around.get(stage, {})]
+        if not segments:
+            return
+        having = {stage for stage in told if all(_has_seen(told, key, segment, stage) for segment in segments)}
+        having &= self._right.get(key, having)  # of other steps
+        self._right[key] = having
+        writing = self._writing.setdefault(key, {})
+        for stage in segments:
+            unit = told[stage].by_units.get(key)
+            writing.setdefault(stage, f"`{step}`" if unit is None else f"the block {unit!r}")
+        parameter = self._module.get_submodule(key[0])._parameters.get(key[1])
+        needed = {*writing, *(() if parameter is None else self._plan.holders[parameter])}
+        if not needed <= having and any(key in each.states for each in told.values()):
+            raise CutError(self._why_torn(key, writing))
+        if len(having) < len(told):
+            self._having[key] = having
+            self._writers.setdefault(key, writing[segments[0]])
+
+    def _why_torn(self, key: Key, writing: dict[int, str]) -> str:
+        part, name = self._module.get_submodule(key[0]), ".".join(filter(None, key))
+        kind = "buffer" if key[1] in part._buffers else "parameter" if key[1] in part._parameters else "attribute"
+        said = " and ".join(f"{code} on pipeline stage {stage}" for stage, code in sorted(writing.items()))
+        return (
+            f"the {kind} {name!r} of {type(part).__name__} is written by {said}, and each stage has a copy of its own,"
+            f" so that none has the value that one process has. {_SEPARATE}"
+        )
 
     @property
     def written(self) -> set[Key]:
         """What is known to be written, on any stage."""
         return set(self._writers)
+
+    def buffer_stages(self) -> dict[str, int]:
+        """By its name, a stage that has what was written into a buffer."""
+        parts = dict(self._module.named_modules())
+        return {
+            f"{name}.{attribute}" if name else attribute: min(stages)
+            for (name, attribute), stages in self._having.items()
+            if attribute in parts[name]._buffers and stages
+        }
 
     def _watch(self) -> None:
         parts = dict(self._module.named_modules())
@@ -134,30 +141,30 @@ class Readers:
 
     def _check(self, part: str, attribute: str) -> None:
         having = self._having.get((part, attribute))
-        # Called by `__getattribute__`, and that by whoever reads.
-        if having is None or self.inside or not is_users(sys._getframe(2)):
+        if having is None:
             return
         stage = self._present_stage()
+        # Called by `__getattribute__`, and that by whoever reads: a module of torch's for its own part of a step.
+        if not (by_user := is_users(sys._getframe(2))):
+            if stage is None or not self._is_live() or attribute not in self._module.get_submodule(part)._buffers:
+                return
+        elif self.inside:
+            return
         if (self._own_stages if stage is None else {stage}) & having:
             return
         owner = repr(part) if part else type(self._module).__name__
+        writer = self._writers[part, attribute]
+        remedy = _SEPARATE if not by_user else REMEDY if writer.startswith("the block") else _RETURN
         raise CutError(
-            f"{users_line()} reads {attribute!r} of {owner}, which {self._writers[part, attribute]} writes on another"
-            f" pipeline stage. {_REMEDY if self._writers[part, attribute].startswith('the block') else _RETURN}"
+            f"{users_line()} reads {attribute!r} of {owner}, which {writer} writes on another pipeline stage. {remedy}"
         )
 
     def close(self) -> None:
         """Has the modules be of their own classes again."""
         for part, kind in self._kinds.items():
             part.__class__ = kind
-        for known in (self._kinds, self._having, self._writers, self._around):
+        for known in (self._kinds, self._having, self._writers, self._told, self._right, self._writing):
             known.clear()
-
-
-_RETURN = (
-    "Log it with `self.log`, or return it from the step and take it from the `outputs` of the hook at the batch's end:"
-    " these are the same on all stages."
-)
 
 
 def _watched(kind: Any, check: Callable[[str], None]) -> type:
@@ -169,84 +176,11 @@ def _watched(kind: Any, check: Callable[[str], None]) -> type:
     return types.new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(names))
 
 
-def _kept(module: nn.Module) -> dict[Key, Any]:
-    """What the parts of a module keep, in a form that shows whether it was changed."""
-    return {
-        (name, attribute): _form(value)
-        for name, part in module.named_modules()
-        if not isinstance(part, Metric)  # see `log.py`
-        for attributes in (part.__dict__, part._buffers)
-        for attribute, value in attributes.items()
-        if attribute not in _NOT_THE_USERS
-    }
-
-
-def _changed(before: dict[Key, Any], after: dict[Key, Any]) -> set[Key]:
-    return {key for key, form in after.items() if key not in before or before[key] != form}
-
-
-def _value(module: nn.Module, key: Key) -> Any:
-    part = module.get_submodule(key[0])
-    return part.__dict__[key[1]] if key[1] in part.__dict__ else part._buffers[key[1]]
-
-
-class _Same:
-    """Equal to what holds the same object; keeps it alive, so that no other gets its id."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _form(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, _PLAIN):
-        return repr(value)  # NaN is not equal to itself
-    same = _Same(value)
-    if isinstance(value, Tensor):
-        return same, None if value.is_inference() else value._version
-    if depth == _MOST_DEEP:
-        return same
-    if type(value) in _CONTAINERS:
-        items: Iterable[Any] = (*value, *value.values()) if isinstance(value, dict) else value
-        # A tuple of plain values that is made anew, such as a shape, is what it was.
-        return (None if isinstance(value, tuple) else same), [_form(item, depth + 1) for item in items]
-    if _is_of_a_users_class(value):
-        return same, _form(vars(value), depth + 1)
-    return same
-
-
-def _is_of_a_users_class(value: Any) -> bool:
-    if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)):
-        return False
-    package = type(value).__module__.split(".")[0]
-    return hasattr(value, "__dict__") and package not in ("torch", "lightning", "builtins", __name__.split(".")[0])
-
-
-def _hooked(name: str, unit: nn.Module) -> dict[str, Any]:
-    """What forward hooks on parts of a unit hold on to, and forwards that others have put in the place of a part's."""
-    found = {}
-    for inner, part in unit.named_modules(prefix=name):
-        if part is unit:  # whose own are called on all stages
-            continue
-        patched = [part.__dict__["forward"]] if "forward" in part.__dict__ else []
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *patched):
-            if not str(getattr(hook, "__module__", "")).startswith("torch."):
-                said = getattr(hook, "__qualname__", type(hook).__name__)
-                found[f"the forward hook {said!r} on {inner!r}"] = [_form(value) for value in _held(hook)]
-    return found
-
-
-def _held(hook: Any) -> list[Any]:
-    if isinstance(hook, functools.partial):
-        return [*_held(hook.func), *hook.args, *hook.keywords.values()]
-    function = getattr(hook, "__func__", hook)
-    if not isinstance(function, types.FunctionType):
-        return [hook]
-    values = [function.__globals__.get(name) for name in function.__code__.co_names]
-    values += [cell.cell_contents for cell in function.__closure__ or ()] + [getattr(hook, "__self__", None)]
-    values = [value.get(None) if isinstance(value, contextvars.ContextVar) else value for value in values]
-    return [value for value in values if type(value) in _CONTAINERS or _is_of_a_users_class(value)]
+def _has_seen(told: dict[int, Written], key: Key, segment: int, stage: int) -> bool:
+    """Whether `stage` has of a segment what the segment's own stage has written there."""
+    own = told[segment]
+    if segment >= stage:
+        return segment == stage and own.around.get(segment, {}).get(key) != ABSENT
+    return (
+        key not in own.by_units and told[stage].around.get(segment, {}).get(key) == own.around[segment][key] != ABSENT
+    )

@@ -2,6 +2,8 @@
 
 import traceback
 
+import torch
+
 from .absent import CutError, is_users
 
 __all__ = ["described"]
@@ -20,6 +22,14 @@ def described(error: Exception, stage: int, micro_batch: str) -> str:
     frames = list(traceback.walk_tb(error.__traceback__))
     places = traceback.StackSummary.extract(iter(frames))
     of_user = [place for (frame, _), place in zip(frames, places, strict=True) if is_users(frame)]
+    if of_user and any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in frames):
+        p = of_user[-1]
+        return (
+            f'pipeline stage {stage} failed: {p.filename}:{p.lineno} in {p.name}: "{p.line}" asks for a gradient within'
+            " the step, but no pipeline stage has the whole graph, and so none can give the gradient of a gradient, as"
+            " create_graph=True asks for, say for a gradient penalty: choose another strategy, such as 'fsdp'. torch"
+            f" says: {error}"
+        )
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     where = "".join(f', {p.filename}:{p.lineno} in {p.name}: "{p.line}"' for p in of_user[-1:])
     if places and places[-1] not in of_user[-1:]:

@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...loop.undo import Undo
-from .attributes import Key
 from .batches import batch_size_of, rows_of
-from .part import Part, Shapes
+from .notes import Key
+from .part import Part
+from .shapes import Shapes
 from .share import Place
 
 __all__ = ["batch_norm_text", "buffers_text", "loss_text"]

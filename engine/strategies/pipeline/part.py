@@ -4,7 +4,8 @@ On stage s the step runs as the user wrote it, from its beginning:
 1. units of earlier stages give back tensors without content (`Absent`), of shapes known from a trial run;
 2. where the step calls the first unit of this stage, those of its arguments that are absent become what the previous
    stage has sent, also for whoever else holds them, such as `x` in ``x = x + block(x)``;
-3. the stage's own units, and the code between them, run for real;
+3. the stage's own units, and the code between them, run for real; what else they use of earlier stages has been sent
+   as well (see `shapes.py`), and parameters of other stages are lent (see `loans.py`): a trial run has found out which;
 4. where the step calls a unit of the next stage, `_EndOfStage` leaves it, and the arguments that are absent there are
    sent. The last stage has no such end: it runs the rest of the step, and has the loss.
 """
@@ -19,16 +20,21 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from .absent import Absent, CutError, has_absent, mark_origin, origin_of, tensors_in, users_line
-from .attributes import Notes, Readers, Written
+from .attributes import Readers
+from .content import Content, Filled
 from .failures import described
+from .loans import Borrowed
+from .notes import Notes, Written
 from .plan import Plan
+from .shapes import Shapes, form_text, forms_of, shape_of
 from .share import Place, take_apart
 
-__all__ = ["Cut", "Job", "Part", "Shapes"]
+__all__ = ["Cut", "Job", "Part"]
 
 _REMEDY = (
-    "A pipeline hands over what a unit is called with, and nothing else: give the module a method pipeline_stages()"
-    " that names its parts in the order of their calls, or choose another strategy, such as 'fsdp'."
+    "A pipeline hands over what a unit is called with, and what else the first batch has shown to be used: give the"
+    " module a method pipeline_stages() that names its parts in the order of their calls, or choose another strategy,"
+    " such as 'fsdp'."
 )
 
 
@@ -37,22 +43,6 @@ class _EndOfStage(BaseException):
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-
-
-@dataclasses.dataclass
-class Shapes:
-    """What is known of one kind of micro-batch, on all stages."""
-
-    units: dict[int, Any] = dataclasses.field(default_factory=dict)
-    """What a unit returns, by its number, with places for tensors."""
-    offered: dict[int, list[Tensor]] = dataclasses.field(default_factory=dict)
-    """The tensors that a stage could send to the next one, as shapes on the meta device."""
-    needed: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """Which of them the next stage, under whose number they are, does not have itself."""
-
-    def sent(self, stage: int) -> tuple[Tensor, ...]:
-        """Shapes of what a stage sends."""
-        return tuple(self.offered[stage][index] for index in self.needed[stage + 1])
 
 
 @dataclasses.dataclass
@@ -67,6 +57,7 @@ class Job:
         context: entered around each.
         shapes: of this kind of micro-batch; a trial run fills them in.
         micro_batch: one of them in words, for errors.
+        tries_last: whether the trial run goes through the last stage's part too; else what it uses is known.
     """
 
     step: Callable[[int], Any]
@@ -76,6 +67,7 @@ class Job:
     context: Callable[[], AbstractContextManager[Any]]
     shapes: Shapes
     micro_batch: str = "a micro-batch"
+    tries_last: bool = True
 
 
 class Cut:
@@ -86,9 +78,18 @@ class Cut:
         plan: where it is cut.
         device: of this rank's parameters.
         own_stages: those of this rank.
+        lends: whether stages may use parameters that others hold.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, device: torch.device, own_stages: Sequence[int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        device: torch.device,
+        own_stages: Sequence[int],
+        *,
+        lends: bool = True,
+    ) -> None:
         self.module, self.plan, self.device = module, plan, device
         self.job: Job | None = None
         """What is being run."""
@@ -96,11 +97,19 @@ class Cut:
         """By which stage."""
         self.failure: Exception | None = None
         """What the user's step raised, which torch's schedules wrap."""
-        self.readers = Readers(module, set(own_stages), lambda: None if self.active is None else self.active.stage)
+        self.readers = Readers(
+            module,
+            plan,
+            set(own_stages),
+            lambda: None if self.active is None else self.active.stage,
+            lambda: self.active is not None and self.active.is_live,
+        )
         self.written: dict[int, Written] | None = None
         """By stage, what it writes in a step, while that is noted; else None."""
-        self.filled: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id, absent tensors that could not be filled in place, and what took theirs, until backward is over."""
+        self.filled = Filled()
+        self.borrowed = Borrowed(module, allowed=lends)
+        self.buffer_stages: dict[str, int] = {}
+        """The one stage that writes a buffer, by the name of the buffer."""
         self.numbers = {unit: number for number, unit in enumerate(unit for stage in plan.stages for unit in stage)}
         for stage, units in enumerate(plan.stages):
             for unit in units:
@@ -113,6 +122,10 @@ class Cut:
     def is_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a buffer of the module."""
         return any(tensor is buffer for buffer in self.module.buffers())
+
+    def owners(self, held: dict[str, int], num_ranks: int) -> dict[str, int]:
+        """The rank that has a buffer's values, by its name: of the stage that writes or, if none does, holds it."""
+        return held | {name: stage % num_ranks for name, stage in self.buffer_stages.items()}
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -133,7 +146,7 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = self._cut.active
         if part is None:  # called by a hook of the user's, or again in backward
-            args, kwargs = _with_content(args, kwargs, self._cut.filled)
+            args, kwargs = self._cut.filled.into(args, kwargs)
             with self._cut.inside():
                 return self._forward(*args, **kwargs)
         return part.call(self._unit, self._stage, self._forward, args, kwargs)
@@ -162,14 +175,20 @@ class Part(nn.Module):
         # Of modules that contain units.
         self.around = nn.ParameterList(dict.fromkeys(p for part in around for p in part.parameters(recurse=False)))
         self.is_last = stage == plan.num_stages - 1
-        self._absent = Absent(cut.device, cut.is_buffer)
+        self._content = Content(stage, cut.filled, cut.borrowed, cut.device, plan)
+        self._calls = self._content.calls
+        self._absent = Absent(cut.device, cut.is_buffer, self._content)
+        self._tries = False
+        """Whether this is a trial run."""
         self._received: tuple[Tensor, ...] | None = None
-        self._is_live = False
+        self.is_live = False
         """Whether the step has come to this stage's own part."""
         self._index = 0
         self._notes: Notes | None = None
 
     cut: Cut
+    borrowed: nn.ParameterList | None = None
+    """The parameters that other stages lend to this one, while a batch is run."""
 
     def _holds(self, part: nn.Module) -> bool:
         """Whether this stage has a parameter of a module that contains no units."""
@@ -194,18 +213,28 @@ class Part(nn.Module):
 
     def try_out(self) -> None:
         """Runs micro-batch 0, of which the previous stage has sent zeros, as far as it takes to know the shapes."""
-        self(index=torch.zeros(1, dtype=torch.int64))
+        self._tries = True
+        try:
+            self(index=torch.zeros(1, dtype=torch.int64))
+        except Exception:  # it may be the zeros; what was found out by then counts
+            if not (self.is_last and self.is_live):
+                raise
+            self.cut.failure = None
+        finally:
+            self._tries = False
+            self._content.note_made(is_known=self.is_last and not self.is_live)
 
     def _run(self, received: tuple[Tensor, ...] | None, index: int) -> Any:
         cut, job = self.cut, self.cut.job
         assert job is not None
         self._index, self._received = index, received
-        self._is_live = self._absent.watches = self.stage == 0
+        self.is_live = self._absent.watches = self.stage == 0
         self._absent.meeting, self._absent.met = None, ""
+        self._content.begin(job.shapes, tries=self._tries)
         job.begin(index, self.stage)
-        # The last stage's trial run ends before its units.
+        # Not in the last stage's trial run, which the zeros may have stopped.
         notes_now = cut.written is not None and self.stage not in cut.written and (received or not self.is_last)
-        self._notes = Notes(cut.module) if notes_now else None
+        self._notes = Notes(cut.module, parameters=cut.borrowed.allowed) if notes_now else None
         cut.active = self
         sent: Sequence[Tensor] | None = None
         output: Any = None
@@ -219,13 +248,18 @@ class Part(nn.Module):
             cut.active = self._received = None
         if self._notes is not None:
             cut.written[self.stage] = self._notes.end()  # type: ignore[index]
+        self._content.end()
         if sent is not None:
             return self._to_send(sent)
-        if not self.is_last or not self._is_live:
-            first = cut.plan.stages[self.stage + self._is_live][0]
+        if not self.is_last or not self.is_live:
+            first = cut.plan.stages[self.stage + self.is_live][0]
             raise CutError(f"the step returned without having called {self._name(first)}. {_REMEDY}")
         if has_absent(output):
+            output = apply_to_collection(output, Tensor, self._absent.supplied)
+        if has_absent(output):
             raise CutError(self._why_absent(output))
+        if self._tries:
+            return None
         return job.finish(index, output)
 
     def _why_absent(self, output: Any) -> str:
@@ -248,16 +282,25 @@ class Part(nn.Module):
         """A unit of stage `stage`, called by the step."""
         job = self.cut.job
         assert job is not None
-        number = self.cut.numbers[unit]
-        if stage < self.stage and not self._is_live:
+        number, calls = self.cut.numbers[unit], self._calls.count
+        if self._notes is not None and stage <= self.stage:
+            with self._absent.paused():
+                self._notes.enter(stage)
+        if stage < self.stage and not self.is_live:
             form = job.shapes.units.get(number)
-            return forward(*args, **kwargs) if form is None else _without_content(form, self.cut.name_of(unit))
-        if stage == self.stage + 1 and self._is_live:
+            if form is None:
+                return forward(*args, **kwargs)
+            output = _without_content(form, self.cut.name_of(unit))
+            return self._counted(output, unit, calls)
+        if stage == self.stage + 1 and self.is_live:
             raise _EndOfStage(self._offer(list(tensors_in((args, kwargs)))))
         if stage != self.stage:
             raise CutError(f"{users_line()} calls {self._name(unit)} out of order. {_REMEDY}")
-        if not self._is_live:
+        if not self.is_live:
             args, kwargs = self._receive(args, kwargs)
+        if has_absent((args, kwargs)):
+            with self._absent.paused():
+                args, kwargs = apply_to_collection((args, kwargs), Tensor, self._absent.supplied)
         if has_absent((args, kwargs)):
             raise CutError(
                 f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage"
@@ -268,40 +311,47 @@ class Part(nn.Module):
             output = forward(*args, **kwargs)
         if number not in job.shapes.units:
             job.shapes.units[number] = take_apart(output)[0]
+        return self._counted(output, unit, calls)
+
+    def _counted(self, output: Any, unit: nn.Module, calls: int) -> Any:
+        """Notes the result of a unit as that of one call, however many it made."""
+        with self._absent.paused():
+            self._calls.count = calls
+            self._calls.note(repr(self.cut.name_of(unit)), take_apart(output)[1])
         return output
 
     def _receive(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of this stage's first unit, with content."""
-        job, shapes, tensors = self.cut.job, self.cut.job.shapes, list(tensors_in((args, kwargs)))  # type: ignore[union-attr]
+        job, tensors = self.cut.job, list(tensors_in((args, kwargs)))
         assert job is not None
-        received = self._received
-        if received is None:  # a trial run
-            shapes.needed[self.stage] = [index for index, tensor in enumerate(tensors) if tensor.is_meta]
-            if self.is_last:
-                raise _EndOfStage(())
-            received = tuple(_zeros(shape, self.cut.device) for shape in shapes.sent(self.stage - 1))
         with self._absent.paused():
-            for index, content in zip(shapes.needed[self.stage], received, strict=True):
-                if tensors[index].is_meta and not _fill(tensors[index], alias := content.view_as(content)):
-                    self.cut.filled[id(tensors[index])] = tensors[index], alias
-        self._is_live = self._absent.watches = True
+            received = self._content.note_needed(tensors) if self._tries else self._received
+            if received is None or (self._tries and self.is_last and not job.tries_last):
+                raise _EndOfStage(())
+            self._content.fill(tensors, received)
+        self.is_live = self._absent.watches = True
+        self._content.is_own()
         job.resume(self._index, self.stage)
-        return _with_content(args, kwargs, self.cut.filled)
+        return self.cut.filled.into(args, kwargs)
 
     def _offer(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the next stage does not have of the arguments of its first unit."""
+        """The tensors for the next stage: arguments of its first unit that it lacks, and values that are carried."""
+        with self._absent.paused():
+            tensors = self._content.offered(tensors)
         shapes = self.cut.job.shapes  # type: ignore[union-attr]
         if self.stage + 1 not in shapes.needed:  # a trial run
-            shapes.offered[self.stage] = [_shape_of(tensor) for tensor in tensors]
+            shapes.offered[self.stage] = [None if tensor.is_meta else shape_of(tensor) for tensor in tensors]
             return []
         found = [tensors[index] for index in shapes.needed[self.stage + 1] if index < len(tensors)]
+        found += [self._content.of_call(key) for key in shapes.carried[self.stage + 1]]
         agreed = shapes.sent(self.stage)
-        if _forms(found) != _forms(agreed):  # else they arrive in buffers of other sizes
+        if forms_of(found) != forms_of(agreed):  # else they arrive in buffers of other sizes
+            next_unit = self._name(self.cut.plan.stages[self.stage + 1][0])
             raise CutError(
-                f"{users_line()} gives {self._name(self.cut.plan.stages[self.stage + 1][0])} tensors {_said(found)},"
-                f" but gave it {_said(agreed)} for the first batch of this batch's shapes, and the next stage expects"
-                " these again. Give the batch itself the new size (in the DataLoader, or in on_after_batch_transfer),"
-                " pad to one size, or choose another strategy, such as 'fsdp'."
+                f"{users_line()} gives {next_unit} tensors {form_text(found)}, but gave it {form_text(agreed)} for the"
+                " first batch of this batch's shapes, and the next stage expects these again. Give the batch itself the"
+                " new size (in the DataLoader, or in on_after_batch_transfer), pad to one size, or choose another"
+                " strategy, such as 'fsdp'."
             )
         return found
 
@@ -315,8 +365,9 @@ class Part(nn.Module):
                 f"the arguments of {next_unit} have no gradient, though there is something to train before it: call"
                 " units with gradients; around them, torch.utils.checkpoint needs use_reentrant=False."
             )
+        # torch: `zero-bubble` detaches what a stage sends in place, which a view does not allow.
         return tuple(
-            tensor.contiguous()
+            (tensor.clone() if tensor._is_view() else tensor).contiguous()
             if tensor.requires_grad or not (trains and tensor.is_floating_point())
             else tensor.detach().contiguous().requires_grad_()
             for tensor in tensors
@@ -324,41 +375,6 @@ class Part(nn.Module):
 
     def _name(self, unit: nn.Module) -> str:
         return repr(self.cut.name_of(unit))
-
-
-def _fill(absent: Tensor, content: Tensor) -> bool:
-    """Gives an absent tensor its content, for all who hold it, if that can be done."""
-    if isinstance(absent, nn.Parameter):
-        return False
-    try:
-        torch.utils.swap_tensors(absent, content)
-    except RuntimeError:  # something else than Python holds it: a view of it, or torch.utils.checkpoint
-        return False
-    return True
-
-
-def _with_content(args: Any, kwargs: Any, filled: dict[int, tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
-    if not filled:
-        return args, kwargs
-    return apply_to_collection((args, kwargs), Tensor, lambda tensor: filled.get(id(tensor), (None, tensor))[1])
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    """With a gradient where `Part._to_send` gives it one."""
-    shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return shape.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
-
-
-def _forms(tensors: Sequence[Tensor]) -> list[tuple[list[int], torch.dtype]]:
-    return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-
-
-def _said(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{shape} of {dtype}" for shape, dtype in _forms(tensors)) or "none"
-
-
-def _zeros(shape: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros(shape.shape, dtype=shape.dtype, device=device).requires_grad_(shape.requires_grad)
 
 
 def _origin(value: Any) -> str:

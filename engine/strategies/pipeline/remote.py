@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .absent import NOT_THE_USERS, CutError, is_users, mark_origin, origin_of, tensors_in, users_line
+from .absent import CONTENT, FORM, NOT_THE_USERS, CutError, is_users, mark_origin, origin_of, tensors_in, users_line
 
 __all__ = ["RemoteTensor"]
 
@@ -35,16 +35,6 @@ _FOR_THE_USER = (
 )
 """Library code that computes with the values it is given, for whoever calls it."""
 _PASSES_ON = os.path.join(_TORCH, "nn", "modules", "module.py")
-_FORM = {
-    "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "get_device", "type",
-    "is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_pinned",
-    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__len__",
-    "__repr__", "__format__", "__reduce_ex__", "zeros_like", "ones_like", "empty_like", "full_like",
-    "new_zeros", "new_ones", "new_empty", "new_full", "has_names", "__deepcopy__",
-}  # fmt: skip
-"""Calls that ask for no content."""
-_CONTENT = {"data", "T", "mT", "H", "mH", "real", "imag", "grad"}
-"""Attributes that do."""
 
 
 class RemoteTensor(Tensor):
@@ -70,9 +60,9 @@ class RemoteTensor(Tensor):
             name = getattr(func, "__name__", "")
             if name in ("__get__", "__set__"):
                 attribute = func.__self__.__name__
-                if attribute in _CONTENT and not (name == "__set__" and attribute == "grad"):
+                if attribute in CONTENT or (name == "__get__" and attribute == "grad"):
                     _check(attribute, args, kwargs)
-            elif name not in _FORM:
+            elif name not in FORM:
                 _check(name, args, kwargs)
             if name == "__deepcopy__":
                 return _copied(*args)

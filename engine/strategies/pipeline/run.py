@@ -23,11 +23,13 @@ from ...loop.undo import Undo
 from .absent import CutError
 from .batches import batch_size_of, merged, split_batch
 from .failures import described
+from .loans import lend, loans_between, loans_text, return_gradients
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
 from .micro_batches import batch_norm_text, buffers_text, loss_text
-from .part import Cut, Job, Part, Shapes
+from .part import Cut, Job, Part
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
+from .shapes import Shapes
 from .share import Sharing, take_apart
 
 __all__ = ["Runner"]
@@ -69,6 +71,8 @@ class Runner:
         self._ready: OrderedDict[Any, tuple[Any, Shapes]] = OrderedDict()
         self._noted: set[tuple[str, bool]] = set()
         """Steps, in training or not, of which it is known what they write."""
+        self._first: dict[tuple[str, bool], Shapes] = {}
+        """What these steps' first batch has shown, by step. In that batch the last stage ran by itself, too."""
         self.clock = Clock(cut.device)
         self.wire = Wire(group)
         """Counts what stages hand over."""
@@ -132,6 +136,8 @@ class Runner:
         self._cut.written = {} if is_new else None
         with self._running(job, log):
             schedule = self._schedule_for(name, job, batches[0], number, weigh is not None)
+            loans = loans_between(self._module, self._cut.plan, job.shapes.borrowed, self._size)
+            lend(loans, self._cut.borrowed, self.wire, self._cut.device)
             warning = None
             if is_new and weigh is not None:
                 if text := batch_norm_text(self._module, number, size):
@@ -141,7 +147,11 @@ class Runner:
             log.take()  # what a trial run has logged
             if weigh is not None:
                 self._full_size = max(self._full_size, size)
+            for part in self._parts:
+                part.borrowed = torch.nn.ParameterList(self._cut.borrowed)
             self._step(schedule, number, weigh is not None)
+            if weigh is not None:
+                return_gradients(loans, self._cut.borrowed, self.wire, self._cut.device)
         result: Any = None
         if self._is_last:
             result = merged([outputs[index] for index in range(number)]) if losses is None else losses.mean()
@@ -154,6 +164,7 @@ class Runner:
             rank_zero_warn(warning)
         if written is not None:
             self._cut.readers.learn(name, last, written, last + 1)
+            self._cut.buffer_stages.update(self._cut.readers.buffer_stages())
             text = None if weigh is None else buffers_text(self._module, self._cut.readers.written, number)
             if text is not None:
                 rank_zero_warn(text)
@@ -174,6 +185,9 @@ class Runner:
         finally:
             self._cut.job = self._cut.failure = None
             self._cut.filled.clear()
+            self._cut.borrowed.clear()
+            for part in self._parts:
+                part.borrowed = None
             set_random_state(random)
 
     def _step(self, schedule: Any, number: int, trains: bool) -> None:
@@ -224,6 +238,11 @@ class Runner:
         """
         if self._cut.plan.num_stages == 1:
             return
+        kind, last = (name, self._module.training), self._cut.plan.num_stages - 1
+        if (first := self._first.get(kind)) is not None:
+            job.tries_last = False
+            job.shapes.used[last] = dict(first.used.get(last, {}))
+            job.shapes.borrowed[last] = list(first.borrowed.get(last, []))
         parts = {part.stage: part for part in self._parts}
         undo = Undo(self._module, random=False)
         try:
@@ -237,28 +256,38 @@ class Runner:
                 self._tell(name, stage, job, failure)
         finally:
             undo.undo()
+        job.shapes.carry()
+        if first is None:
+            self._first[kind] = job.shapes
+            if (text := loans_text(self._module, self._cut.plan, job.shapes.borrowed)) is not None:
+                rank_zero_info(text)
 
     def _tell(self, name: str, stage: int, job: Job, failure: Exception | None) -> None:
         """Tells all ranks what a stage has found out."""
         rank, shapes = stage % self._size, job.shapes
         said: list[Any] = [None]
         if dist.get_rank(self._group) == rank:
-            offered = [(t.shape, t.dtype, t.requires_grad) for t in shapes.offered.get(stage, [])]
+            offered = [t if t is None else (t.shape, t.dtype, t.requires_grad) for t in shapes.offered.get(stage, [])]
             problem = failure and described(failure, stage, job.micro_batch)
             written = self._cut.written.get(stage) if self._cut.written else None
-            said = [(shapes.units, offered, shapes.needed.get(stage), written, problem)]
+            found = [
+                known.get(stage) for known in (shapes.needed, shapes.starts, shapes.made, shapes.used, shapes.borrowed)
+            ]
+            said = [(shapes.units, offered, found, written, problem)]
         dist.broadcast_object_list(said, dist.get_global_rank(self._group, rank), group=self._hosts)
         if failure is not None:
             raise failure
-        units, offered, needed, written, problem = said[0]
+        units, offered, (needed, start, made, used, borrowed), written, problem = said[0]
         if problem is not None:
             raise CutError(problem)
         if written is not None:
             self._cut.readers.learn(name, stage, written, self._cut.plan.num_stages)
         shapes.units.update(units)
+        shapes.starts[stage], shapes.made[stage] = start, made
+        shapes.used[stage], shapes.borrowed[stage] = used or {}, borrowed or []
         shapes.offered[stage] = [
-            torch.empty(shape, dtype=dtype, device="meta").requires_grad_(requires_grad)
-            for shape, dtype, requires_grad in offered
+            form if form is None else torch.empty(form[0], dtype=form[1], device="meta").requires_grad_(form[2])
+            for form in offered
         ]
         if stage:
             before = len(shapes.offered[stage - 1])

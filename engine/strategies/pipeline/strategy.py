@@ -30,9 +30,11 @@ from ...choices import Axis
 from ...compression import CommHook, Plain, Wire
 from ...flags import Layout
 from ...host_group import HostGroup
+from ..equal_ranks import give_value, tell_device
 from ..materialize import materialize
 from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
+from ..stored_weights import read_stored
 from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units
 from ..units import shard_units
 from .gradients import SpreadGradients
@@ -207,8 +209,11 @@ class Pipeline(MeshStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._cut is None or self._cut.module is not self.model:
+            if fitting and self.before_split is not None:
+                self.before_split(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self._cut_up(self.model)
+            tell_device(self.model, self.root_device)
         self.barrier()
         if fitting:
             # Dropout aside, all stages of a pipeline shall draw the same numbers.
@@ -235,19 +240,23 @@ class Pipeline(MeshStrategy):
         self._buffer_owners = {name: stage % size for name, stage in buffer_stages(model, plan).items()}
         absent: set[nn.Parameter] = set()
         for tensor in (*model.parameters(), *model.buffers()):
+            if is_absent := isinstance(tensor, nn.Parameter) and rank not in on_rank[tensor]:
+                absent.add(tensor)
+            if tensor.is_meta:  # to be read from a file
+                continue
             value = tensor.data.to(self.root_device).contiguous()
             dist.broadcast(value, src=0)
-            if isinstance(tensor, nn.Parameter) and rank not in on_rank[tensor]:
-                absent.add(tensor)
-            else:
-                tensor.data = value
+            if not is_absent:
+                give_value(tensor, value)
+        read_stored(model, self.root_device, leave=absent)
         leave_out(model, plan, absent)
         if self.compile is not None:
             for stage in range(rank, self.num_stages, size):
                 for unit in plan.stages[stage]:
                     unit.forward = self.compile(unit.forward)
         own_stages = range(rank, self.num_stages, size)
-        self._cut = Cut(model, plan, self.root_device, own_stages)
+        lends = not isinstance(self.options, PPFSDPOptions)  # whose parameters are whole on their own stage only
+        self._cut = Cut(model, plan, self.root_device, own_stages, lends=lends)
         self._parts = [Part(self._cut, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             units = set(shard_units(model))
@@ -370,7 +379,10 @@ class Pipeline(MeshStrategy):
 
     def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict of the module, with buffers that another stage writes as shapes alone."""
-        others = {name for name, rank in self._buffer_owners.items() if rank != self._stage_rank}
+        if self._cut is None:  # the process that has started the ranks, and has what they have brought back
+            return state
+        owners = self._cut.owners(self._buffer_owners, self.layout.pp)
+        others = {name for name, rank in owners.items() if rank != self._stage_rank}
         return {name: value.to("meta") if name in others else value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -389,6 +401,7 @@ class Pipeline(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights, on rank 0, in host memory; all ranks call it."""
         assert self.lightning_module is not None
-        owners = {**{name: ranks[0] for name, ranks in self._holders.items()}, **self._buffer_owners}
+        owners = {name: ranks[0] for name, ranks in self._holders.items()}
+        owners |= self._cut.owners(self._buffer_owners, self.layout.pp)  # type: ignore[union-attr]
         state = self.lightning_module.state_dict()
         return on_first_stage(state, owners, self._group, speaks=self.data_rank == 0, device=self.root_device)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyphase.engine.strategies.pipeline.part import Cut, Job, Part, Shapes
+from polyphase.engine.loop.undo import Undo
+from polyphase.engine.strategies.pipeline.part import Cut, Job, Part
 from polyphase.engine.strategies.pipeline.plan import leave_out, plan_stages
+from polyphase.engine.strategies.pipeline.shapes import Shapes
 
 CPU = torch.device("cpu")
 
@@ -37,8 +39,11 @@ class Relay:
             cut.written = {}
             self.parts.append(Part(cut, stage))
         for part in self.parts:
+            undo = Undo(part.cut.module, random=False)
             part.try_out()
+            undo.undo()
             self._tell(part.stage)
+        self.shapes.carry()
 
     def _tell(self, stage: int) -> None:
         """What a stage has noted, to all of them."""
@@ -53,6 +58,7 @@ class Relay:
     def run(self, backward: bool = True) -> Any:
         """What the last stage returns; gradients are in the copies then."""
         index = torch.zeros(1, dtype=torch.int64)
+        self._lend()
         handed: list[tuple[tuple[Tensor, ...], Any]] = []
         received: tuple[Tensor, ...] = ()
         for part in self.parts:
@@ -69,6 +75,15 @@ class Relay:
                 torch.autograd.backward(tensors, gradients)
                 gradients = [tensor.grad for tensor in received]
         return self.result
+
+    def _lend(self) -> None:
+        """What `loans.py` does, without anything that sends it."""
+        for stage, names in self.shapes.borrowed.items():
+            own = dict(self.parts[stage].cut.module.named_parameters())
+            for name in names:
+                holder = self.parts[stage].cut.plan.holders[own[name]][0]
+                content = dict(self.parts[holder].cut.module.named_parameters())[name]
+                self.parts[stage].cut.borrowed.put(own[name], content.detach().clone())
 
     def gradients(self) -> dict[str, Tensor]:
         """Summed over the stages."""

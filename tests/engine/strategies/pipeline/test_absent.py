@@ -136,3 +136,20 @@ def test_a_shape_that_depends_on_values_names_the_line():
 def test_a_write_into_a_real_tensor_names_the_line(write):
     with pytest.raises(CutError, match="writes a value that another pipeline stage has into a tensor"), mode():
         write(torch.ones(2), absent(2))
+
+
+def test_dtypes_are_those_that_autocast_gives():
+    """Also of operations on values of two dtypes, and with views that are views."""
+    rows, weight = torch.randn(4, 4), torch.randn(4, 4)
+
+    def compute(rows, weight):
+        x = nn.functional.linear(rows, weight)
+        y = nn.functional.linear(torch.cat([x, rows]), weight)
+        return x, y, nn.functional.mse_loss(x, x), y.view(32), nn.functional.scaled_dot_product_attention(x, x, rows)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = compute(rows, weight)
+        with Absent(torch.device("cpu"), lambda tensor: False):
+            found = compute(rows.to("meta"), weight.to("meta"))
+    assert [(t.shape, t.dtype, t.is_meta) for t in found] == [(t.shape, t.dtype, True) for t in expected]
+    assert found[3].untyped_storage()._cdata == found[1].untyped_storage()._cdata

@@ -143,8 +143,170 @@ def test_between_steps_neither():
             read(relay.parts[part].cut.module)
     first, last = (part.cut.module for part in relay.parts)
     assert len(last.history) == 1
-    assert first.num_steps == 2  # with the trial run, which the runner undoes
+    assert first.num_steps == 1  # that of the trial run is undone
     for part in relay.parts:
         part.cut.readers.close()
     assert first.history == []
     assert type(first.blocks[3]) is Block
+
+
+class Twice(nn.Module):
+    """A module with state, `shared`, that is called before and behind the blocks, or in each of them."""
+
+    def __init__(self, shared: nn.Module, *, in_blocks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.shared = nn.Linear(4, 4), shared
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), *([shared] if in_blocks else [nn.Tanh()])) for _ in range(4)
+        )
+        self.in_blocks = in_blocks
+
+
+def twice(net: Twice) -> Tensor:
+    x = net.into(torch.arange(8.0).view(2, 4).sin())
+    if not net.in_blocks:
+        x = net.shared(x)
+    for block in net.blocks:
+        x = block(x)
+    return (x if net.in_blocks else net.shared(x)).square().sum()
+
+
+class Mean(nn.Module):
+    """Makes its statistic anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Data(Mean):
+    """Writes it in a way that torch does not count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(x.detach().mean(0).data, 0.1)
+        return x - self.mean
+
+
+class Instances(nn.InstanceNorm1d):
+    """Counts no batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.T[None])[0].T + x
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x / self.num_calls
+
+
+class Momentum(nn.Module):
+    """Changes an attribute that is no buffer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+class UnitRows(nn.Linear):
+    """Brings its weight to unit length in place, as prototypes are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(1.0 + self.weight.norm())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize(
+    ("shared", "name"),
+    [
+        (lambda: nn.BatchNorm1d(4), "'shared.(running_mean|running_var|num_batches_tracked)' of BatchNorm1d"),
+        (
+            lambda: nn.BatchNorm1d(4, affine=False),
+            "'shared.(running_mean|running_var|num_batches_tracked)' of BatchNorm1d",
+        ),
+        (lambda: Instances(4, track_running_stats=True), "buffer 'shared.running_(mean|var)' of Instances"),
+        (Mean, "buffer 'shared.mean' of Mean"),
+        (Data, "buffer 'shared.mean' of Data"),
+        (Counter, "attribute 'shared.num_calls' of Counter"),
+        (Momentum, "attribute 'shared.mean' of Momentum"),
+    ],
+)
+def test_state_that_two_stages_write_is_refused_before_the_first_step(shared, name, in_blocks):
+    written = f"{name} is written by .* on pipeline stage 0 and .* on pipeline stage 1, and each stage has a copy"
+    read = r"reads '\w+' of 'shared', which the block .* Have each place use a module"
+    at_once = "lerp_.* writes a value that another pipeline stage has into a tensor"
+    with pytest.raises(CutError, match=f"{written}|{read}|{at_once}"):
+        Relay(Twice(shared(), in_blocks=in_blocks), 2, twice).run()
+
+
+class Behind(Twice):
+    """Of which the first stage does not know that it is used."""
+
+
+def behind(net: Behind) -> Tensor:
+    x = net.into(ROWS)
+    for block in net.blocks:
+        x = block(x)
+    return net.shared(x).square().sum()
+
+
+def test_a_lent_parameter_that_is_changed_in_place_is_refused():
+    with pytest.raises(
+        CutError, match=r"parameter 'shared.weight' of UnitRows is written by `step` on pipeline stage 1"
+    ):
+        Relay(Behind(UnitRows(4, 4)), 2, behind).run()
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(4.0)
+        return x + self.cache
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("shared", [Cached, lambda: nn.Dropout(0.5), nn.Identity])
+def test_a_module_without_state_may_be_called_in_two_stages(shared, in_blocks):
+    module = Twice(shared(), in_blocks=in_blocks)
+    found = Relay(module, 2, twice).run()
+    if not isinstance(module.shared, nn.Dropout):  # whose noise the relay does not seed
+        torch.testing.assert_close(found, twice(module))
+
+
+def train_behind_validate_before(net: Behind) -> Tensor:
+    if net.training:
+        return behind(net)
+    x = net.shared(net.into(ROWS).detach()).detach()
+    for block in net.blocks:
+        x = block(x)
+    return x.square().sum()
+
+
+def test_statistics_of_another_stage_are_not_read_in_another_step():
+    relay = Relay(Behind(nn.BatchNorm1d(4, affine=False)), 2, train_behind_validate_before)
+    relay.run()
+    for part in relay.parts:
+        part.cut.module.eval()
+    with pytest.raises(
+        CutError, match=r"reads 'running_mean' of 'shared', which `step` writes on another .* Have each"
+    ):
+        relay.run(backward=False)
