@@ -19,7 +19,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ...flags import did_you_mean
+from .experts import Experts, find_experts
 from .styles import FusedColwise, Region, Rows, Vocabulary
+from .tables import Table
 from .ties import torn_layers
 
 __all__ = ["Entry", "Plan", "make_plan"]
@@ -99,9 +101,7 @@ class _Wanted:
     @property
     def table(self) -> ParallelStyle:
         """Of an embedding."""
-        if not self.by_sequence:
-            return Rows(Replicate())
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+        return Table(self.by_sequence)
 
 
 _Left = list[tuple[str, str]]
@@ -141,27 +141,37 @@ def make_plan(
     if not entries:
         raise ValueError(_nothing_found(module, num_ranks, left))
     plan = Plan(num_ranks, entries, tuple(left), by_sequence)
-    return dataclasses.replace(plan, whole_share=_whole_share(module, plan.styles))
+    return dataclasses.replace(plan, whole_share=_whole_share(module, plan.entries))
 
 
 def _derived(module: nn.Module, wanted: _Wanted) -> tuple[tuple[Entry, ...], _Left]:
-    entries: list[Entry] = []
-    left: _Left = []
-
-    def visit(name: str, part: nn.Module) -> None:
-        if name:  # the steps of the module itself don't go through its forward
-            found = _attention(name, part, wanted, left) or _mlp(name, part, wanted, left)
-            if found:
-                entries.append(found)
-                return
+    def inside(name: str, part: nn.Module) -> tuple[list[Entry], _Left]:
+        entries: list[Entry] = []
+        left: _Left = []
         if isinstance(part, nn.MultiheadAttention):
             left.append((name, "nn.MultiheadAttention has no projections of its own; write q_proj, k_proj, ..."))
         if _runs_in_order(part):
             entries.extend(_pairs_in_sequence(name, part, wanted.num_ranks, left))
         for child, sub in part.named_children():
-            visit(f"{name}.{child}" if name else child, sub)
+            found, more = visit(f"{name}.{child}" if name else child, sub)
+            entries += found
+            left += more
+        return entries, left
 
-    visit("", module)
+    def visit(name: str, part: nn.Module) -> tuple[list[Entry], _Left]:
+        left: _Left = []
+        if attention := _attention(name, part, wanted, left):
+            return [attention], left
+        if mlp := _mlp(name, part, wanted, left):
+            parts, of_parts = inside(name, part)
+            # Such as experts, beside the two layers that choose between them.
+            is_more = _num_split(module, parts) > _num_split(module, [mlp])
+            return (parts, of_parts) if is_more else ([mlp], left)
+        parts, of_parts = inside(name, part)
+        return parts, left + of_parts
+
+    entries, left = inside("", module)  # the steps of the module itself don't go through its forward
+    entries += _experts(module, wanted, left)
     entries = _without_torn(module, entries, left)
     taken = {name for entry in entries for name in entry.styles}
     entries += _vocabularies(module, taken, wanted, left)
@@ -323,8 +333,8 @@ def _vocabularies(module: nn.Module, taken: set[str], wanted: _Wanted, left: _Le
         done.update(alike)
         if table.num_embeddings % num_ranks:
             left.append((name, f"{table.num_embeddings} rows are no multiple of {num_ranks}"))
-        elif any(tables[n].padding_idx is not None or tables[n].max_norm or tables[n].sparse for n in alike):
-            left.append((name, "an embedding with padding_idx, max_norm or sparse=True"))
+        elif any(tables[n].max_norm or tables[n].sparse or tables[n].scale_grad_by_freq for n in alike):
+            left.append((name, "an embedding with max_norm, sparse=True or scale_grad_by_freq=True"))
         else:
             logits = "logits stay cut while training" if wanted.loss_parallel else "logits gathered"
             tied = ", tied" if heads[head].weight is table.weight else ""
@@ -335,6 +345,16 @@ def _vocabularies(module: nn.Module, taken: set[str], wanted: _Wanted, left: _Le
                 f"by the vocabulary{tied}: {rows}, {logits}",
                 {**dict.fromkeys(alike, wanted.table), head: Vocabulary(wanted.loss_parallel, wanted.by_sequence)},
             )
+
+
+def _experts(module: nn.Module, wanted: _Wanted, left: _Left) -> Iterator[Entry]:
+    for name, why_whole in dict(find_experts(module, wanted.num_ranks)).items():
+        if why_whole:
+            left.append((name, why_whole))
+        else:
+            hidden = module.get_submodule(name).get_parameter("down_proj").shape[2]
+            what = f"of each expert {hidden // wanted.num_ranks} of {hidden} hidden units, as transformers' plan has it"
+            yield Entry(name, what, {name: Experts(wanted.by_sequence)})
 
 
 def _given(module: nn.Module, plan: Any) -> Iterator[Entry]:
@@ -376,16 +396,22 @@ def _nothing_found(module: nn.Module, num_ranks: int, left: Iterable[tuple[str, 
     )
 
 
-def _whole_share(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> float:
-    cut = {
+def _whole_share(module: nn.Module, entries: Iterable[Entry]) -> float:
+    everything = {id(p): p.numel() for p in module.parameters()}
+    return 1 - _num_split(module, entries) / max(1, sum(everything.values()))
+
+
+def _num_split(module: nn.Module, entries: Iterable[Entry]) -> int:
+    """How many numbers of the parameters are split."""
+    split = {
         id(p): p.numel()
-        for name, style in styles.items()
+        for entry in entries
+        for name, style in entry.styles.items()
         if not isinstance(style, Region)
         for p in module.get_submodule(name).parameters()
         if p.dim() > 1 or _cuts_bias(style)
     }
-    everything = {id(p): p.numel() for p in module.parameters()}
-    return 1 - sum(cut.values()) / max(1, sum(everything.values()))
+    return sum(split.values())
 
 
 def _cuts_bias(style: ParallelStyle) -> bool:

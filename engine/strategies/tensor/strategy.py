@@ -37,12 +37,14 @@ from ...checkpoint import get_random_state, set_random_state
 from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
+from ...loop.undo import Undo
 from ..fsdp import FSDP
 from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
 from ..pipeline.absent import is_users
 from .mixed_loss import give_plain_gradients
 from .plan import Plan, make_plan
-from .styles import refuse_second_backward, replicate, to_plain
+from .styles import MisfitError, Region, cause_of, raised_by_dtensor, refuse_second_backward, replicate, to_plain
+from .whole import compute_whole, hooks_of
 
 # torch: it finds two all-gathers in a row worth a warning, where whole weights are asked for at the end of a run.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -66,6 +68,10 @@ class TensorParallel(FSDP):
     def __init__(self, options: Any, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)
         self._styles: dict[nn.Module, Any] = {}
+        self._applied: dict[nn.Module, tuple[Any, set[int]]] = {}
+        """Styles, and the keys of the hooks that they have registered."""
+        self._has_run: set[str] = set()
+        """Names of steps that go with the plan."""
         self._while_running = contextlib.ExitStack()
         self._is_inner = False
         self._whole: list[Any] = []
@@ -139,6 +145,8 @@ class TensorParallel(FSDP):
         """Ranks with the same samples draw the same random numbers: what is whole on all of them stays the same."""
         if self.root_device.type == "cuda":
             torch.cuda.init()  # what follows takes its state along, if there is one
+        # torch: said of tensors of shape [1] that meet a DTensor, which are to count as replicas.
+        warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1 and ndim!=0")
         state = [get_random_state()]
         if self.root_device.type == "cuda":
             # Else torch would have all ranks draw alike, whatever their samples. It seeds all that the state holds.
@@ -160,9 +168,11 @@ class TensorParallel(FSDP):
         before = [(sub, key, p) for sub in part.modules() for key, p in sub._parameters.items() if p is not None]
         styles = [(sub, self._styles.pop(sub)) for sub in part.modules() if sub in self._styles]
         for sub, style in reversed(styles):  # children first: what they leave whole is their parent's to care for
+            others = hooks_of(sub)
             # Every rank has the whole part: nothing is sent.
             parallelize_module(sub, self.device_mesh["tp"], style, src_data_rank=None)
             sub.register_forward_hook(refuse_second_backward)
+            self._applied[sub] = style, hooks_of(sub) - others
         if self.options.sequence_parallel:
             # Each rank uses what is whole for a part of the sequence: their gradients are to be added up.
             replicate(part, self.device_mesh["tp"])
@@ -182,34 +192,62 @@ class TensorParallel(FSDP):
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Several blocks of rows in one tensor are cut by columns: no other cut of them has a name in DTensor."""
-        if isinstance(parameter, DTensor) and any(hasattr(p, "split_factor") for p in parameter.placements):
-            return Shard(1)
-        return None
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        has_blocks = any(hasattr(p, "split_factor") and getattr(p, "dim", None) == 0 for p in placements)
+        return Shard(1) if has_blocks else None
 
     def _marked(self, step: Callable[..., Any]) -> Callable[..., Any]:
         marked = super()._marked(step)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            with _replicating():
-                result = marked(*args, **kwargs)
+            with _replicating(self.options.sequence_parallel):
+                result = self._fitted(marked, args, kwargs)
                 give_plain_gradients(result)
                 return to_plain(result)
 
         return plain
 
+    def _fitted(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs `step`; its first time, once more if some forward does not go with the plan, computed whole then."""
+        module: Any = self.lightning_module
+        name = step.__name__
+        is_by_hand = name == "training_step" and not module.automatic_optimization  # may have changed weights by then
+        if name in self._has_run or self._shards or self.compile is not None or is_by_hand:
+            return step(*args, **kwargs)
+        while True:
+            undo = Undo(module, *([module.trainer._results] if module.trainer._results is not None else []))
+            try:
+                result = step(*args, **kwargs)
+            except MisfitError as error:
+                undo.undo()
+                self._leave_whole(type(error.region), error)
+            else:
+                self._has_run.add(name)
+                return result
+
+    def _leave_whole(self, kind: type[nn.Module], error: MisfitError) -> None:
+        """Ranks have the same samples, and fail alike."""
+        for part, (style, _) in self._applied.items():
+            if isinstance(style, Region) and type(part) is kind:
+                compute_whole(part, style, self._applied)
+        rank_zero_info(
+            f"Every tensor-parallel rank computes the whole of each {kind.__name__}, whose weights stay split and are"
+            f" gathered for it: its forward does not go with the derived plan ({cause_of(error.__cause__)})."
+        )
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As in the forward pass, the user's own tensors count as replicas."""
         give_plain_gradients(closure_loss)  # where the step optimizes by hand
-        with _replicating():
+        with _replicating(self.options.sequence_parallel):
             loss = super().backward(closure_loss, *args, **kwargs)
         if not self._is_inner:
             self._add_up()
         return loss
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """With `fused` and `foreach`, parameters that are whole go beside those that are split."""
-        with _replicating():
-            return super().optimizer_step(*args, **kwargs)
+        with _replicating(self.options.sequence_parallel, type(optimizer).__name__):
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def _add_up(self) -> None:
         """Phase 3; FSDP2 does it itself."""
@@ -232,11 +270,18 @@ class TensorParallel(FSDP):
 
 
 _depth = [0]
+_OF_SEQUENCE = """\
+With sequence_parallel=true that is so of all activations, those of layers that are not split, too: leave it out. """
 
 
 @contextlib.contextmanager
-def _replicating() -> Generator[None, None, None]:
-    """Tensors that meet a DTensor count as replicas: masks, say, that the user's code makes within a region."""
+def _replicating(by_sequence: bool, optimizer: str = "") -> Generator[None, None, None]:
+    """Tensors that meet a DTensor count as replicas: masks, say, that the user's code makes within a region.
+
+    Args:
+        by_sequence: whether activations between the regions are DTensors, too.
+        optimizer: the name of the class whose step runs, if one does.
+    """
     with contextlib.nullcontext() if _depth[0] else implicit_replication():  # torch's own can't be nested
         _depth[0] += 1
         try:
@@ -244,10 +289,16 @@ def _replicating() -> Generator[None, None, None]:
         except Exception as error:
             if (place := _where_dtensor_failed(error)) is None:
                 raise
+            if optimizer:
+                raise RuntimeError(
+                    f"the step of {optimizer} can't be done with parameters that are split over the tensor-parallel"
+                    f" ranks: {place}. Take an optimizer that computes element by element and with norms, such as"
+                    " AdamW, Adafactor, LARS or LAMB, or choose another strategy, such as 'ddp'."
+                ) from error
             raise RuntimeError(
-                f"{place} can't be done with what a layer that is split over the tensor-parallel ranks has returned:"
-                f" {type(error).__name__}: {error}. Name other layers in tensor_parallel_plan(), or choose another"
-                " strategy, such as 'fsdp'."
+                f"{place}: this can't be done with what a layer that is split over the tensor-parallel ranks has"
+                f" returned. {_OF_SEQUENCE if by_sequence else ''}Name other layers in tensor_parallel_plan(), or"
+                " choose another strategy, such as 'fsdp'."
             ) from error
         finally:
             _depth[0] -= 1
@@ -256,12 +307,19 @@ def _replicating() -> Generator[None, None, None]:
 def _where_dtensor_failed(error: Exception) -> str | None:
     """The line of the user's from which torch's DTensor was called that raised `error`; None if another one did."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    raised_by = frames[-1][0].f_globals.get("__name__", "") if frames else ""
-    if not raised_by.startswith("torch.distributed.tensor.") or isinstance(error, torch.OutOfMemoryError):
+    places = traceback.StackSummary.extract(iter(frames))
+    of_user = [(frame, place) for (frame, _), place in zip(frames, places, strict=True) if is_users(frame)]
+    # What DTensor calls for the local tensors, such as a view of some that lie apart, fails without a frame of its own.
+    has_dtensors = any(isinstance(value, DTensor) for frame, _ in of_user[-1:] for value in frame.f_locals.values())
+    is_dtensors = raised_by_dtensor(error) or (type(error) is RuntimeError and error.__cause__ is None and has_dtensors)
+    if not is_dtensors or isinstance(error, torch.OutOfMemoryError):
         return None
-    of_user = [frame for frame in frames if is_users(frame[0])] or frames[:1]
-    [place] = traceback.StackSummary.extract(iter(of_user[-1:]))
-    return f'{place.filename}:{place.lineno} in {place.name}: "{place.line}"'
+    modules = [frame.f_locals.get("self") for frame, _ in of_user]
+    inside = [f"the forward of {type(each).__name__}, " for each in modules if isinstance(each, nn.Module)]
+    text = "".join([*inside[-1:], *(f'{p.filename}:{p.lineno} in {p.name}: "{p.line}", ' for _, p in of_user[-1:])])
+    said = f"{type(error).__name__}: {cause_of(error)}" if str(error) else f"{type(error).__name__} without a message"
+    inner = places[-1]
+    return f'{text}where torch\'s DTensor raised {said} (in {inner.name}: "{inner.line}")'
 
 
 def _check_tie(first: Any, second: Any, sub: nn.Module) -> None:

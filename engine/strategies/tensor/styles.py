@@ -6,6 +6,7 @@ written for, and whatever it computes is what one process would compute, cut or 
 
 import functools
 import math
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["FusedColwise", "Region", "Rows", "Vocabulary", "refuse_second_backward", "replicate", "to_plain"]
+__all__ = [
+    "FusedColwise",
+    "MisfitError",
+    "Region",
+    "Rows",
+    "Vocabulary",
+    "cause_of",
+    "distributed",
+    "entering",
+    "plain_output",
+    "raised_by_dtensor",
+    "refuse_second_backward",
+    "replicate",
+    "to_plain",
+]
 
 
 def to_plain(value: Any) -> Any:
@@ -76,7 +91,8 @@ def _refuse(gradient: Tensor) -> None:
         raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
-def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+def plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook: whole tensors in place of DTensors."""
     return to_plain(output)
 
 
@@ -103,7 +119,7 @@ class Rows(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        module.register_forward_hook(_plain_output)
+        module.register_forward_hook(plain_output)
         return module
 
 
@@ -121,30 +137,58 @@ class Region(ParallelStyle):
     def __init__(self, by_sequence: bool = False) -> None:
         super().__init__()
         self.by_sequence = by_sequence
+        self.instead: Callable[..., Any] | None = None
+        """What takes the place of the forward, given the forward, its arguments, and those by name."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tree_map_only(Tensor, lambda tensor: _entering(tensor, device_mesh), (args, kwargs))
+            return tree_map_only(Tensor, lambda tensor: entering(tensor, device_mesh), (args, kwargs))
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(_cut_output if self.by_sequence else _plain_output)
-        module.forward = functools.partial(_explained, module, module.forward)
+        module.register_forward_hook(_cut_output if self.by_sequence else plain_output)
+        module.forward = functools.partial(self._run, module, module.forward)
         return module
 
+    def _run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.instead is not None:
+            return self.instead(forward, args, kwargs)
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            # torch: some of what DTensor can't do ends in an assertion of its own.
+            is_torchs = raised_by_dtensor(error) or isinstance(error, RuntimeError)
+            if not is_torchs or isinstance(error, (torch.OutOfMemoryError, MisfitError)):
+                raise
+            raise MisfitError(module, error) from error
 
-def _explained(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return forward(*args, **kwargs)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or error.__cause__ is not None:
-            raise
-        raise RuntimeError(
-            f"the forward of {type(module).__name__} does not go with the derived tensor-parallel plan, under which its"
-            f" layers give DTensors: {error}\nGive the module a method tensor_parallel_plan() that leaves it out, or"
-            " splits it in another way."
-        ) from error
+
+class MisfitError(RuntimeError):
+    """The forward of a region does not go with DTensors.
+
+    Attributes:
+        region: the module.
+    """
+
+    def __init__(self, region: nn.Module, error: Exception) -> None:
+        self.region = region
+        super().__init__(
+            f"the forward of {type(region).__name__} does not go with the derived tensor-parallel plan, under which its"
+            f" layers give DTensors: {cause_of(error)}\nGive the module a method tensor_parallel_plan()"
+            " that leaves it out, or splits it in another way."
+        )
+
+
+def cause_of(error: BaseException | None) -> str:
+    """Its message in one line, or its type."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def raised_by_dtensor(error: Exception) -> bool:
+    """Whether it was torch's DTensor that raised `error`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -152,10 +196,11 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
-                part.register_parameter(name, _distributed(parameter, parameter.detach(), mesh, Replicate()))
+                part.register_parameter(name, distributed(parameter, parameter.detach(), mesh, Replicate()))
 
 
-def _entering(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+def entering(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`tensor` as a replica on the ranks of `mesh`; integers, which have no gradient, stay as they are."""
     if not tensor.is_floating_point():
         return tensor
     if isinstance(tensor, DTensor):
@@ -188,11 +233,11 @@ class FusedColwise(ParallelStyle):
             return whole.detach().unflatten(0, (self.num_parts, size, -1))[:, rank].flatten(0, 1).clone()
 
         weight, bias = module.weight, module.bias
-        module.weight = _distributed(weight, mine(weight), device_mesh, placement)
+        module.weight = distributed(weight, mine(weight), device_mesh, placement)
         if bias is not None and self.cuts_bias:
-            module.bias = _distributed(bias, mine(bias), device_mesh, placement)
+            module.bias = distributed(bias, mine(bias), device_mesh, placement)
         elif bias is not None:
-            module.bias = _distributed(bias, bias.detach(), device_mesh, Replicate())
+            module.bias = distributed(bias, bias.detach(), device_mesh, Replicate())
         module.forward = functools.partial(self._forward, module, device_mesh)  # type: ignore[method-assign]
         return module
 
@@ -200,7 +245,7 @@ class FusedColwise(ParallelStyle):
         # By hand: torch would gather these weights for the gradient of the input.
         weight: Any = module.weight
         bias: Any = module.bias
-        replica: Any = _entering(input, mesh)
+        replica: Any = entering(input, mesh)
         local = nn.functional.linear(
             replica.to_local(grad_placements=[Partial()]),
             weight.to_local(),
@@ -230,7 +275,7 @@ class Vocabulary(ParallelStyle):
         return module
 
 
-def _distributed(whole: Tensor, local: Tensor, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+def distributed(whole: Tensor, local: Tensor, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
     """A parameter that is `whole`, of which this rank has `local`."""
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(tensor, requires_grad=whole.requires_grad)
@@ -257,6 +302,34 @@ def _of_mask(mask: Any, placement: Any) -> list[Any]:
         return []
     is_cut = isinstance(placement, Shard) and mask.ndim == 4 and mask.shape[placement.dim] > 1
     return [placement if is_cut else Replicate()]
+
+
+def _with_mask_cut(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's way to run `operator`, by the rules above, with a mask of all heads, such as T5's positions, cut too.
+
+    torch 2.13 cuts no keyword arguments: each rank would have its own heads, and the mask of all of them.
+    """
+    dispatcher = DTensor._op_dispatcher
+    call = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    dispatcher.sharding_propagator.propagate(call)
+    sharding: Any = call.output_sharding
+    mask = kwargs.get("attn_mask")
+    if mask is not None:
+        if not isinstance(mask, DTensor):
+            mask = DTensor.from_local(mask, call.compute_mesh, [Replicate()], run_check=False)
+        [wanted] = _of_mask(mask, sharding.output_spec[0].placements[0])
+        call.local_kwargs["attn_mask"] = mask.redistribute(placements=[wanted]).to_local()
+    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
+    return dispatcher.wrap(local, sharding.output_spec)
+
+
+# torch: what takes the place of its own way to run an operator.
+_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+for _operator in (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+):
+    _handlers[_operator] = _with_mask_cut
 
 
 def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
@@ -294,7 +367,8 @@ def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
 def _cat(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
     """torch's rule for `cat`, without the tensors of shape [0], which `cat` skips: a cache of keys begins as one.
 
-    torch 2.13 takes the number of dims from the first tensor, whatever the others have.
+    torch 2.13 takes the number of dims from the first tensor, whatever the others have; 2.15 does not, and has its rule
+    in another place.
     """
     tensors, *rest = schema.args_schema
     assert isinstance(tensors, TupleStrategy)
@@ -316,6 +390,7 @@ def _cat(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
 
 
 _rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-_rules[aten.cat.default] = functools.partial(_cat, _rules[aten.cat.default])
+if aten.cat.default in _rules:
+    _rules[aten.cat.default] = functools.partial(_cat, _rules[aten.cat.default])
 for _operator in (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default):
     _rules[_operator] = functools.partial(_view, _rules[_operator])

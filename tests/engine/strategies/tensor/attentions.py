@@ -45,6 +45,29 @@ class Masked(Apart):
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:time, :time])
 
 
+class MaskedByHead(Apart):
+    """Each head has a mask of its own, made anew, as T5 has for positions that it has not learned."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        steps = torch.arange(q.shape[-2])
+        slopes = torch.arange(1.0, 1.0 + self.num_heads)[:, None, None]
+        bias = -slopes * (steps[:, None] - steps).abs()
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+
+
+class BiasedByHead(Apart):
+    """Each head learns what a distance is worth, as in T5: a parameter that no plan names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(8, HEADS)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        steps = torch.arange(q.shape[-2])
+        bias = self.bias((steps[:, None] - steps).abs()).permute(2, 0, 1)[None]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
 class Grouped(Apart):
     """Half as many heads of keys and values; rotary positions."""
 
@@ -239,6 +262,6 @@ class Unfolded(Gated):
         return self.down_proj(self.up_proj(x).unfold(-1, 8, 8).softmax(-1).flatten(-2))
 
 
-ATTENTIONS = [Apart, ByHand, Masked, Grouped, NormedHeads, Cached, Fused]
+ATTENTIONS = [Apart, ByHand, Masked, MaskedByHead, BiasedByHead, Grouped, NormedHeads, Cached, Fused]
 GATHERING = [Split, Chunked, HeadsFirst, Tutorial, PartsLast, Merged, MultiQuery, OneKeyHead, NoHeads, OwnForward]
 BLOCKS = [*ATTENTIONS, *GATHERING, Gated, Residual]

@@ -8,6 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from polyphase.engine.strategies.tensor.plan import make_plan
 from polyphase.engine.strategies.tensor.styles import FusedColwise, Region, Rows, Vocabulary
+from polyphase.engine.strategies.tensor.tables import Table
 from polyphase.models import ByteGPT
 
 from .attentions import BLOCKS, DIM, Apart, Fused, Gated, MultiQuery, NoHeads, Residual
@@ -34,7 +35,7 @@ def test_a_gpt_is_split_in_its_attention_its_mlps_and_its_vocabulary():
             f"{block}.mlp.up": ColwiseParallel,
             f"{block}.mlp.down": RowwiseParallel,
         }.items()
-    } | {"net.token_embedding": Rows, "net.head": Vocabulary}
+    } | {"net.token_embedding": Table, "net.head": Vocabulary}
 
 
 def test_it_prints_what_is_alike_once():
@@ -81,6 +82,14 @@ def test_what_is_more_than_an_mlp_is_searched_for_some():
             self.mlp = Gated()
 
     assert [entry.name for entry in make_plan(within(net=Net()), 2).entries] == ["net.mlp"]
+
+
+def test_experts_are_split_rather_than_the_layers_that_choose_between_them():
+    experts = nn.Module()
+    experts.into, experts.router = nn.Linear(8, 16), nn.Linear(16, 4)
+    experts.experts = nn.ModuleList(Residual() for _ in range(2))
+    plan = make_plan(nn.ModuleDict({"net": experts}), 2)
+    assert [entry.name for entry in plan.entries] == ["net.experts.0", "net.experts.1"]
 
 
 def test_fused_projections_keep_a_whole_bias_where_parts_are_sharded():
@@ -137,16 +146,16 @@ def test_an_embedding_without_an_output_layer_stays_whole():
     assert not any("positions" in name for name in plan.styles)
 
 
-def test_a_padded_embedding_stays_whole():
-    plan = make_plan(within(table=nn.Embedding(8, 4, padding_idx=0), head=nn.Linear(4, 8), mlp=Gated()), 2)
-    assert plan.left == (("table", "an embedding with padding_idx, max_norm or sparse=True"),)
+def test_an_embedding_whose_rows_depend_on_each_other_stays_whole():
+    plan = make_plan(within(table=nn.Embedding(8, 4, max_norm=1.0), head=nn.Linear(4, 8), mlp=Gated()), 2)
+    assert plan.left == (("table", "an embedding with max_norm, sparse=True or scale_grad_by_freq=True"),)
 
 
 def test_all_embeddings_that_share_a_table_with_the_output_layer_are_split():
     net = within(a=nn.Embedding(8, 4), b=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False))
     net["b"].weight = net["head"].weight = net["a"].weight
     (entry,) = make_plan(net, 2).entries
-    assert (entry.name, kinds(make_plan(net, 2))) == ("a, b, head", {"a": Rows, "b": Rows, "head": Vocabulary})
+    assert (entry.name, kinds(make_plan(net, 2))) == ("a, b, head", {"a": Table, "b": Table, "head": Vocabulary})
 
 
 class Head(nn.Module):
@@ -158,7 +167,7 @@ class Head(nn.Module):
 
 
 def test_one_of_two_layers_that_share_a_parameter_is_not_split_alone():
-    net = within(table=nn.Embedding(8, 4, padding_idx=0), head=Head(), mlp=Gated())
+    net = within(table=nn.Embedding(8, 4, max_norm=1.0), head=Head(), mlp=Gated())
     net["head"].decoder.weight = net["table"].weight
     plan = make_plan(net, 2)
     assert [entry.name for entry in plan.entries] == ["mlp"]

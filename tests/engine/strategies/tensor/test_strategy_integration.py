@@ -117,11 +117,11 @@ def _view_three_blocks(rank: int) -> None:
 
 
 def test_three_blocks_side_by_side_are_viewed_as_the_whole_is():
-    run_ranks(_view_three_blocks, 2)
+    run_ranks(_view_three_blocks, 2, start_method="fork")
 
 
 def test_a_split_block_computes_what_a_whole_one_does_with_one_all_reduce_each_way():
-    run_ranks(_compare_with_whole_blocks, 2, timeout_s=120)
+    run_ranks(_compare_with_whole_blocks, 2, timeout_s=120, start_method="fork")
 
 
 class Net(LightningModule):

@@ -1,0 +1,95 @@
+"""Experts whose weights are 3-D parameters, [expert, out, in], as those of Mixtral in transformers.
+
+Every rank has some hidden units of each expert: of ``gate_up_proj``, the gate and the way up side by side, its rows of
+both, of ``down_proj`` its columns. It runs the module's own forward with these as plain tensors, and gets a part of the
+sum that is the output: one all-reduce forward, and one backward for each input that has a gradient.
+
+A structure does not tell in which order such parameters hold their numbers (some interleave gate and up), so they are
+split only where the model says so: by the `_tp_plan` that transformers gives to its models.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+# torch: the placement of several blocks of rows on each rank.
+from torch.distributed.tensor.placement_types import _StridedShard
+
+# torch: has a module use other tensors as its parameters.
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+
+from .styles import distributed, entering, to_plain
+
+__all__ = ["Experts", "find_experts"]
+
+_UP, _DOWN = "gate_up_proj", "down_proj"
+_STYLES = {_UP: "packed_colwise", _DOWN: "rowwise"}
+"""What a plan of transformers calls the cuts that are made here."""
+
+
+class Experts(ParallelStyle):
+    """A module with the parameters ``gate_up_proj`` [experts, 2 hidden, in] and ``down_proj`` [experts, out, hidden].
+
+    Args:
+        by_sequence: activations between the split parts are DTensors, and so is the output.
+    """
+
+    def __init__(self, by_sequence: bool = False) -> None:
+        super().__init__()
+        self.by_sequence = by_sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+        up, down = module.get_parameter(_UP), module.get_parameter(_DOWN)
+        own_rows = up.detach().unflatten(1, (2, size, -1))[:, :, rank].flatten(1, 2).clone()
+        own_columns = down.detach().unflatten(2, (size, -1))[:, :, rank].clone()
+        module.register_parameter(_UP, distributed(up, own_rows, device_mesh, _StridedShard(1, split_factor=2)))
+        module.register_parameter(_DOWN, distributed(down, own_columns, device_mesh, Shard(2)))
+        module.forward = functools.partial(self._forward, module, module.forward, device_mesh)
+        return module
+
+    def _forward(
+        self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any
+    ) -> Any:
+        def inside(tensor: Tensor) -> Tensor:
+            replica = entering(tensor, mesh)
+            return replica.to_local(grad_placements=[Partial()]) if isinstance(replica, DTensor) else replica
+
+        args, kwargs = tree_map_only(Tensor, inside, (args, kwargs))
+        parameters: Any = module.named_parameters()  # DTensors
+        own = {name: parameter.to_local() for name, parameter in parameters}
+        with _reparametrize_module(module, own):
+            output = forward(*args, **kwargs)
+        whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+        return entering(whole, mesh) if self.by_sequence else to_plain(whole)
+
+
+def find_experts(module: nn.Module, num_ranks: int) -> Iterator[tuple[str, str]]:
+    """Names of such modules by the plans of transformers, each with why it is left whole, or nothing."""
+    for path, model in module.named_modules():
+        plan = getattr(model, "_tp_plan", None)
+        if not isinstance(plan, Mapping):
+            continue
+        for pattern in (key for key, style in plan.items() if style == "moe_tp_experts"):
+            for name, part in model.named_modules():
+                if fnmatchcase(name, pattern):
+                    yield f"{path}.{name}".lstrip("."), _why_whole(part, plan, pattern, num_ranks)
+
+
+def _why_whole(part: nn.Module, plan: Mapping[str, Any], pattern: str, num_ranks: int) -> str:
+    shapes = {key: parameter.shape for key, parameter in part.named_parameters()}
+    styles = {key: plan.get(f"{pattern}.{key}") for key in shapes}
+    if styles != _STYLES or any(len(shape) != 3 for shape in shapes.values()):
+        found = ", ".join(f"{key} {style!r}" for key, style in styles.items())
+        return f"transformers' plan for its parameters is not known here ({found})"
+    hidden = shapes[_DOWN][2]
+    if shapes[_UP][1] != 2 * hidden:
+        return f"{_UP} has {shapes[_UP][1]} rows for {hidden} hidden units"
+    return f"{hidden} hidden units are no multiple of {num_ranks}" if hidden % num_ranks else ""
