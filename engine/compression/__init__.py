@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .deal import deal_residuals
     from .forecast import Forecast, Link
     from .plain import Plain
-    from .wire import Sent, Wire, seconds_between
+    from .wire import Sent, Wire, busy_s, seconds_between
 
 __all__ = [
     "COMM_HOOKS",
@@ -26,6 +26,7 @@ __all__ = [
     "Plain",
     "Sent",
     "Wire",
+    "busy_s",
     "deal_residuals",
     "make_comm_hook",
     "register_comm_hook",
@@ -45,6 +46,7 @@ __getattr__ = import_on_access(
         "Plain": "plain",
         "Sent": "wire",
         "Wire": "wire",
+        "busy_s": "wire",
         "deal_residuals": "deal",
         "seconds_between": "wire",
     },

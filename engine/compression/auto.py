@@ -68,19 +68,18 @@ class Auto(CommHook):
             self.moments = []
 
     def average(self, bucket: Bucket, wire: Wire) -> None:
-        """Chooses at the first bucket after the measured steps; all ranks do so at the same one."""
+        """Averages as it is until the method is chosen."""
         if self.chosen is None:
-            if len(self._seen) == self.steps:
-                self._choose(wire, bucket.gradients.device)
-            else:
-                self._like[bucket.index] = bucket
+            flat = bucket.gradients
+            shape_alone = flat.new_empty(1).expand(flat.numel())  # which keeps no gradients in memory
+            self._like[bucket.index] = Bucket(bucket.index, shape_alone, bucket.members)
         self._method.average(bucket, wire)
 
     def settle(self, *, skipped: bool = False) -> None:
-        """Notes the step, if it is one to be measured.
+        """Notes the step, if it is one to be measured, and chooses after the last one.
 
-        Not one that is skipped, nor the one that is done in its place: a rank may hear of one skip more often than the
-        others do, and all have to choose at the same bucket.
+        Between two steps, where no activations are in memory. Steps that are skipped, or done in place of one, are not
+        measured: a rank may hear of one skip more often than the others do, and all have to choose after the same step.
         """
         super().settle(skipped=skipped)
         self._method.settle(skipped=skipped)
@@ -93,6 +92,8 @@ class Auto(CommHook):
             self._seen.append((self._step_began, list(self.moments), now))
         self._step_began = None if skipped else now
         self.moments.clear()
+        if len(self._seen) == self.steps:
+            self._choose()
 
     def memories(self) -> dict[str, Memory]:
         """Those of the method that was chosen."""
@@ -110,15 +111,11 @@ class Auto(CommHook):
         if flag is not None:
             self._take(flag)
 
-    def _choose(self, wire: Wire, device: torch.device) -> None:
-        step = self._measured_step()
-        buckets = [
-            Bucket(index, torch.empty_like(bucket.gradients), bucket.members) for index, bucket in self._like.items()
-        ]
+    def _choose(self) -> None:
+        wire, step, buckets = self.wire, self._measured_step(), list(self._like.values())
+        assert wire is not None
         rank_zero_info("compression='auto': measures the wire and the methods, which takes a few seconds.")
-        num_calls = wire.num_calls
-        self.links = measure_links(wire, device)
-        wire.num_calls = num_calls  # a rank that repeats itself repeats its buckets, and does not measure again
+        self.links = measure_links(wire, buckets[0].gradients.device)
         hooks = {flag: _make(flag) for flag in self.candidates}
         self.forecasts = forecast(hooks, buckets, step, self.links, wire, Plain())
         self._like.clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ..devices import module_of
 from ..exiting import exit_at_once
 
 __all__ = ["Background"]
@@ -26,7 +27,8 @@ class Background:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._module = module_of(device)
+        self._stream = self._module.Stream(device=device) if hasattr(self._module, "Stream") else None
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Tensor], Future[Any]] | None] = queue.SimpleQueue()
         self._device = device
         if self._stream is None:
@@ -41,11 +43,19 @@ class Background:
             done: Future[Any] = Future()
             self._tasks.put((function, done))
             return done.then(_result)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream), torch.no_grad():
             future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(function())  # notes what the stream has still to do
         return future
+
+    def wait(self) -> None:
+        """Returns when all that was submitted is done; on an accelerator, has the current stream wait for it."""
+        if self._stream is None:
+            self.submit(lambda: torch.empty(0)).wait()
+        else:
+            # Not by a future: where a function has raised amid its work, there is none that knows of that.
+            self._module.current_stream(self._device).wait_stream(self._stream)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)

@@ -225,7 +225,7 @@ class CommHook(ABC):
     def finish(self) -> None:
         """Waits for what was begun beside backward."""
         if self._background is not None:
-            self._background.submit(lambda: torch.empty(0)).wait()
+            self._background.wait()
 
     def settle(self, *, skipped: bool = False) -> None:
         """The optimizer has stepped, or skipped the step since its gradients had overflowed."""

@@ -118,7 +118,7 @@ def forecast(
 
     Args:
         hooks: new ones, by their flags.
-        buckets: with gradients of any values, in the order of a step; they are overwritten.
+        buckets: in the order of a step; of their gradients, only size and kind matter.
         step: measured under `plain`.
         links: measured.
         wire: what all ranks share.
@@ -143,18 +143,26 @@ def forecast(
 def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link], size: int) -> tuple[list[float], int]:
     """Seconds for each bucket, and bytes sent for all."""
     hook.step = 10**9  # past any warm-up
-    runs_s = []
-    for _ in range(_NUM_RUNS):
-        dry = DryWire(size)
-        runs_s.append([_cost_s(hook, bucket, links, dry) for bucket in buckets])
-        hook.settle()
-    return [min(costs_s) for costs_s in zip(*runs_s, strict=True)], sum(dry.sent.values())
+    costs_s, num_bytes = [], 0
+    # One bucket after the other, and forgotten at once: a method may keep as much for each as its gradients are.
+    for bucket in buckets:
+        flat = torch.empty_like(bucket.gradients, memory_format=torch.contiguous_format)
+        dry, runs_s = DryWire(size), []
+        for _ in range(_NUM_RUNS):
+            runs_s.append(_cost_s(hook, Bucket(bucket.index, flat, bucket.members), links, dry))
+            hook.settle()
+        costs_s.append(min(runs_s))
+        num_bytes += sum(dry.sent.values())
+        for memory in hook.memories().values():
+            memory.load_state_dict({})
+    return costs_s, num_bytes
 
 
 def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: DryWire) -> float:
     """Runs the method without a wire, and puts each message on the links at the moment at which it was begun."""
     device = bucket.gradients.device
     dry.messages.clear()
+    dry.sent.clear()
     bucket.gradients.normal_()
     began_s = clock_s(device)
     hook.average(bucket, dry)

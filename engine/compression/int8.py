@@ -22,13 +22,15 @@ from .bucket import Bucket, wide
 from .feedback import LossyHook
 from .wire import Wire, aligned
 
-__all__ = ["Int8", "dequantize", "quantize"]
+__all__ = ["Int8", "Noise", "dequantize", "quantize"]
 
 _RUN = 2**20
 """Least number of values that are sent together. Several messages fill a slow wire in both directions at once, as one
 does not under gloo; on a fast one each costs as much as it saves."""
 _SMALL = 2**14
 """Parameters with fewer values are worked on together."""
+_CHUNK = 2**22
+"""Values whose temporary tensors are in memory at a time: those of an embedding would be larger than it is."""
 _NUM_ROWS = 2**14
 _LARGEST = 127
 
@@ -58,13 +60,13 @@ class _Piece(NamedTuple):
         for place, part in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
             flat[place] = part.reshape(-1)[: place.stop - place.start]
 
-    def noise(self, noise: "_Noise") -> Tensor:
-        """A row for each block, of each parameter the first ones: the same whatever it is worked on together with."""
+    def noise(self, noise: "Noise") -> "Noise":
+        """For each block, of each parameter the first ones: the same whatever it is worked on together with."""
         starts = [noise.starts[: size // noise.rows.size(1)] for size in self.sizes]
-        return noise.rows[torch.cat(starts) if len(starts) > 1 else starts[0]]
+        return Noise(noise.rows, torch.cat(starts) if len(starts) > 1 else starts[0])
 
 
-class _Noise(NamedTuple):
+class Noise(NamedTuple):
     """What to add before rounding down."""
 
     rows: Tensor
@@ -157,10 +159,10 @@ class Int8(LossyHook):
         num_blocks = padded.size(1) // self.block
         payload = padded.new_empty(wire.size, num_blocks * (self.block + 4), dtype=torch.uint8)
         noise = self._noise(whole.device, wire.rank, num_blocks)
-        quantize(padded, noise.rows[noise.starts], payload)
+        quantize(padded, noise, payload)
         shard.copy_(_mean(wire.all_to_all(payload), self.block, wide(shard.dtype))[0, :n])
 
-    def _noise(self, device: torch.device, stream: int, num_blocks: int) -> _Noise:
+    def _noise(self, device: torch.device, stream: int, num_blocks: int) -> Noise:
         """For so many blocks of a parameter, at most.
 
         It depends on the step and the rank alone, so a resumed run draws the same. Drawing one for each number would
@@ -170,28 +172,37 @@ class Int8(LossyHook):
         generator = torch.Generator(device).manual_seed(mixed(self.step, stream))
         noise = torch.rand(_NUM_ROWS + self.block - 1, device=device, generator=generator)
         starts = torch.randint(_NUM_ROWS, (num_blocks,), device=device, generator=generator)
-        return _Noise(noise.unfold(0, self.block, 1), starts)
+        return Noise(noise.unfold(0, self.block, 1), starts)
 
 
-def quantize(values: Tensor, noise: Tensor, packed: Tensor) -> None:
+def quantize(values: Tensor, noise: Noise, packed: Tensor) -> None:
     """Writes rows of numbers [rows, n] as rows of bytes: a number in each, then a float32 scale for each block.
 
     Args:
         values: n is a multiple of the block; what the bytes don't say of them is left there.
-        noise: [n / block, block], uniform in [0, 1).
+        noise: of n / block blocks.
         packed: where to write, [rows, n + 4 n / block].
     """
-    rows, n = values.shape
-    blocks = values.view(rows, -1, noise.size(1))
+    n, block = values.size(1), noise.rows.size(1)
+    blocks, numbers = values.unflatten(1, (-1, block)), packed[:, :n].view(torch.int8).unflatten(1, (-1, block))
+    scales = packed[:, n:].unflatten(1, (-1, 4))
+    at_a_time = max(1, _CHUNK // (values.size(0) * block))
+    for start in range(0, n // block, at_a_time):
+        some = slice(start, start + at_a_time)
+        _quantize_blocks(blocks[:, some], noise.rows[noise.starts[some]], numbers[:, some], scales[:, some])
+
+
+def _quantize_blocks(blocks: Tensor, noise: Tensor, numbers: Tensor, packed_scales: Tensor) -> None:
+    """The same with blocks [rows, n, block]; `numbers` are as many, `packed_scales` [rows, n, 4] bytes."""
     singles = blocks.float()
     # A little more than the greatest, so that no sum with the noise is rounded up to 128.
     scales = singles.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
     # Of a block of zeros, nothing is divided by zero.
     factors = scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_()
-    numbers = torch.addcmul(noise, singles, factors, out=torch.empty_like(singles)).floor_()
-    blocks.addcmul_(numbers, scales, value=-1)
-    packed[:, :n].view(torch.int8).copy_(numbers.view(rows, n))
-    packed[:, n:] = scales.view(rows, -1).view(torch.uint8)
+    rounded = torch.addcmul(noise, singles, factors).floor_()
+    blocks.addcmul_(rounded, scales, value=-1)
+    numbers.copy_(rounded)
+    packed_scales.copy_(scales.view(torch.uint8))
 
 
 def dequantize(packed: Tensor, block: int, values: Tensor) -> None:

@@ -9,14 +9,16 @@ but for gloo's reduce-scatter, which is an all-reduce inside.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DryWire", "Message", "Sent", "Wire", "aligned", "clock_s", "mark", "seconds_between"]
+from ..devices import module_of, wait_for
+
+__all__ = ["DryWire", "Message", "Sent", "Wire", "aligned", "busy_s", "clock_s", "mark", "seconds_between"]
 
 
 class Sent(NamedTuple):
@@ -84,10 +86,11 @@ class Wire:
 
         Gloo sends a large message in one direction after the other, so several are faster than one.
         """
-        if not self._speaks():
-            repeated = payload.expand(self.size, -1).contiguous()
-            return lambda: repeated
+        # Before the call is counted: where there is no memory for it, none has been made.
         everyones = payload.new_empty(self.size, payload.numel())
+        if not self._speaks():
+            everyones.copy_(payload.expand(self.size, -1))
+            return lambda: everyones
         started = self._start(payload)
         work = dist.all_gather_single(everyones.view(-1), payload, group=self.group, async_op=True)
         self._count("all_gather", payload, self.size - 1)
@@ -110,9 +113,9 @@ class Wire:
 
     def start_all_to_all(self, payload: Tensor) -> Callable[[], Tensor]:
         """The same; see `start_all_gather`."""
-        if not self._speaks():
-            return payload.clone
         received = torch.empty_like(payload)
+        if not self._speaks():
+            return lambda: received.copy_(payload)
         started = self._start(payload)
         work = dist.all_to_all_single(received, payload, group=self.group, async_op=True)
         self._count("all_to_all", payload, (self.size - 1) / self.size)
@@ -160,27 +163,40 @@ class Wire:
 
 
 def mark(device: torch.device) -> Any:
-    """This moment: in seconds, or an event on the current stream of a GPU."""
-    if device.type != "cuda":
+    """This moment: in seconds, or an event on the current stream of an accelerator."""
+    module = module_of(device)
+    if not hasattr(module, "Event"):
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = module.Event(enable_timing=True)
     event.record()
     return event
 
 
 def clock_s(device: torch.device) -> float:
     """Now, when all that was launched is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return time.perf_counter()
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Between two marks; waits for the device if they are a GPU's."""
+    """Between two marks; waits for the device if they are events."""
     if isinstance(start, float):
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def busy_s(spans: Iterable[tuple[Any, Any]]) -> float:
+    """Seconds in which any of these spans, from mark to mark, was under way; what overlaps counts once."""
+    origin, total_s, until_s = None, 0.0, float("-inf")
+    moments = []
+    for start, end in spans:
+        origin = start if origin is None else origin
+        moments.append((seconds_between(origin, start), seconds_between(origin, end)))
+    for start_s, end_s in sorted(moments):
+        total_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
 
 
 def aligned(part: Tensor, dtype: torch.dtype) -> Tensor:

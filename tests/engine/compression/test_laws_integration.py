@@ -1,6 +1,7 @@
 """What every comm hook must do, by what it gives and what it keeps: two and three ranks, no training."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from polyphase.engine.compression import COMM_HOOKS, Bucket, CommHook, Member, Plain, Wire, make_comm_hook
 from polyphase.engine.compression.feedback import LossyHook
+from polyphase.engine.compression.wire import busy_s, seconds_between
 from tests.distributed import run_ranks
 
 MEMBERS = (Member("a", (64, 48)), Member("b", (48,)), Member("c", (32, 64)), Member("d", (7,)), Member("e", (64, 48)))
@@ -261,9 +263,26 @@ def check_all(rank: int) -> None:
     check_unused_under_ddp(rank)
 
 
+def check_overlap(rank: int) -> None:
+    """Messages that are on their way at once take their time once."""
+    wire = Wire()
+    wire.spans = []
+    for receive in [wire.start_all_gather(torch.ones(10)) for _ in range(2)]:
+        time.sleep(0.2)
+        receive()
+    assert sum(seconds_between(*span) for span in wire.spans) >= 0.6
+    assert 0.4 <= busy_s(wire.spans) < 0.55
+    assert busy_s([(1.0, 3.0), (2.0, 2.5), (0.0, 0.5), (2.9, 3.5)]) == pytest.approx(3.0)
+    assert busy_s([]) == 0.0
+
+
+def test_collectives_that_overlap_take_their_time_once():
+    run_ranks(check_overlap, 1, start_method="fork")
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_laws(num_ranks):
-    run_ranks(check_all, num_ranks, timeout_s=150)
+    run_ranks(check_all, num_ranks, timeout_s=150, start_method="fork")
 
 
 def test_the_table_and_these_tests_name_the_same_methods():

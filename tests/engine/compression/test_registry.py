@@ -56,7 +56,7 @@ ALLOWED = "Allowed: auto, bf16, fp16, int8, none, powersgd, sign, topk."
     [
         ("powersdg", f"unknown compression 'powersdg'. Did you mean 'powersgd'? {ALLOWED}"),
         ("zip", f"unknown compression 'zip'. {ALLOWED}"),
-        ("", "the flag '' has no name"),
+        ("", "compression '' has no name"),
         (None, "compression must be a text such as 'name' or 'name:key=value', but got None"),
         ("powersgd:rnak=2", "unknown option of compression 'powersgd' 'rnak'. Did you mean 'rank'?"),
         ("fp16:rank=2", "unknown option of compression 'fp16' 'rank'."),
