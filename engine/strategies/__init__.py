@@ -10,12 +10,15 @@ from .precision_names import PRECISIONS
 from .registry import STRATEGIES, register_strategy
 
 if TYPE_CHECKING:
+    from .clipping import norm_of
     from .compressing import check_join, prepare_to_repeat
+    from .equal_ranks import move_module
     from .failure import announce
     from .heartbeat import Heartbeat
     from .layout import LayoutStrategy
-    from .materialize import has_meta_tensors
     from .meeting import current_job
+    from .mesh import MeshStrategy
+    from .stored_weights import check_stored, read_stored, read_weights
     from .tensor import make_plan
     from .uncaught import Failure, failure_of, forget_failures, on_uncaught
     from .units import shard_units
@@ -27,16 +30,21 @@ __all__ = [
     "Failure",
     "Heartbeat",
     "LayoutStrategy",
+    "MeshStrategy",
     "Watchdog",
     "announce",
     "check_join",
+    "check_stored",
     "current_job",
     "failure_of",
     "forget_failures",
-    "has_meta_tensors",
     "make_plan",
+    "move_module",
+    "norm_of",
     "on_uncaught",
     "prepare_to_repeat",
+    "read_stored",
+    "read_weights",
     "register_strategy",
     "shard_units",
 ]
@@ -47,16 +55,21 @@ __getattr__ = import_on_access(
         "Failure": "uncaught",
         "Heartbeat": "heartbeat",
         "LayoutStrategy": "layout",
+        "MeshStrategy": "mesh",
         "Watchdog": "watchdog",
+        "move_module": "equal_ranks",
         "announce": "failure",
         "check_join": "compressing",
+        "check_stored": "stored_weights",
         "current_job": "meeting",
         "failure_of": "uncaught",
         "forget_failures": "uncaught",
-        "has_meta_tensors": "materialize",
         "make_plan": "tensor",
+        "norm_of": "clipping",
         "on_uncaught": "uncaught",
         "prepare_to_repeat": "compressing",
+        "read_stored": "stored_weights",
+        "read_weights": "stored_weights",
         "shard_units": "units",
     },
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 __all__ = ["ByHand", "called_parts", "optimizes_by_hand"]
 
@@ -47,7 +48,8 @@ class ByHand:
         self._own = [
             (prefix + name, part, name)
             for prefix, part in _outside(model)
-            for name, _ in part.named_parameters(recurse=False)
+            for name, parameter in part.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)  # what is whole on every rank stays as it is
         ]
         self._is_in_step = False
         self._handles = [optimizer.register_step_post_hook(self._renew) for optimizer in optimizers]

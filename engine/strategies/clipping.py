@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ..compression.bucket import wide
+from ..devices import multiply
 
 __all__ = ["clip_by_norm", "clip_by_value", "norm_of"]
 
@@ -27,11 +28,14 @@ def norm_of(parameters: Iterable[Tensor]) -> Tensor:
     by_cut: dict[Any, list[Tensor]] = defaultdict(list)
     for p in parameters:
         if p.grad is not None:
+            _add_up(p)
             by_cut[_cut(p.grad)].append(_local(p.grad))
     if not by_cut:
         return torch.zeros(())
     norms = [_over_ranks(get_total_norm(local), *cut) for cut, local in by_cut.items()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 def clip_by_norm(
@@ -48,9 +52,8 @@ def clip_by_norm(
     if norm is None and not any(isinstance(p.grad, DTensor) for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     total = (norm or norm_of)(parameters)
-    local = [_local(p.grad) for p in parameters if p.grad is not None]
-    if local:
-        torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))  # torch: clip_grads_with_norm_
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch: clip_grads_with_norm_
+    multiply((_local(p.grad) for p in parameters if p.grad is not None), factor)
     return total
 
 
@@ -58,7 +61,16 @@ def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamps every element of the gradients to [-max_value, max_value]; local on every rank."""
     for p in parameters:
         if p.grad is not None:
+            _add_up(p)
             _local(p.grad).clamp_(-max_value, max_value)
+
+
+def _add_up(parameter: Tensor) -> None:
+    """Adds up a gradient of which each rank has a summand: that of a split layer behind a whole one in its block."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _cut(gradient: Tensor) -> tuple[Any, tuple[int, ...]]:

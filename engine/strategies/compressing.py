@@ -125,13 +125,36 @@ class CompressingStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """Steps, and lets the comm hook keep what it has in store for the next step, unless this one overflowed."""
-        hook, scaler = self.comm_hook, self.loss_scaler
+        hook = self.comm_hook
         if hook is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        # This is how torch lets one know; the scaler itself has read from the device in each step already.
-        scale = scaler.get_scale() if scaler is not None else 0.0
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        hook.settle(skipped=scaler is not None and scaler.get_scale() < scale)
+        if self.loss_scaler is None:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            hook.settle()
+            return output
+        # To ask for the scale would wait for the device; the scaler has done so itself before it calls the optimizer.
+        has_loss = has_stepped = False
+
+        def noted_closure() -> Any:
+            nonlocal has_loss
+            has_loss = (loss := closure()) is not None
+            return loss
+
+        def note_step(optimizer: Optimizer, *_: Any) -> None:
+            nonlocal has_stepped
+            found = getattr(
+                optimizer, "found_inf", None
+            )  # torch: set for fused optimizers, which find out by themselves
+            has_stepped = found is None or not found.item()
+
+        handle = optimizer.register_step_post_hook(note_step)
+        try:
+            output = super().optimizer_step(optimizer, noted_closure, model, **kwargs)
+        finally:
+            handle.remove()
+        # Lightning leaves out a step without a loss, which has not overflowed.
+        may_step = has_loss or not self.lightning_module.automatic_optimization  # type: ignore[union-attr]
+        hook.settle(skipped=may_step and not has_stepped)
         return output
 
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import CommHook, Plain
 from ..flags import Layout
+from .bucket_order import BucketOrder
 from .compressing import CompressingStrategy
 from .launch import end_group_at_exit
 from .layout import LayoutStrategy
@@ -38,6 +39,8 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         self.comm_hook = comm_hook
         self._counted: Plain | None = None
         self._checks_unused = self._has_run_backward = False
+        self._bucket_order: BucketOrder | None = None
+        self._order_to_begin_with: list[str] | None = None
 
     def derive_layout(self, world_size: int) -> Layout:
         """One replica per process."""
@@ -58,14 +61,31 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         self._requires_grad = [p.requires_grad for p in self._parameters]
         super().configure_ddp()
 
-    # Lightning: DDPStrategy._setup_model, which wraps by _ddp_kwargs; those are what the user has asked for.
+    # Lightning: DDPStrategy._setup_model; its own wraps on another stream than the steps run on, and on CUDA alone.
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        given = self._ddp_kwargs
-        self._ddp_kwargs = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **given}
-        try:
-            return super()._setup_model(model)
-        finally:
-            self._ddp_kwargs = given
+        options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
+        wrapped = DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **options)
+        if not self.steps_alone:
+            if self._bucket_order is not None:
+                self._bucket_order.close()
+            self._bucket_order = BucketOrder(wrapped, dict(self._trained_parameters()))
+            if self._order_to_begin_with is not None:
+                self._bucket_order.begin_with(self._order_to_begin_with)
+        return wrapped
+
+    def shared_state(self) -> dict[str, Any]:
+        """The order of the buckets."""
+        names = None if self._bucket_order is None else self._bucket_order.names
+        return {} if names is None else {"bucket_order": names}
+
+    def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
+        """Begins with the buckets of the run that is gone on with."""
+        if "bucket_order" in shared and isinstance(self.model, DistributedDataParallel):
+            self._order_to_begin_with = list(shared["bucket_order"])
+            try:
+                self._wrap_anew()
+            finally:
+                self._order_to_begin_with = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; where parameters were frozen or unfrozen since the last one, the module is wrapped anew."""
@@ -118,6 +138,8 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         """Names unused parameters after the first synchronised backward, rather than failing at the second step."""
         super().post_backward(closure_loss)
         self._has_run_backward = True
+        if self._bucket_order is not None:
+            self._bucket_order.end_backward()
         model = self.model
         if not self._checks_unused or not isinstance(model, DistributedDataParallel):
             return
@@ -135,6 +157,8 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
     def on_train_end(self) -> None:
         """No forward follows the last backward of a run, which would find that it has left parameters out."""
         super().on_train_end()
+        if self._bucket_order is not None:
+            self._bucket_order.close()
         if isinstance(self.model, DistributedDataParallel) and self._has_run_backward:
             self._check_reduction(self.model)
 
@@ -172,7 +196,8 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
         """Sends buffers and gradients of zero."""
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        model._pre_forward()  # torch: the collectives of DistributedDataParallel.forward
+        # torch: the collectives of DistributedDataParallel.forward, which has an argument to move where there is a GPU.
+        model._pre_forward(None)
         weigh()
         model.require_forward_param_sync = synchronises
         if synchronises:

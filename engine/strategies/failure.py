@@ -46,12 +46,12 @@ from torch.autograd.graph import _engine_run_backward  # torch: what each backwa
 from ..version import __version__
 from .frames import shown
 from .job_store import FIRST_FAILURE, CausedByRank, JobStore
+from .lost_hosts import DIED, HOST_LOST, because, blame, connection_lost
 from .meeting import current_job
+from .peers import in_words
 from .uncaught import Failure, on_uncaught
 
-__all__ = ["DIED", "SEEN", "Report", "announce", "say"]
-
-DIED = "its process has ended without a word"
+__all__ = ["SEEN", "Report", "announce", "say"]
 
 SEEN = f"{FIRST_FAILURE}/seen"
 """How many ranks' watchdogs have seen it there, if it is an exception. A counter says for how long to wait, no more:
@@ -109,7 +109,7 @@ def announce(
     first, is_mine = _first_failure(rank, exception, watchdog, is_alone)
     is_interrupt = first["message"].startswith("KeyboardInterrupt")
     # Of a process alone the traceback says all there is, to its caller too: the trials of a sweep leave no reports.
-    is_silent = watchdog is None or is_interrupt or is_alone or not is_mine
+    is_silent = watchdog is None or is_interrupt or is_alone or not is_mine or _is_ordinary_end(exception)
     report = None if is_silent else _report(first, exception, watchdog)
     if report is not None:
         report.write()  # at once: this process may be ended
@@ -128,8 +128,20 @@ def announce(
         # A rank that is gone has said all, and it may have taken the store along.
         peers = None if watchdog is None else watchdog.peers
         is_gone = peers is not None and peers.has_ended(first["by"])
-        _stop_because_of(None if is_gone else job, rank, first, exception, finish)
+        is_asked = watchdog is not None and watchdog.was_asked_to_end
+        _stop_because_of(None if is_gone else job, rank, first, exception, finish, is_asked)
     on_uncaught(exception, Failure(is_said=True, is_interrupt=is_interrupt))
+
+
+def _is_ordinary_end(exception: BaseException) -> bool:
+    """Whether the run was ended on purpose: `sys.exit()`, a job that submitit has requeued, a trial of a sweep."""
+    if type(exception).__name__ == "TrialPruned":  # Optuna's; not imported for this
+        return True
+    if not isinstance(exception, SystemExit):
+        return False
+    last = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exception.__traceback__)][-1:]
+    # submitit's handler of signals, which has requeued the job, and Ray, which stops a trial.
+    return exception.code in (0, None) or any(name.partition(".")[0] in ("submitit", "ray") for name in last)
 
 
 def _tell(
@@ -148,18 +160,18 @@ def _tell(
         report.add(said)
     same = [rank for rank, each in said.items() if each["message"] == first["message"] and rank in others]
     stopped = [rank for rank in others if rank not in same]
-    sentences = [f"{_ranks(same)} failed with the same error"] if same and first["kind"] == "exception" else []
-    sentences += [f"{_ranks(stopped)} stopped because of it"] if stopped else []
-    because = "".join(f"; {sentence}" for sentence in sentences)
+    sentences = [f"{in_words(same)} failed with the same error"] if same and first["kind"] == "exception" else []
+    sentences += [f"{in_words(stopped)} stopped because of it"] if stopped else []
+    consequences = "".join(f"; {sentence}" for sentence in sentences)
     where = "" if report is None else f". The failure report, with all frames: {report.where}"
     if first["kind"] != "exception":
-        say(me, f"ends the run because of rank {culprit}: {first['message']}{because}{where}")
+        say(me, f"ends the run {blame(first)}{consequences}{where}")
     elif isinstance(exception, KeyboardInterrupt):
         say(me, "was interrupted (Ctrl-C), and so the run ends")
     else:
         text = f"\n{shown(exception).rstrip()}" if print_traceback else ""
         ends = "failed and ends the run" if me == culprit else f"ends the run because of rank {culprit}"
-        say(me, f"{ends}{because}{where}{text}")
+        say(me, f"{ends}{consequences}{where}{text}")
     with contextlib.suppress(RuntimeError):  # the store's host is gone
         job.write(_TOLD, {"by": me})
         if me == 0:
@@ -185,7 +197,12 @@ def _await(job: JobStore, counter: str, number: int, patience_s: float) -> None:
 
 
 def _stop_because_of(
-    job: JobStore | None, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any]
+    job: JobStore | None,
+    rank: int,
+    first: dict[str, Any],
+    exception: BaseException,
+    finish: Callable[[], Any],
+    is_asked: bool,
 ) -> None:
     """Hands over this rank's traceback, and waits until the rank that failed first has said all."""
     mine = {"message": _message(exception), "traceback": _traceback(exception)}
@@ -201,8 +218,9 @@ def _stop_because_of(
         if job is not None:
             has_told = _has_told(job)
     if not has_told:
-        say(rank, f"stops because rank {first['rank']} failed first: {first['message']}")
-    time.sleep(_GRACE_S)
+        say(rank, f"stops because {because(first)}")
+    if not is_asked:  # the launcher asks once it has seen the other's exit
+        time.sleep(_GRACE_S)
     _end_group(exception)
 
 
@@ -215,17 +233,6 @@ def _has_told(job: JobStore) -> bool:
         time.sleep(_POLL_S)
     job.count(_HEARD, 1)
     return True
-
-
-def _ranks(ranks: list[int]) -> str:
-    """``[0, 2, 3, 4]`` -> ``"ranks 0, 2-4"``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _say_where(rank: int, report: "Report | None") -> None:
@@ -262,11 +269,15 @@ def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone:
         if job is None:
             return mine, True
         if _LOST.search(str(exception)) and watchdog is not None:
-            mine = _cause(job, watchdog, rank) or mine
+            mine = _cause(job, watchdog, rank) or _elsewhere(exception, watchdog, rank) or mine
         first = job.record_failure(mine)
-    except RuntimeError:  # the store's host is gone
+    except RuntimeError:  # the store's host is gone, or silent
         gone = _gone(watchdog)
-        first = mine = _death(gone[0], rank) if gone else mine
+        if gone:
+            mine = _death(gone[0], rank)
+        elif _LOST.search(str(exception)):
+            mine = _elsewhere(exception, watchdog, rank) or mine
+        first = mine
     return first, first == mine
 
 
@@ -283,6 +294,11 @@ def _cause(job: JobStore, watchdog: Any, rank: int) -> dict[str, Any] | None:
             return _death(gone[0], rank)
         time.sleep(0.05)
     return None
+
+
+def _elsewhere(exception: BaseException, watchdog: Any, rank: int) -> dict[str, Any] | None:
+    peers = None if watchdog is None else watchdog.peers
+    return None if peers is None else connection_lost(peers, exception, rank)
 
 
 def _death(culprit: int, by: int) -> dict[str, Any]:
@@ -326,7 +342,7 @@ class Report:
     ) -> None:
         now = time.time()
         self._content = {
-            "first_failing_rank": failure["rank"],
+            "first_failing_rank": None if failure["kind"] == HOST_LOST else failure["rank"],
             "kind": failure["kind"],
             "message": failure["message"],
             "exception": details or None,

@@ -5,9 +5,10 @@ blocks of the module are the units that are gathered together. Under `hsdp` the 
 averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links. A compression works on
 that all-reduce, and leaves what stays within a group as it is; under `fsdp` it works on the reduce-scatter.
 
-Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes;
-2. backward: the same again, unless `reshard_after_forward=false`; 3. reduce-scatter of the gradients, and for hsdp an
-all-reduce of the 4 P/S bytes of a shard. Phase 3 happens once per accumulation window.
+Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes, half of
+that for what autocast rounds (`rounded_gather.py`); 2. backward: the same again, unless `reshard_after_forward=false`;
+3. reduce-scatter of the gradients, 4 P (S-1)/S, and for hsdp an all-reduce of the 4 P/S bytes of a shard. Phase 3
+happens once per accumulation window.
 """
 
 import functools
@@ -16,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -35,15 +35,21 @@ from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
 from ..flags import Layout
 from .by_hand import ByHand, called_parts, optimizes_by_hand
+from .equal_ranks import equalise, share_buffers, tell_device
+from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
+from .precision import autocast_dtype
+from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
-from .shard_checks import check_callbacks, check_loss, check_parameters, explained
+from .shard_checks import check_callbacks, check_loss, check_parameters, check_tensor_parallel, explained
+from .stored_weights import read_stored
 from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .unit_order import UnitOrder, watch_units
 from .units import shard_units, untied
 from .whole_numbers import give_back_numbers, read_whole_numbers
+from .written_parameters import forget_data, keep_data, no_writes
 
 __all__ = ["FSDP"]
 
@@ -68,7 +74,7 @@ class FSDP(MeshStrategy):
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
-        self._is_in_step = False
+        self._is_in_step = self._has_trained = False
         self._by_hand: ByHand | None = None
         self._second_backward: SecondBackward | None = None
         self._order: UnitOrder | None = None
@@ -76,6 +82,8 @@ class FSDP(MeshStrategy):
         self._counted: Plain | None = None
         self._wires: list[Wire] = []
         self._replica_averages: list[ReplicaAverage] = []
+        self._names_of_whole: list[str] = []
+        self._kept_whole: KeptWhole | None = None
         if isinstance(comm_hook, Int8) and not self._compresses_replicas:
             if comm_hook.asks_for_feedback:
                 raise ValueError(
@@ -131,6 +139,13 @@ class FSDP(MeshStrategy):
         """See `MeshStrategy`."""
         return ("replicate", "shard") if isinstance(self.options, HSDPOptions) else ("shard",)
 
+    # Lightning: ModelParallelStrategy._get_process_group_backend
+    def _get_process_group_backend(self) -> str:
+        backend, device = super()._get_process_group_backend(), self.root_device.type
+        # Norms of gradients that were offloaded are added up over ranks where they are.
+        is_offloaded = isinstance(self.options, FSDPOptions) and self.options.cpu_offload and device != "cpu"
+        return f"cpu:gloo,{device}:{backend}" if is_offloaded and ":" not in backend else backend
+
     def check_module(self, module: nn.Module) -> None:
         """See `LayoutStrategy`."""
         keeps_gathered = isinstance(self.options, FSDPOptions) and not self.options.reshard_after_forward
@@ -173,16 +188,24 @@ class FSDP(MeshStrategy):
         if fitting:
             check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
         if not self._is_laid_out(self.model):
+            if fitting and self.before_split is not None:
+                self.before_split(self.model)
             if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
                 self._counted = Plain()  # FSDP2's own all-reduce can't be replaced, only left out
             if fitting and self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self._shard(self.model)
+            tell_device(self.model, self.root_device)
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if isinstance(self.model, FSDPModule):
+            # Compiled units take plain tensors. A step by hand with several optimizer steps goes on with the casts that
+            # autocast has made before them, as in one process: these must not be filled with later weights.
+            is_rounded = self.compile is None and self.layout.tp == 1 and not optimizes_by_hand(self.model)
+            gather_rounded(self.model, autocast_dtype(self.precision_plugin) if is_rounded else None)
         if fitting:
             self._hook_units()
             self._second_backward = SecondBackward(self.model)
@@ -193,10 +216,19 @@ class FSDP(MeshStrategy):
         meets_others = self.world_size > 1 and isinstance(self.model, FSDPModule)
         self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s) if meets_others else None
         read_whole_numbers(self._order)
+        keep_data()
+        if fitting and isinstance(self.model, FSDPModule):
+            whole = {name: p for name, p in self.model.named_parameters() if not isinstance(p, DTensor)}
+            refuse_fused(self.optimizers, whole, repr(self))
+            self._kept_whole = KeptWhole(whole, Wire(self.data_group), self._order)
+            self._wires += [self._kept_whole.wire] if self.counts_traffic and whole else []
 
     def teardown(self) -> None:
         """Puts torch's settings back."""
+        if self._kept_whole is not None:
+            self._kept_whole.end()
         give_back_numbers()
+        forget_data()
         super().teardown()
 
     @property
@@ -224,20 +256,23 @@ class FSDP(MeshStrategy):
         by_hand = optimizes_by_hand(model)
         if by_hand:
             units |= set(untied(model, called_parts(model)))
-
         if self._shards:
-            check_parameters(model, units, repr(self))
+            check_parameters(model, repr(self))
+            # By name, since one on the meta device will be another object.
+            self._names_of_whole = list(kept_whole(model, units))
+            check_tensor_parallel(self._names_of_whole, self.layout.tp, repr(self))
 
         def shard(part: nn.Module) -> None:
             if part not in units and part is not model:
                 return
-            self._equalise(part)
+            equalise(part, self.root_device)
             self._split(part)
             if part in units and self.options.activation_checkpointing:
                 part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
             if part in units and self.compile is not None:
                 part.forward = self.compile(part.forward)
             self._fully_shard(part, is_last=part is model and not by_hand)
+            read_stored(part, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
         before = {*model._forward_pre_hooks, *model._forward_hooks}
         materialize(model, on_complete=shard)
@@ -260,6 +295,7 @@ class FSDP(MeshStrategy):
         """Splits layers of `part`, which is whole, over ranks that share their samples; here there are none."""
 
     def _fully_shard(self, part: nn.Module, is_last: bool) -> None:
+        assert self.model is not None
         fully_shard(
             part,
             mesh=self._shard_mesh(),
@@ -267,6 +303,7 @@ class FSDP(MeshStrategy):
             reshard_after_forward=self.options.reshard_after_forward and not is_last,
             shard_placement_fn=self._placement,
             offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
+            ignored_params={self.model.get_parameter(name) for name in self._names_of_whole},
         )
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
@@ -311,8 +348,12 @@ class FSDP(MeshStrategy):
         @functools.wraps(step)
         def marked(*args: Any, **kwargs: Any) -> Any:
             self._is_in_step = True
+            looks = step.__name__ == "training_step" and not self._has_trained and self._by_hand is None
+            looks &= isinstance(self.model, FSDPModule)
+            self._has_trained |= looks  # once: a step writes each time, or not at all
             try:
-                return step(*args, **kwargs)
+                with no_writes(self.model, self._names_of_whole, repr(self)) if looks else nullcontext():
+                    return step(*args, **kwargs)
             finally:
                 self._is_in_step = False
 
@@ -337,32 +378,17 @@ class FSDP(MeshStrategy):
     def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         return None if self._is_in_step else hook(*arguments)
 
-    def _equalise(self, part: nn.Module) -> None:
-        """Moves what of `part` is not sharded yet to the device, and gives every rank rank 0's values, as DDP does."""
-        whole = [p for p in part.parameters() if not isinstance(p, DTensor)]
-        for tensor in (*whole, *part.buffers()):
-            tensor.data = tensor.data.to(self.root_device)
-        pending = [dist.broadcast(tensor.data, src=0, async_op=True) for tensor in (*whole, *part.buffers())]
-        for work in pending:
-            work.wait()
-
-    def _share_buffers(self) -> None:
-        """Evaluation uses rank 0's buffers (BatchNorm's statistics) everywhere, as under DDP."""
-        assert self.model is not None
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
-
     def on_validation_start(self) -> None:
         """Called before each validation, the sanity check included."""
-        self._share_buffers()
+        share_buffers(self.model)
 
     def on_test_start(self) -> None:
         """Called before each test."""
-        self._share_buffers()
+        share_buffers(self.model)
 
     def on_predict_start(self) -> None:
         """Called before each prediction."""
-        self._share_buffers()
+        share_buffers(self.model)
 
     def end_evaluation(self) -> None:
         """Frees what forward has gathered and no backward frees: hooks see the parameters that are trained."""
@@ -389,12 +415,13 @@ class FSDP(MeshStrategy):
         switch = model.set_requires_gradient_sync if self.options.no_sync else model.set_requires_all_reduce
         switch(False)
         self._synchronises = False
-        for average in self._replica_averages:
+        averages = [*self._replica_averages, *([] if self._kept_whole is None else [self._kept_whole])]
+        for average in averages:
             average.is_held = True
         try:
             yield
         finally:
             switch(True)
             self._synchronises = True
-            for average in self._replica_averages:
+            for average in averages:
                 average.is_held = False

@@ -22,7 +22,7 @@ _RPC = "polyphase.engine.strategies.ps.rpc."
 _SIGNALS = "polyphase.engine.loop.signals."
 _MEETING = "polyphase.engine.strategies.meeting."
 _UNITS = "polyphase.engine.strategies.unit_order."
-_STORE = ("polyphase.engine.strategies.job_store.", "polyphase.engine.strategies.peers.")
+_STORE = tuple(f"polyphase.engine.strategies.{name}." for name in ("job_store", "store_line", "peers"))
 _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
@@ -179,7 +179,7 @@ def _pending(stack: list[Call]) -> str | None:
             return "a call to another rank"
         if (module, name) == (_RPC, "_await"):
             return "the end of the parameter server"
-        if (module, name) == (_SIGNALS, "part"):
+        if module == _SIGNALS and name in ("part", "_join", "_negotiate"):
             return "the stop of all"
         if module == _MEETING:
             return "the meeting of all"

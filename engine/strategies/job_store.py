@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .signing import MOST_BYTES, Fields, opened, parsed, signed
+from .store_line import StoreLine
 
 __all__ = ["FIRST_FAILURE", "CausedByRank", "JobStore", "SignedStore"]
 
@@ -41,46 +42,50 @@ class CausedByRank(Exception):  # noqa: N818 - what several errors have in commo
 
 
 class JobStore:
-    """The job's store; all methods may raise RuntimeError (`torch.distributed.DistError`): its host is gone.
+    """The job's store; all methods may raise RuntimeError: its host is gone (`torch.distributed.DistError`), or silent.
 
     Args:
         store: shared by all ranks.
         rank: this one.
         num_ranks: number of ranks.
+        line: another connection to it.
     """
 
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int, line: StoreLine | None = None) -> None:
         self.store: Any = store
+        self.line = StoreLine(store, line)
         self.rank = rank
         self.num_ranks = num_ranks
         self._has_warned = False
 
     def clone(self) -> "JobStore":
         """The same over a connection of its own: a thread that waits in this one would block it."""
-        return JobStore(self.store.clone(), self.rank, self.num_ranks)
+        return JobStore(self.store.clone(), self.rank, self.num_ranks, self.line)
 
-    def has(self, key: str) -> bool:
-        """Whether something stands there, in order or not."""
-        return self.store.check([key])
+    def has(self, *keys: str) -> bool:
+        """Whether something stands under each of `keys`, in order or not; one exchange."""
+        return self.line.ask("check", list(keys))
 
     def write(self, key: str, word: dict[str, Any]) -> None:
         """Says something to all ranks; plain values."""
-        self.store.set(key, signed(key, json.dumps(word).encode()))
+        self.line.ask("set", key, signed(key, json.dumps(word).encode()))
 
     def read(self, key: str, fields: Fields) -> dict[str, Any] | None:
         """Returns the word under `key`; None if there is none, or none that is valid. Does not wait for one."""
         return self.read_all([key], fields).get(key)
 
     def read_all(self, keys: Iterable[str], fields: Fields) -> dict[str, dict[str, Any]]:
-        """Returns the valid words under `keys`, all read in one exchange."""
-        there = [key for key in keys if self.store.check([key])]
-        values = self.store.multi_get(there) if there else []
+        """Returns the valid words under `keys`, all read in one exchange; where one is missing, each is asked for."""
+        there = list(keys)
+        if not self.has(*there):
+            there = [key for key in there if self.has(key)] if len(there) > 1 else []
+        values = self.line.ask("multi_get", there) if there else []
         words = {key: self._understood(key, value, fields) for key, value in zip(there, values, strict=True)}
         return {key: word for key, word in words.items() if word is not None}
 
     def count(self, key: str, more: int = 0) -> int:
         """Adds to a counter, and returns it. Unsigned: it is no word to act on."""
-        return self.store.add(key, more)
+        return self.line.ask("add", key, more)
 
     def first_failure(self) -> dict[str, Any] | None:
         """The job's first failure: rank, kind, message and by whom it was recorded."""
@@ -95,7 +100,7 @@ class JobStore:
         mine = signed(key, json.dumps(word).encode())
         there = b""
         for _ in range(_ATTEMPTS):
-            now = self.store.compare_set(key, there, mine)
+            now = self.line.ask("compare_set", key, there, mine)
             found = word if now == mine else self._understood(key, now, fields)
             if found is not None:
                 return found
@@ -120,26 +125,26 @@ class SignedStore:
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store: Any = store
+        self._line = StoreLine(store)
         self._rank = rank
         self._has_warned = False
 
     def set(self, key: str, text: str) -> None:
         """Writes a text."""
-        self._store.set(key, signed(key, text.encode()))
+        self._line.ask("set", key, signed(key, text.encode()))
 
     def check(self, keys: list[str]) -> bool:
         """Whether there are texts under all keys."""
-        return self._store.check(keys) and all(self._text(key) is not None for key in keys)
+        return self._line.ask("check", keys) and all(self._text(key) is not None for key in keys)
 
     def get(self, key: str) -> bytes:
-        """The text under a key, as soon as there is one; waits as long as torch does."""
-        while (text := self._text(key)) is None:
+        """The text under a key, as soon as there is one."""
+        while not self._line.ask("check", [key]) or (text := self._text(key)) is None:
             time.sleep(_TICK_S)
         return text
 
     def _text(self, key: str) -> bytes | None:
-        text = opened(key, self._store.get(key))
+        text = opened(key, self._line.ask("get", key))
         if text is None and not self._has_warned:
             self._has_warned = True
             _warn(self._rank, key)

@@ -1,6 +1,7 @@
 """Which launcher starts the processes of a strategy, and what comes back from workers that were spawned."""
 
 import atexit
+import faulthandler
 import gc
 import logging
 import os
@@ -39,6 +40,7 @@ from .frames import shorten
 from .parent import watch_parent
 from .ports import reserve_port
 from .scripts import ScriptLauncher
+from .stored_weights import make_room
 
 __all__ = ["end_group_at_exit", "make_launcher"]
 
@@ -264,6 +266,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     # of exceptions, so callbacks don't see them there.
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         watch_parent(process_idx, grace_s=0.0)
+        if not faulthandler.is_enabled():  # a fork: others have been told by the environment
+            faulthandler.enable(file=2)
         if _before:  # a fork of the process that has started it
             _restore_sigterm()
         try:
@@ -301,6 +305,12 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             del module.state_dict
+
+    # Lightning: _MultiProcessingLauncher._recover_results_in_main_process loads the weights into the module as it is.
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if worker_output.weights_path is not None:
+            make_room(trainer.lightning_module)
+        super()._recover_results_in_main_process(worker_output, trainer)
 
     # Lightning: _MultiProcessingLauncher.get_extra_results, which returns the metrics alone.
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.constants import default_pg_timeout
 
-from ..checkpoint import get_random_state, set_random_state
-from ..environment import is_started_again, listen_on_loopback, place_on_one_machine
+from ..checkpoint import get_random_state, of_host, set_random_state
+from ..environment import is_started_again, listen_on_loopback, listen_towards, place_on_one_machine
 from ..flags import Layout
 from ..host_group import EVERYONE, HostGroup
 from .launch import make_launcher
@@ -110,7 +110,7 @@ class LayoutStrategy:
         """Goes on with a checkpoint's `shared_state` and `state_of_rank`, after all else was restored.
 
         Args:
-            shared: empty if another kind of strategy saved it.
+            shared: what the strategy that saved it shared, which may be of another kind.
             of_rank: empty if another layout did, too.
         """
 
@@ -207,14 +207,15 @@ class LayoutStrategy:
         if self.global_rank == 0:  # type: ignore[attr-defined]
             set_random_state(state)
         here = get_random_state()
-        devices = {name: here.pop(name) for name in ("cuda",) if name in here}
-        set_random_state({**EVERYONE.told(here), **devices})
+        set_random_state({**here, **EVERYONE.told(of_host(here))})
 
     def meet(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group in it."""
         strategy: Any = self
-        if strategy.num_nodes == 1:
-            listen_on_loopback()  # also for groups that are made later
+        if strategy.num_nodes == 1:  # this holds for groups that are made later as well
+            listen_on_loopback()
+        else:
+            listen_towards(strategy.cluster_environment.main_address)
         if dist.is_initialized():
             return
         strategy.accelerator.setup_device(strategy.root_device)

@@ -125,7 +125,7 @@ class LocalSGD(DDP):
         trained = dict(self._trained_parameters())
         self._anchor = Anchor(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
         shared, own = self._loaded
-        if shared:
+        if "anchor" in shared:  # else another kind of strategy has saved it
             self._anchor.load_state_dict(shared)
         if own:
             for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):

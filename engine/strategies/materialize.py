@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .stored_weights import check_stored, is_stored
+
 __all__ = ["has_meta_tensors", "materialize"]
 
 
@@ -23,7 +25,8 @@ def has_meta_tensors(module: nn.Module) -> bool:
 def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = lambda _: None) -> None:
     """Gives every meta tensor of `module` memory on the CPU and its first value; tied tensors stay tied.
 
-    A tensor that several modules share has the value of the first that holds it, or that a parent of theirs draws.
+    Those that are to be read from files (`read_weights`) are left as they are. A tensor that several modules share has
+    the value of the first that holds it, or that a parent of theirs draws.
 
     Args:
         module: changed in place; what is not on the meta device keeps its values.
@@ -32,6 +35,7 @@ def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = la
     Raises:
         ValueError: a sub-module holds meta tensors and its ``reset_parameters()`` is missing or leaves one out.
     """
+    check_stored(module)
     real: dict[Tensor, Tensor] = {}  # by meta tensor: one that two modules share is made once
 
     def visit(name: str, part: nn.Module) -> bool:
@@ -62,7 +66,7 @@ def _give_memory(part: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot] | N
     tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
     for table in tables:
         for key, tensor in table.items():
-            if tensor is None or not tensor.is_meta:
+            if tensor is None or not tensor.is_meta or is_stored(part, key):
                 continue
             found = True
             empty = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device="cpu")

@@ -1,17 +1,25 @@
 """What strategies share whose ranks form a mesh of several axes."""
 
+from collections.abc import Callable
+from typing import Any
+
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 
 from .compressing import CompressingStrategy
 from .launch import end_group_at_exit
 from .layout import LayoutStrategy
+from .whole_steps import as_whole
 
 __all__ = ["MeshStrategy"]
 
 
 class MeshStrategy(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
     """Ranks on a mesh with some of the layout's axes."""
+
+    before_split: Callable[[Any], None] | None = None
+    """Called on all ranks with a module that is to be trained, while it is whole; None: nothing is."""
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
@@ -27,6 +35,14 @@ class MeshStrategy(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
         end_group_at_exit()
         sizes = tuple(self.layout.axes[axis] for axis in self.mesh_axes)
         self._device_mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=self.mesh_axes)
+        for axis in self.mesh_axes:  # torch: some of a mesh's groups have a default of its own, of 10 or 30 minutes
+            self._device_mesh.get_group(axis).set_timeout(self._timeout or default_pg_timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh  # Lightning: LightningModule.device_mesh reads it
         self.start_data_group()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Steps as if parameters were whole; see `as_whole`."""
+        mode, closure = as_whole(optimizer, closure)
+        with mode:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)

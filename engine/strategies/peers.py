@@ -6,6 +6,7 @@ trainer's one would block it. Each rank writes its own keys, and reads the other
 
 import os
 import socket
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -14,18 +15,23 @@ from typing import Any
 
 import psutil
 
+from ..environment import own_address
+from .doorbell import Sign, answer, own_port, ring
 from .job_store import JobStore
 from .signing import Fields
 
-__all__ = ["LEFT", "Peers", "absent_ranks", "has_ended", "process_key", "this_process"]
+__all__ = ["LEFT", "Peers", "absent_ranks", "has_ended", "in_words", "process_key", "this_process"]
 
 LEFT = "left"
 """The phase of a rank whose run is over: nobody is to wait for it."""
 
 _STORE_TIMEOUT_S = 10.0
+_AT_A_TIME = 8
+"""Ranks that are asked for one by one until all have come: if each asked for all others, a large job's store would
+have as many questions as it has pairs of ranks."""
 
 
-_PROCESS: Fields = {"host": str, "space": str, "pid": int}
+_PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int}
 _PLACE: Fields = {
     "step": int,
     "batch": int,
@@ -58,7 +64,8 @@ def absent_ranks(job: JobStore) -> list[int]:
 class Peers:
     """The ranks of a run, as one of them sees the others.
 
-    All methods may raise RuntimeError (`torch.distributed.DistError`): the store's host is gone.
+    All methods may raise RuntimeError: the store's host is gone (`torch.distributed.DistError`), or silent
+    (`StoreLostError`).
 
     Args:
         run: name of the run, the same on all ranks.
@@ -72,6 +79,7 @@ class Peers:
         self.job.store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._run = run
         self._number = 0
+        self._asked_for = -1
         self._heard: dict[int, tuple[int, float]] = {}
         self.processes: dict[int, dict[str, Any]] = {}
         """Host and process id by rank, of those that have come."""
@@ -92,10 +100,15 @@ class Peers:
 
     def beat(self, report: dict[str, Any]) -> None:
         """Publishes where this rank is."""
+        answer()
         self._number += 1
         self.publish("beat", {"number": self._number, **self.me, **report})
-        if len(self.processes) < len(self.others):
-            self.processes = self._read({process_key(rank): rank for rank in self.others}, _PROCESS)
+        if absent := self.absent:
+            if len(absent) > _AT_A_TIME and not self.job.has(*map(process_key, absent)):
+                absent = ([rank for rank in absent if rank > self._asked_for] + absent)[:_AT_A_TIME]
+                self._asked_for = absent[-1]
+            found = self._read({process_key(rank): rank for rank in absent}, _PROCESS)
+            self.processes = {**self.processes, **found}
             for rank in filter(self.is_local, self.processes.keys() - self._there.keys()):
                 with suppress(psutil.NoSuchProcess, ValueError, OverflowError):
                     self._there[rank] = psutil.Process(self.processes[rank]["pid"])
@@ -126,12 +139,42 @@ class Peers:
         """Whether a rank's process is one of this machine and has ended; the store is not asked."""
         return self.is_local(rank) and has_ended(self._there.get(rank))
 
-    def silent(self, clock: float, longest_s: float) -> list[int]:
-        """The ranks of other machines that have not been heard of for too long, by the caller's clock."""
+    def silent(self, clock: float, longest_s: float) -> dict[int, float]:
+        """For how long the ranks of other machines have not been heard of that are silent for too long.
+
+        Args:
+            clock: the caller's, in seconds.
+            longest_s: how long a rank may be silent.
+        """
         for rank, beat in self.beats().items():
             if beat["phase"] == LEFT or self.is_local(rank) or self._heard.get(rank, (0,))[0] != beat["number"]:
                 self._heard[rank] = beat["number"], clock
-        return [rank for rank, (_, at) in self._heard.items() if clock - at > longest_s]
+        return {rank: clock - at for rank, (_, at) in self._heard.items() if clock - at > longest_s}
+
+    def sign(self, rank: int) -> Sign:
+        """Asks the kernel of another machine for the state of a rank; waits for the answer."""
+        process = self.processes[rank]
+        return ring(process["address"], process["port"])
+
+    def mute(self, ranks: list[int], patience_s: float) -> list[int]:
+        """The `ranks` that run and have no heartbeat in the next `patience_s` seconds; waits for these."""
+        before = dict(self.read("beat", ranks))
+        time.sleep(patience_s)
+        after = self.read("beat", ranks)
+        return [rank for rank in ranks if after.get(rank) == before.get(rank) and not _has_left(after.get(rank))]
+
+    def elsewhere(self, address: str | None = None) -> list[int]:
+        """The ranks of other machines that run; of the one with that address, or name, if it is given."""
+        ranks = [rank for rank in self.processes if not (self.is_local(rank) or _has_left(self.last.get(rank)))]
+        places = {rank: (self.processes[rank]["address"], self.processes[rank]["host"]) for rank in ranks}
+        return [rank for rank in ranks if address is None or address in places[rank]]
+
+    def hosts(self, ranks: list[int]) -> str:
+        """The machines of `ranks`, in words."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.processes[rank]["host"], []).append(rank)
+        return " and ".join(f"host {host} ({in_words(ranks)})" for host, ranks in by_host.items())
 
     def kill(self, rank: int) -> None:
         """Ends the process of a rank of this machine."""
@@ -156,11 +199,28 @@ class Peers:
 
 
 def this_process() -> dict[str, Any]:
-    """Host, process namespace and number of this process: by these another process recognizes it."""
+    """Host, process namespace and number of this process: by these another process recognizes it; and its doorbell."""
     space = ""
     with suppress(OSError):  # of containers with one host name, each counts its processes from 1
         space = os.readlink("/proc/self/ns/pid")
-    return {"host": socket.gethostname(), "space": space, "pid": os.getpid()}
+    address = own_address()
+    process = {"host": socket.gethostname(), "space": space, "pid": os.getpid()}
+    return {**process, "address": address, "port": own_port(address)}
+
+
+def _has_left(beat: dict[str, Any] | None) -> bool:
+    return beat is not None and beat["phase"] == LEFT
+
+
+def in_words(ranks: list[int]) -> str:
+    """``[0, 2, 3, 4]`` -> ``"ranks 0, 2-4"``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def has_ended(process: psutil.Process | None) -> bool:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from .clipping import clip_by_norm, clip_by_value
 from .precision_names import PRECISIONS, canonical_precision
 
-__all__ = ["PRECISIONS", "canonical_precision", "make_precision"]
+__all__ = ["PRECISIONS", "autocast_dtype", "canonical_precision", "make_precision"]
 
 
 class _Clipping(Precision):
@@ -135,3 +135,10 @@ def make_precision(name: str, device_type: str) -> Precision:
     if name in ("16-true", "bf16-true"):
         return _Half(name)  # type: ignore[arg-type]
     return _Double() if name == "64-true" else _Full()
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """The dtype to which autocast rounds in a module's steps; None without autocast."""
+    if not isinstance(plugin, lightnings.MixedPrecision):
+        return None
+    return torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16

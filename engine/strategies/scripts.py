@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Lightning: the private launcher is the one that its own DDPStrategy uses, and the thread by which it watches them.
@@ -24,6 +25,13 @@ __all__ = ["RefusedLaunchError", "ScriptLauncher"]
 _NO_SCRIPT = """\
 strategy {strategy!r} starts the script once more per device, but there is no script file ({found}): choose the suffix
 _fork or _notebook, or put the code into a file."""
+
+_RAY = """\
+strategy {strategy!r} starts this process's command once more per device, which is Ray's own: have Ray start the
+workers, with a TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers={num_processes})) in this trial or
+task, or give devices=1. See docs/clusters.md."""
+_RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
+"""Ray: the end of the path of the script that its workers run."""
 
 _LAST_WORDS_S = 8.0
 """How long a rank has to find out what has happened, and to write the report, before or after its parent ends."""
@@ -73,6 +81,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     # Lightning: _SubprocessScriptLauncher._check_can_spawn_children, called before it starts the script by sys.argv[0].
     def _check_can_spawn_children(self) -> None:
         super()._check_can_spawn_children()
+        if self.num_processes > 1 and Path(sys.argv[0]).parts[-4:] == _RAYS_COMMAND:
+            raise RefusedLaunchError(_RAY.format(strategy=self._strategy, num_processes=self.num_processes))
         main: Any = sys.modules["__main__"]
         if self.num_processes > 1 and main.__spec__ is None and not os.path.exists(sys.argv[0]):
             found = {"-c": "python -c", "-": "standard input", "": "a prompt"}.get(sys.argv[0], repr(sys.argv[0]))

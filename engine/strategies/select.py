@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -26,7 +26,7 @@ from .precision_names import TRANSFORMER_ENGINE, canonical_precision
 from .registry import STRATEGIES, find_strategy, import_all
 from .sync_batchnorm import CPUSyncBatchNorm
 
-__all__ = ["Parts", "select"]
+__all__ = ["Parts", "select", "use_own_device"]
 
 import_all()
 
@@ -107,6 +107,20 @@ def select(
         comm_hook=comm_hook,
         **_plugins(plugins, precision, device_type, sync_batchnorm),
     )
+
+
+def use_own_device(trainer: Any, strategy: Any) -> None:
+    """Has one process compute on its accelerator's device; Lightning takes the CPU for all but CUDA, MPS and XLA.
+
+    Args:
+        trainer: has not run yet.
+        strategy: the flag; a strategy of the user's stays where it is.
+    """
+    own = trainer.strategy
+    devices = trainer._accelerator_connector._parallel_devices  # Lightning: Trainer._accelerator_connector
+    is_lightnings = not isinstance(strategy, Strategy) and type(own) is SingleDeviceStrategy
+    if is_lightnings and devices and own.root_device.type != devices[0].type:
+        own._root_device = devices[0]  # Lightning: SingleDeviceStrategy._root_device
 
 
 @functools.cache

@@ -8,47 +8,38 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_callbacks", "check_loss", "check_parameters", "explained"]
+__all__ = ["check_callbacks", "check_loss", "check_parameters", "check_tensor_parallel", "explained"]
 
 _MIXED = "mixed torch.Tensor and DTensor"  # torch: what it says of an operation on a shard and a plain tensor
 
 
-def check_parameters(model: nn.Module, units: Collection[nn.Module], flag: str) -> None:
-    """Checks that the parameters of each unit can be sharded, before any is.
-
-    Args:
-        model: with all its parameters, on any device.
-        units: its modules that will be units; what is outside of them is one more.
-        flag: the strategy's.
+def check_parameters(model: nn.Module, flag: str) -> None:
+    """Checks that the gradients of all parameters can be averaged, before any is sharded.
 
     Raises:
-        ValueError: a parameter has no dim, or sparse gradients; or those that are trained in one unit differ in dtype.
+        ValueError: those of one are sparse.
     """
-    dtypes: dict[nn.Module, dict[Any, str]] = {}
-    for unit, name, part in _by_unit(model, model, units, ""):
-        where = f"{name}." if name else ""
+    for name, part in model.named_modules():
         for key, parameter in part.named_parameters(recurse=False):
-            if parameter.dim() == 0:
+            if parameter.requires_grad and getattr(part, "sparse", False) is True:
                 raise ValueError(
-                    f"{flag} can't shard {where}{key}, a single number without a dim: make it"
-                    " `nn.Parameter(torch.tensor([...]))`, of shape [1], or choose strategy='ddp'."
-                )
-            if not parameter.requires_grad:
-                continue
-            if getattr(part, "sparse", False) is True:
-                raise ValueError(
-                    f"{flag} can't average the sparse gradient of {where}{key}: build"
+                    f"{flag} can't average the sparse gradient of {f'{name}.{key}'.lstrip('.')}: build"
                     f" {type(part).__name__} with sparse=False."
                 )
-            dtypes.setdefault(unit, {}).setdefault(parameter.dtype, f"{where}{key}")
-    for of_unit in dtypes.values():
-        if len(of_unit) > 1:
-            names = ", ".join(f"{name} ({dtype})" for dtype, name in of_unit.items())
-            raise ValueError(
-                f"{flag} gathers the parameters of a unit as one tensor, but some of one unit differ in dtype: {names}."
-                " Give them one dtype; or have the module's `shard_units()` return the sub-modules of the other dtype"
-                " as well, so that each is a unit of its own; or choose strategy='ddp'."
-            )
+
+
+def check_tensor_parallel(whole: Collection[str], num_tp: int, flag: str) -> None:
+    """Checks that no parameters would have to be whole on every rank beside layers that `num_tp` ranks split.
+
+    Raises:
+        ValueError: there are.
+    """
+    if whole and num_tp > 1:
+        raise ValueError(
+            f"{flag} can't shard {', '.join(whole)}: a parameter needs a dim (`nn.Parameter(torch.tensor([...]))`, of"
+            " shape [1]) and the dtype of its unit, or have the module's `shard_units()` return its sub-module as a"
+            " unit of its own; or choose strategy='fsdp' or 'tp', which keep it whole on every rank."
+        )
 
 
 def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
@@ -106,13 +97,3 @@ def _used_outside(flag: str, how: str) -> str:
         " return []`, or use strategy='ddp'; a penalty on weights is the optimizer's `weight_decay`. This step has"
         " changed no weights."
     )
-
-
-def _by_unit(
-    part: nn.Module, unit: nn.Module, units: Collection[nn.Module], name: str
-) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """`part` and all below it, each with its unit and name."""
-    unit = part if part in units else unit
-    yield unit, name, part
-    for key, child in part.named_children():
-        yield from _by_unit(child, unit, units, f"{name}.{key}".lstrip("."))

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 # What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take; torch exports it nowhere else.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 from ..compression import Bucket, CommHook, Member, Wire
 
@@ -43,6 +44,10 @@ class ReplicaAverage:
                 f" one has fewer: {names}. Set `requires_grad = False` before `fit` on those that are never trained, or"
                 " compression='none'."
             )
+        if shards.device.type != "cpu":
+            # FSDP2 made it on its reduce-scatter stream, and lets go of it while the all-reduce stream, which runs
+            # this, may still be at work: the next unit's reduce-scatter would be given the same memory.
+            shards.record_stream(torch.accelerator.current_stream(shards.device))
         with torch.no_grad():
             if self.is_held:
                 self._held = shards.clone() if self._held is None else self._held.add_(shards)
@@ -108,7 +113,8 @@ def fsdp_units(model: nn.Module, num_shards: int) -> Iterator[tuple[FSDPModule, 
     names = {parameter: name for name, parameter in model.named_parameters()}
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            trained = dict.fromkeys(p for p in _own_parameters(unit) if p.requires_grad)
+            # One that is no DTensor is whole on every rank: see `kept_whole.py`.
+            trained = dict.fromkeys(p for p in _own_parameters(unit) if p.requires_grad and isinstance(p, DTensor))
             yield unit, tuple(Member(names[p], (-(-p.shape[0] // num_shards), *p.shape[1:])) for p in trained)
 
 

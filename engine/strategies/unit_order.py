@@ -100,6 +100,11 @@ class UnitOrder:
         self._place = self._begins.setdefault(None, _Place())
         self._num_places = 0
 
+    def add(self, name: str) -> int:
+        """The number of one more unit: a parameter of its own, whose gradient alone is averaged."""
+        self._units.append((name, lambda: [name]))
+        return len(self._units) - 1
+
     @property
     def place(self) -> dict[str, Any]:
         """The last call, for this rank's report: its `number` in the run, and what was `done`."""
@@ -155,7 +160,7 @@ class UnitOrder:
         self._wait(call, job, f"{key}/ranks")
         if job.rank == 0 and self._num_questions > 0:  # all have the answer to the last one
             for old in ("", "/ranks"):
-                job.store.delete_key(f"polyphase/units/{self._run}/{self._num_questions - 1}{old}")
+                job.line.ask("delete_key", f"polyphase/units/{self._run}/{self._num_questions - 1}{old}")
         self._num_questions += 1
 
     def _wait(self, call: Call, job: JobStore, ranks: str) -> None:

@@ -72,9 +72,15 @@ def block_lists(
         for name, blocks in candidates
         if len(blocks) > 1
         and len({type(child) for child in blocks}) == 1
-        and all(next(child.parameters(), None) is not None for child in blocks)
+        and all(next(child.parameters(), None) is not None and _is_called(child) for child in blocks)
         and (isinstance(module.get_submodule(name), nn.Sequential) or not _are_experts(module, name))
     ]
+
+
+def _is_called(block: nn.Module) -> bool:
+    """Whether it is more than a container of the parts of a block, which has no forward."""
+    is_container = isinstance(block, (nn.ModuleList, nn.ModuleDict))
+    return not is_container or getattr(block.forward, "__func__", None) is not nn.Module.forward
 
 
 def _are_experts(module: nn.Module, name: str) -> bool:

@@ -3,13 +3,14 @@
 Each second, each rank
 1. publishes where it is (one `set`), and looks whether a failure is on record (one `check`);
 2. where it has stood still since the last second, looks for its peers. It puts a failure on record if one's process is
-   gone, or has not been heard of for long while this one waits in a collective; or if this rank has stood in one place
-   for `timeout_s`.
+   gone, or has not been heard of for long while this one waits in a collective (on an accelerator: wherever it stands);
+   or if this rank has stood in one place for `timeout_s`.
 3. A failure on record has every rank print and publish its stack. The one that recorded it names the culprit, writes
    the report and publishes the verdict; then all end with exit code 1, so that a launcher starts them again.
 
 All of that goes through the job's store, from before the ranks are connected until the run is over. Where the store is
-gone, or can't be reached, each rank that stands still ends by itself, with a report of its own.
+gone, or leaves a call unanswered for too long, each rank that stands still ends by itself, with a report of its own.
+While a call waits for its answer, what this rank can judge alone is judged (`_gives_up`).
 
 The culprit is the rank that is gone, or has not come; else the one that does not answer, else the one with the smallest
 progress, else the one that waits for nobody. Time in which the thread itself did not run (a machine that was suspended)
@@ -22,37 +23,40 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NoReturn
 
-# Lightning: the thread by which the process that started the others watches them.
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-
-from ..environment import started_by
 from ..exiting import exit_at_once, started_ranks
-from .failure import DIED, SEEN, Report, say
+from ..launchers import started_by
+from .failure import SEEN, Report, say
 from .heartbeat import Heartbeat, describe
 from .job_store import FIRST_FAILURE
+from .lost_hosts import DIED, HOST_LOST, because, blame, gone_silent, store_lost
 from .meeting import current_job, missing_ranks
+from .observer import delay_the_kill
 from .parent import watch_parent
 from .peers import LEFT, Peers, this_process
+from .store_line import PATIENCE_S, StoreLostError, end_threads
+from .wakeup import Wakeup
 
 __all__ = ["Watchdog"]
 
 _PERIOD_S = 1.0
 _MEETING_PERIOD_S = 0.1
-"""Until the ranks have heard of each other."""
+"""Until the ranks have heard of each other, if they are not too many for the store."""
+_MOST_BEATS_PER_S = 640.0
+"""Of all ranks together, until then; afterwards each has one per period."""
 _STORE_LOST_S = 3.0
 """How long a rank waits in a collective after the store is gone; its own error would say more."""
 _ANSWER_S = 3.0
 """How long the ranks have to answer. A process that holds Python's lock for that long can't."""
-_LAST_WORDS_S = 4.0
-"""How long a process outlives one that it has started."""
 _VERDICT_S = 8.0
 """How long a rank waits for the verdict, or for its own exception after another rank's."""
-_SILENCE_S = (10.0, 60.0)
-"""A peer of another machine counts as dead after the timeout, but not before the first nor later than the second:
-opening a large pickle holds Python's lock for tens of seconds."""
+_SILENCE_S = (10.0, PATIENCE_S)
+"""A peer of another machine counts as gone after the timeout, but not before the first nor later than the second."""
+_MUTE_S = 60.0
+"""The same of one whose process lives: opening a large pickle holds Python's lock for tens of seconds."""
+_ENDING_S = 5.0
+"""How long another machine may be silent once this process was asked to end."""
 _PARENT_S = 8.0
 """How long this process outlives the one that has started it: time to find out what has become of it."""
 _SLOW_START = 3.0
@@ -87,16 +91,19 @@ class Watchdog:
         self.world_size = world_size
         self._can_lose: Callable[[int], bool] = getattr(strategy, "can_lose", lambda rank: False)
         self._go_on_without: Callable[[list[int]], bool] = getattr(strategy, "go_on_without", lambda ranks: False)
+        self._strategy = strategy
         self._may_lose_some = any(map(self._can_lose, range(world_size)))
         # The same on all ranks, since they all run the same; runs that only one rank has are not counted.
         self._run = str(next(_runs)) if world_size > 1 else ""
         self._place: dict[str, Any] = {}
-        self._clock = self._since = 0.0
+        self._clock = self._since = self._before = 0.0
         self._failed_at: float | None = None
         self._lost_at: float | None = None
+        self._loss: RuntimeError | None = None
         self._has_warned = self._is_ending = self._has_stumbled = False
         self.first_failure: dict[str, Any] | None = None
         """The exception of another rank that is on record, once it was seen there."""
+        self._wakeup = Wakeup()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="polyphase-watchdog", daemon=True)
 
@@ -105,14 +112,22 @@ class Watchdog:
         self.heartbeat.begin()
         self.heartbeat.known = self.known
         watch_parent(self.heartbeat.rank, _PARENT_S)
-        _delay_the_kill(self.heartbeat.rank, self._can_lose)
+        delay_the_kill(self.heartbeat.rank, self._can_lose)
+        self._wakeup.begin()
         self._thread.start()
 
     def stop(self) -> None:
         """Stops, and tells the others that this rank is not to be waited for."""
         self._stop.set()
         self._thread.join(2 * _PERIOD_S)
+        end_threads()
+        self._wakeup.end()
         self.heartbeat.known = None
+
+    @property
+    def was_asked_to_end(self) -> bool:
+        """Whether SIGTERM has come to this process, since the watchdog was started and until it was stopped."""
+        return self._wakeup.was_asked_to_end()
 
     def let_end(self) -> None:
         """Called where the trainer's thread has failed: if the run is being ended here, that is all there is to say."""
@@ -126,11 +141,9 @@ class Watchdog:
         return {**peers.beats(), **mine} if peers else mine
 
     def _watch(self) -> None:
-        before = time.monotonic()
+        self._before = time.monotonic()
         while not self._stop.wait(self._period_s()):
-            now = time.monotonic()
-            self._clock += min(now - before, _PERIOD_S)
-            before = now
+            self._tick()
             try:
                 self._look()
             except Exception:  # a run that nobody watches is worse than one that is watched by halves
@@ -141,22 +154,57 @@ class Watchdog:
 
     def _period_s(self) -> float:
         has_met = self.peers is not None and len(self.peers.processes) == len(self.peers.others)
-        return _PERIOD_S if has_met or self.world_size == 1 else _MEETING_PERIOD_S
+        if has_met or self.world_size == 1:
+            return _PERIOD_S
+        return min(_PERIOD_S, max(_MEETING_PERIOD_S, self.world_size / _MOST_BEATS_PER_S))
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._clock += min(now - self._before, _PERIOD_S)
+        self._before = now
+
+    def _stands(self) -> tuple[dict[str, Any], float]:
+        """Where this rank is, and for how long it has been there."""
         report, place = self.heartbeat.report(), self.heartbeat.place()
         if place != self._place or report["is_debugged"]:
             self._place, self._since, self._has_warned = place, self._clock, False
-        still_s = self._clock - self._since
+        return report, self._clock - self._since
+
+    def _may_wait(self, report: dict[str, Any]) -> bool:
+        """Whether this rank waits for others if it stands still.
+
+        On an accelerator no call of its thread may say so: collectives are launched, and the thread waits where it next
+        reads a number of the device, in `.item()` say.
+        """
+        device = getattr(self._strategy, "root_device", None)
+        return report["pending"] is not None or (device is not None and device.type != "cpu")
+
+    def _is_too_long(self, still_s: float) -> bool:
+        slow = _SLOW_START if self._place["batch"] < 2 else 1.0
+        return self._timeout_s is not None and still_s >= self._timeout_s * slow
+
+    def _look(self) -> None:
+        report, still_s = self._stands()
         if self.world_size > 1 and self._lost_at is None:
             try:
                 self._among_peers(report, still_s)
-            except RuntimeError:  # torch.distributed.DistError: the store's host is gone
-                self._lost_at = self._clock
+            except RuntimeError as error:  # the store's host is gone, or silent
+                self._loss, self._lost_at = error, self._clock
+                report, still_s = self._stands()
         if self._lost_at is not None:
-            self._without_store(report, self._lost_at)
-        if self._timeout_s is not None and still_s >= self._timeout_s * (_SLOW_START if place["batch"] < 2 else 1.0):
+            self._without_store(report, still_s, self._lost_at)
+        if self._is_too_long(still_s):
             self._hang(report, still_s)
+
+    def _gives_up(self) -> bool:
+        """Called each second while the store leaves a call unanswered: whether to go on without it."""
+        if threading.current_thread() is not self._thread or self.peers is None:
+            return False
+        self._tick()
+        report, still_s = self._stands()
+        unanswered_s = self.peers.job.line.waited_s
+        is_to_end = self._wakeup.was_asked_to_end() and unanswered_s >= _ENDING_S and self._may_wait(report)
+        return is_to_end or (unanswered_s >= _STORE_LOST_S and self._is_too_long(still_s))
 
     def _stumble(self) -> None:
         if not self._has_stumbled:
@@ -169,6 +217,8 @@ class Watchdog:
             if job is None:
                 return
             self.peers = Peers(self._run, job)
+            self.peers.job.line.patience_s = self._silence_s
+            self.peers.job.line.gives_up = self._gives_up
         if self.first_failure is not None:  # its host may have taken the store along
             self._await_own_exception(self.first_failure)
             return
@@ -184,12 +234,23 @@ class Watchdog:
 
     def _look_for_the_dead(self, peers: Peers, report: dict[str, Any]) -> None:
         dead = peers.gone()
-        if report["pending"] is not None and not dead:
-            dead = peers.silent(self._clock, self._silence_s)
+        if self._may_wait(report) and not dead and self._look_elsewhere(peers):
+            return
         if dead and self._go_on_without(dead):
             peers.forget(dead)
         elif dead:
             self._end("death", DIED, dead)
+
+    def _look_elsewhere(self, peers: Peers) -> bool:
+        """Whether ranks of other machines have been silent for too long; without them the run goes on, or ends."""
+        patience_s = _ENDING_S if self._wakeup.was_asked_to_end() else self._silence_s
+        silent = peers.silent(self._clock, patience_s)
+        gone = gone_silent(peers, silent, max(_MUTE_S, patience_s)) if silent else None
+        if gone is not None and self._go_on_without(gone[2]):
+            peers.forget(gone[2])
+        elif gone is not None:
+            self._end(*gone)
+        return bool(silent)
 
     def _hang(self, report: dict[str, Any], still_s: float) -> None:
         """This rank has stood in one place for too long."""
@@ -198,6 +259,10 @@ class Watchdog:
         if any(report["is_debugged"] for report in known.values()):
             self._since = self._clock
         elif self.world_size > 1:
+            silent = {} if self.peers is None else self.peers.silent(self._clock, _ENDING_S)
+            if self.peers is not None and (gone := gone_silent(self.peers, silent, still_s)):
+                self._end(*gone)
+                return
             absent = self._absent(report)
             if absent and still_s < _COMING_S:
                 return
@@ -220,14 +285,21 @@ class Watchdog:
         me = self.heartbeat.rank
         return missing_ranks() or ([0] if me else [rank for rank in range(self.world_size) if rank != me])
 
-    def _without_store(self, report: dict[str, Any], lost_at: float) -> None:
-        """Its host is gone: the process of rank 0, or torchrun's agent."""
-        if report["pending"] is None or self._clock - max(lost_at, self._since) < _STORE_LOST_S:
+    def _without_store(self, report: dict[str, Any], still_s: float, lost_at: float) -> None:
+        """Its host (rank 0's, or that of torchrun's agent) is gone, or can't be reached."""
+        was_silent = isinstance(self._loss, StoreLostError)  # which took its time
+        lost_s = self._clock - lost_at + was_silent * _STORE_LOST_S
+        # Where only the device may wait, the run may as well be at its end, with a logger's last upload.
+        patience_s = self._silence_s if report["pending"] is None else _STORE_LOST_S
+        if not self._may_wait(report) or min(still_s, lost_s) < patience_s:
             return
-        gone = self.peers.gone() if self.peers is not None else []
+        lost = None if self._loss is None else store_lost(self.peers, self._loss)
+        # Ranks of this machine that are gone may have lost the store, too.
+        gone = self.peers.gone() if self.peers is not None and not (lost and was_silent) else []
+        lost = None if gone else lost
         self._tell_where()
-        message = DIED if gone else "the host of the job's key-value store is gone"
-        self._conclude("death", gone[0] if gone else 0, message, self.known())
+        message = DIED if gone else lost or "the host of the job's key-value store is gone"
+        self._conclude(HOST_LOST if lost else "death", gone[0] if gone else 0, message, self.known())
         exit_at_once()
 
     def _follow(self, peers: Peers) -> bool:
@@ -254,7 +326,7 @@ class Watchdog:
     def _await_own_exception(self, first: dict[str, Any]) -> None:
         """Ends this process if its own exception has not come in time."""
         if self._clock - (self._failed_at or 0.0) >= _VERDICT_S:
-            say(self.heartbeat.rank, f"stops because rank {first['rank']} failed first: {first['message']}")
+            say(self.heartbeat.rank, f"stops because {because(first)}")
             exit_at_once()
 
     def _answer(self, peers: Peers) -> None:
@@ -279,7 +351,7 @@ class Watchdog:
         self._tell_where()
         known = self.known()
         culprits = dead or [self.heartbeat.rank]
-        self._conclude(kind, culprits[0], f"{message}; {_where(known, culprits)}", known)
+        self._conclude(kind, culprits[0], f"{message}{_where(kind, known, culprits)}", known)
         exit_at_once()
 
     def _end_all(self, peers: Peers, kind: str, message: str, dead: list[int]) -> NoReturn:
@@ -291,7 +363,7 @@ class Watchdog:
         mute = [rank for rank in present if rank not in answers]
         culprits = dead or mute or _behind({rank: known[rank] for rank in present})
         silence = ", and it does not answer" if mute and not dead else ""
-        text = self._conclude(kind, culprits[0], f"{message}; {_where(known, culprits)}{silence}", known)
+        text = self._conclude(kind, culprits[0], f"{message}{_where(kind, known, culprits)}{silence}", known)
         peers.publish("verdict", {"text": text})
         for rank in filter(peers.is_local, mute):  # it would not hear of the end
             peers.kill(rank)
@@ -304,7 +376,7 @@ class Watchdog:
         rank = self.heartbeat.rank
         failure = {"rank": culprit, "kind": kind, "by": rank, "message": message}
         path = Report(self.folder, failure, known, self.heartbeat.resume_from, run_id=self.heartbeat.run_id).write()
-        text = f"{kind}, because of rank {culprit}: {message}. The failure report is {path}"
+        text = f"{kind}, {blame(failure)}. The failure report is {path}"
         say(rank, text)
         return text
 
@@ -313,8 +385,10 @@ class Watchdog:
         say(self.heartbeat.rank, f"{describe(report)}:\n{report['stack']}")
 
 
-def _where(known: dict[int, dict[str, Any]], ranks: list[int]) -> str:
-    return "; ".join(f"rank {rank} {describe(known.get(rank))}" for rank in ranks)
+def _where(kind: str, known: dict[int, dict[str, Any]], ranks: list[int]) -> str:
+    if kind == HOST_LOST:  # where they were says nothing of where they are
+        return ""
+    return "".join(f"; rank {rank} {describe(known.get(rank))}" for rank in ranks)
 
 
 def _gathered(peers: Peers, kind: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
@@ -332,22 +406,3 @@ def _behind(ranks: dict[int, dict[str, Any]]) -> list[int]:
     progress = {rank: (r["batch"], r["evaluated"], r["step"]) for rank, r in ranks.items()}
     last = [rank for rank in ranks if progress[rank] == min(progress.values())]
     return [rank for rank in last if ranks[rank]["pending"] is None] or last
-
-
-def _delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
-    """Has Lightning's observer give this process the time to find out what happened, and to end by itself.
-
-    Children that the run can go on without are observed no more.
-    """
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
-            kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too
-            thread._terminate_all = partial(_late, kill)  # type: ignore[method-assign]
-            # Lightning: the processes that are observed, of the ranks that follow this one's.
-            children: Any = thread._child_processes
-            thread._child_processes = [c for other, c in enumerate(children, rank + 1) if not can_lose(other)]
-
-
-def _late(kill: Callable[[], None]) -> None:
-    time.sleep(_LAST_WORDS_S)
-    kill()

@@ -137,7 +137,10 @@ class Connection:
             init_method=f"{_SCHEME}://",
             num_worker_threads=_THREADS,
             rpc_timeout=timeout_s,
-            _transports=["uv"],  # torch: TCP; the others are for one machine, or for InfiniBand
+            # torch: TCP alone. All else is for one machine, for InfiniBand, or for tensors on GPUs: messages are on the
+            # CPU, and what is for GPUs would take some of their memory.
+            _transports=["uv"],
+            _channels=["basic"],
         )
         internal._unpickler = _Unpickler
         with warnings.catch_warnings():

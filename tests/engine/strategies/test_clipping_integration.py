@@ -24,4 +24,4 @@ def check_a_large_norm(rank: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_norm_whose_square_overflows(dtype):
-    run_ranks(check_a_large_norm, 2, dtype)
+    run_ranks(check_a_large_norm, 2, dtype, start_method="fork")

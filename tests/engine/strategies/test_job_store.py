@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyphase.engine.strategies.job_store import FIRST_FAILURE, JobStore, SignedStore
-from polyphase.engine.strategies.peers import Peers
+from polyphase.engine.strategies.peers import Peers, process_key
 from polyphase.engine.strategies.signing import opened, parsed, signed
+from polyphase.engine.strategies.store_line import StoreLine
 
 FAILURE = {"rank": 1, "kind": "hang", "by": 0, "message": "no progress"}
 
@@ -83,6 +84,44 @@ def test_peers_do_not_take_garbage_for_ranks(job):
     assert peers.absent == [1]
     assert peers.beats() == {}
     assert peers.gone() == []
+
+
+class Counted(StoreLine):
+    """Counts its calls."""
+
+    num_calls = 0
+
+    def ask(self, method, *arguments):
+        self.num_calls += 1
+        return super().ask(method, *arguments)
+
+
+def test_a_rank_that_meets_many_others_asks_for_a_few_at_a_time(store):
+    job = JobStore(store, 0, 200)
+    job.line, job.clone = Counted(store), lambda: job
+    peers = Peers("0", job)
+    place = {"step": 0, "batch": 0, "evaluated": 0, "phase": "setup", "pending": None, "line": None}
+    place |= {"is_debugged": False, "resume_from": None}
+
+    def num_calls(look):
+        before = job.line.num_calls
+        look()
+        return job.line.num_calls - before
+
+    for number in range(70):
+        come = range(1, min(5 * number + 1, 199))
+        for rank in come[-5:]:
+            job.write(process_key(rank), peers.me)
+            job.write(f"polyphase/watch/0/beat/{rank}", {"number": 1, **peers.me, **place})
+        assert num_calls(lambda: peers.beat(place)) <= 12
+    assert peers.absent == [199]
+    job.write(process_key(199), peers.me)
+    job.write("polyphase/watch/0/beat/199", {"number": 1, **peers.me, **place})
+    assert num_calls(lambda: peers.beat(place)) <= 12
+    assert peers.absent == []
+    assert num_calls(lambda: peers.beat(place)) == 1
+    assert num_calls(peers.beats) == 2
+    assert len(peers.last) == 199
 
 
 @given(st.binary(max_size=300), st.binary(min_size=1, max_size=8), st.integers(0, 10**6))

@@ -132,6 +132,27 @@ def test_workers_do_not_outlive_a_launch_that_is_broken_off():
     assert not psutil.wait_procs(workers, timeout=5)[1]
 
 
+class Crashes(Callback):
+    """Ends rank 1 as a fault in an extension does."""
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_rank == 1:
+            os.abort()
+        time.sleep(60)  # until it is ended
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_a_worker_that_crashes_says_where(strategy, capfd):
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGABRT"):
+        Engine(strategy=strategy, devices=2, **{**QUIET, "max_steps": 1, "callbacks": [Crashes()]}).fit(
+            Regression(), rows()
+        )
+    said = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in said
+    assert f'{Path(__file__).name}", line' in said
+    assert "in on_train_start" in said
+
+
 def ends(rank: int, how: str) -> None:
     if rank == 1:
         raise KeyError("lost early")

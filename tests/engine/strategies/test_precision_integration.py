@@ -33,4 +33,4 @@ def check_overflow(rank: int) -> None:
 
 
 def test_an_overflow_is_asked_for_in_one_order_on_all_ranks():
-    run_ranks(check_overflow, 4, timeout_s=90)
+    run_ranks(check_overflow, 4, timeout_s=90, start_method="fork")

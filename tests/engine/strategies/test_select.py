@@ -183,7 +183,7 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
         ({"strategy": "ddp_spwan"}, r"Did you mean 'ddp_spawn'\?"),
         ({"strategy": "single_spawn"}, r"unknown strategy 'single_spawn'\. Did you mean 'single'\?"),
         ({"strategy": "ddp_foo_find_unused_parameters_true"}, "unknown strategy 'ddp_foo'"),
-        ({"strategy": ""}, "the flag '' has no name"),
+        ({"strategy": ""}, "strategy '' has no name"),
         ({"strategy": "auto:timeout_s=3"}, "auto has no options; name the strategy to give it some"),
         ({"strategy": "auto:2"}, "auto has no options"),
         ({"strategy": "ddp:2"}, r"strategy 'ddp:2': write ddp:key=value; '2' has no key"),

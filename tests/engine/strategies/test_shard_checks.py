@@ -9,52 +9,24 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.engine.refusal import RefusedError
-from polyphase.engine.strategies.shard_checks import check_callbacks, check_parameters
+from polyphase.engine.strategies.shard_checks import check_callbacks, check_parameters, check_tensor_parallel
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.engine.strategies.test_unit_order_integration import ROWS, Skipping, fit
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.6))
-
-
-class Frequencies(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.cfloat))
-
-
-@pytest.mark.parametrize(
-    ("part", "text"),
-    [
-        (Scale, r"'fsdp' can't shard part\.scale, a single number .*\[1\]"),
-        (
-            lambda: nn.Linear(8, 1).double(),
-            r"heads\.a\.weight \(torch\.float32\), part\.weight \(torch\.float64\)",
-        ),
-        (Frequencies, r"part\.weight \(torch\.complex64\)"),
-        (
-            lambda: nn.Embedding(4, 8, sparse=True),
-            r"sparse gradient of part\.weight: build Embedding with sparse",
-        ),
-    ],
-    ids=["0-d", "double", "complex", "sparse"],
-)
-def test_what_a_unit_cannot_hold_is_named(part, text):
+def test_a_sparse_gradient_is_named():
     module = Skipping()
-    module.part = part()
-    with pytest.raises(ValueError, match=text):
-        check_parameters(module, list(module.blocks), "'fsdp'")
+    module.part = nn.Embedding(4, 8, sparse=True)
+    with pytest.raises(ValueError, match=r"sparse gradient of part\.weight: build Embedding with sparse"):
+        check_parameters(module, "'fsdp'")
 
 
-def test_the_dtypes_of_a_unit_are_those_that_are_trained():
-    module = Skipping()
-    module.frozen = nn.Linear(8, 1).double().requires_grad_(False)
-    module.unit = nn.Linear(8, 1).double()
-    check_parameters(module, [*module.blocks, module.unit], "'fsdp'")
+def test_beside_split_layers_nothing_is_kept_whole():
+    check_tensor_parallel([], 2, "'fsdp+tp'")
+    check_tensor_parallel(["part.scale"], 1, "'fsdp+tp'")
+    with pytest.raises(ValueError, match=r"'fsdp\+tp' can't shard part\.scale: .*\[1\]"):
+        check_tensor_parallel(["part.scale"], 2, "'fsdp+tp'")
 
 
 def test_callbacks_that_average_a_whole_copy_are_refused():
@@ -66,8 +38,8 @@ def test_callbacks_that_average_a_whole_copy_are_refused():
 
 def test_a_run_checks_both_before_its_first_step():
     module = Skipping()
-    module.part = Scale()
-    with pytest.raises(ProcessRaisedException, match=r"'fsdp_fork' can't shard part\.scale"):
+    module.part = nn.Embedding(4, 8, sparse=True)
+    with pytest.raises(ProcessRaisedException, match=r"'fsdp_fork' can't average the sparse gradient of part\.weight"):
         fit(module)
     with pytest.raises(RefusedError, match="EMAWeightAveraging averages a whole copy"):
         fit(Skipping(), callbacks=[EMAWeightAveraging()])

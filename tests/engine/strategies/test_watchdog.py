@@ -5,19 +5,25 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
+from polyphase.engine.strategies import failure
 from polyphase.engine.strategies.heartbeat import describe, stack_of
 from polyphase.engine.strategies.meeting import current_job
 from polyphase.engine.strategies.peers import LEFT, Peers, process_key
-from polyphase.engine.strategies.watchdog import _behind
+from polyphase.engine.strategies.watchdog import Watchdog, _behind
 from tests.distributed import run_ranks
+from tests.engine.tiny import QUIET, Regression, rows
 
 
 class Rows(Dataset):
@@ -231,22 +237,54 @@ def _two_machines(rank: int) -> None:
     peers.beat(report(1))
     assert not peers.is_local(1 - rank)
     torch.distributed.barrier()
-    assert peers.silent(0.0, 10.0) == []
+    assert peers.silent(0.0, 10.0) == {}
     torch.distributed.barrier()
     if rank == 0:
         peers.beat(report(1))  # rank 0 goes on, rank 1 falls silent
     torch.distributed.barrier()
-    assert peers.silent(9.0, 10.0) == []
-    assert peers.silent(11.0, 10.0) == ([1] if rank == 0 else [])
+    assert peers.silent(9.0, 10.0) == {}
+    assert peers.silent(11.0, 10.0) == ({1: 11.0} if rank == 0 else {})
     torch.distributed.barrier()
     peers.beat({**report(1), "phase": LEFT})
     torch.distributed.barrier()
-    assert peers.silent(99.0, 10.0) == []  # whose run is over may be silent
+    assert peers.silent(99.0, 10.0) == {}  # whose run is over may be silent
     assert peers.gone() == []
 
 
 def test_silence_is_measured_by_the_listeners_own_clock():
     run_ranks(_two_machines, 2)
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+def _exit() -> None:
+    raise Ended
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_rank_that_stands_still_on_an_accelerator_may_wait_for_others(device, monkeypatch, capsys):
+    """Its thread may be in `.item()`, of which Python's stack says nothing."""
+    monkeypatch.setattr("polyphase.engine.strategies.watchdog.exit_at_once", _exit)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    watchdog = Watchdog(engine().heartbeat, 60.0, "failures", 2, strategy)
+    looked: list[Any] = []
+    monkeypatch.setattr(watchdog, "_look_elsewhere", lambda peers: looked.append(peers) or True)
+    peers = SimpleNamespace(gone=lambda: [])
+    place = {**report(1), "is_debugged": False}
+    watchdog._look_for_the_dead(peers, place)
+    assert looked == ([] if device == "cpu" else [peers])
+    watchdog._clock = 10.0
+    watchdog._without_store(
+        place, 4.0, 6.0
+    )  # for 4 s it has stood still, and the store has been gone: perhaps at its end
+    watchdog._clock = 106.0
+    ends = pytest.raises(Ended) if device != "cpu" else nullcontext()
+    with ends:
+        watchdog._without_store(place, 100.0, 6.0)
+    assert ("key-value store is gone" in capsys.readouterr().err) == (device != "cpu")
+    watchdog._without_store(place, 1.0, 6.0)  # one that gets on is left alone
 
 
 class Pruned(Callback):
@@ -280,3 +318,21 @@ class Broken(Callback):
         time.sleep(0.5)
         self.is_alive = any(thread.name == "polyphase-watchdog" for thread in threading.enumerate())
         del trainer.heartbeat.place
+
+
+class FailsInBackward(Regression):
+    """Rank 1 does, and keeps its connections until its process ends: so late rank 0 hears of it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1:
+            loss.register_hook(lambda _: 1 // 0)
+        return loss
+
+
+def test_a_rank_that_was_asked_to_end_waits_for_no_launcher(monkeypatch):
+    monkeypatch.setattr(failure, "_GRACE_S", 60.0)
+    begin = time.monotonic()
+    with pytest.raises(ProcessRaisedException, match="ZeroDivisionError"):
+        Engine(strategy="ddp_fork", devices=2, max_steps=1, **QUIET).fit(FailsInBackward(), rows())
+    assert time.monotonic() - begin < 20

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -79,3 +80,26 @@ class ReadByOne(Skipping):
 def test_a_norm_that_one_rank_reads_alone_is_refused():
     with pytest.raises(ProcessRaisedException, match=r"rank 0 reads a number of a sharded tensor \(`item`, `float`\)"):
         fit(ReadByOne())
+
+
+class Norms(Skipping):
+    """Asks Lightning for the norms of its gradients, as its documentation has it."""
+
+    def on_before_optimizer_step(self, optimizer):
+        found = grad_norm(self, norm_type=2)
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        whole = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients.items()}
+        for name, gradient in whole.items():
+            torch.testing.assert_close(found[f"grad_2.0_norm/{name}"], gradient.norm())
+        torch.testing.assert_close(
+            found["grad_2.0_norm_total"], torch.stack([gradient.norm() for gradient in whole.values()]).norm()
+        )
+        self.log_dict(found)
+
+
+def test_lightnings_norms_of_gradients_are_those_of_whole_ones():
+    code = grad_norm.__code__
+    fit(Norms())
+    assert grad_norm.__code__ is code
+    module = torch.nn.Linear(2, 1)
+    assert grad_norm(module, 2) == {}

@@ -1,0 +1,86 @@
+"""Keeps the order in which `DistributedDataParallel` puts gradients into its buckets, through all starts of a run.
+
+torch has one bucket in the first step, and from the second one on buckets in the order in which the first backward has
+made the gradients. A sum of more than two ranks depends, in its last digit, on the place in a bucket. So a run that is
+resumed begins with the buckets that it had: a checkpoint has their order, and a backward of zeros, in that order, makes
+them. It costs one all-reduce of all gradients.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["BucketOrder"]
+
+
+class BucketOrder:
+    """The order in which the first backward that is synchronised makes the gradients.
+
+    Args:
+        model: before its first backward.
+        parameters: those that it averages, by name.
+    """
+
+    def __init__(self, model: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
+        self._model, self._parameters = model, parameters
+        self._seen: dict[str, None] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._is_fixed = _never_rebuilds(model)
+        if not self._is_fixed:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._noting(name)) for name, p in parameters.items()]
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            if self._model.require_backward_grad_sync:
+                self._seen.setdefault(name)
+
+        return note
+
+    def end_backward(self) -> None:
+        """Called after each backward."""
+        if self._hooks and self._seen:
+            self.close()
+
+    def close(self) -> None:
+        """Takes its hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def names(self) -> list[str] | None:
+        """Names of the parameters in that order; None as long as it is not known."""
+        return list(self._seen) if len(self._seen) == len(self._parameters) and not self._hooks else None
+
+    def begin_with(self, names: Sequence[str]) -> None:
+        """Makes the buckets of a run whose order was `names`; called by all ranks, before there is a comm hook."""
+        if self._is_fixed or {*names} != self._parameters.keys():
+            return
+        reducer = self._model.reducer
+        reducer.prepare_for_backward([])
+        # Autograd takes what was made last first.
+        total = torch.zeros((), device=next(iter(self._parameters.values())).device)
+        for name in reversed(names):
+            total = total + _of_zero(self._parameters[name])
+        total.backward()
+        # torch: what a forward begins with.
+        reducer._rebuild_buckets()
+        self._model._has_rebuilt_buckets = True
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._seen = dict.fromkeys(names)
+        self.close()
+
+
+def _of_zero(parameter: Tensor) -> Tensor:
+    values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    return values.sum().float() * 0
+
+
+def _never_rebuilds(model: DistributedDataParallel) -> bool:
+    """Whether the buckets stay as they are, or zeros can't stand for gradients."""
+    has_sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    return model.find_unused_parameters or model.static_graph or has_sparse

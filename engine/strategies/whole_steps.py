@@ -1,0 +1,87 @@
+"""An optimizer's step with parameters that are split, and others that are plain tensors, as if all were whole.
+
+What is computed out of place goes with DTensor: plain tensors count as replicas. Three things don't:
+- in place, torch lets a plain tensor take nothing from a DTensor (LAMB divides all gradients by a norm of them all);
+- nor a norm that is still to be added up over the ranks be changed (Adafactor takes roots of those of rows);
+- what is rounded to 16 bits and then multiplied (Muon) depends on where it is split: it is gathered first.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["as_whole"]
+
+_ELEMENTWISE = frozenset(
+    (
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam),
+        *(optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.RMSprop),
+    )
+)
+"""Optimizers that compute each element from its own gradient and state, in the precision of the parameters."""
+_CAST = torch.ops.aten._to_copy.default
+
+
+def as_whole(
+    optimizer: optim.Optimizer, closure: Callable[..., Any]
+) -> tuple[contextlib.AbstractContextManager[Any], Callable[..., Any]]:
+    """What an optimizer's step is to run in, and the closure to call it with."""
+    if type(optimizer) in _ELEMENTWISE:
+        return contextlib.nullcontext(), closure
+    mode = _AsWhole()
+    return mode, mode.pausing(closure)
+
+
+class _AsWhole(TorchDispatchMode):
+    """Has operations do what they would do to whole tensors; `pausing` leaves out what an optimizer calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_paused = False
+
+    def pausing(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, forward and backward pass, within which nothing is different."""
+
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_paused = self._is_paused, True
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._is_paused = before
+
+        return paused
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operation."""
+        kwargs = kwargs or {}
+        if self._is_paused or not args:
+            return operator(*args, **kwargs)
+        if operator is _CAST and isinstance(args[0], DTensor) and _rounds(args[0], kwargs.get("dtype")):
+            args = (_gathered(args[0]), *args[1:])
+        elif operator._schema.name.endswith("_"):
+            if isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
+                args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
+            else:  # of several at once, torch counts plain ones as replicas
+                tree_map_only(DTensor, _add_up, args[0])
+        return operator(*args, **kwargs)
+
+
+def _rounds(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize < tensor.dtype.itemsize
+
+
+def _gathered(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def _add_up(tensor: DTensor) -> None:
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        whole: Any = _gathered(tensor)
+        # torch: what a DTensor is; the same numbers, added up.
+        tensor._local_tensor, tensor._spec = whole.to_local(), whole._spec

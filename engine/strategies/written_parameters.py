@@ -1,0 +1,69 @@
+"""Writes of a step or hook into parameters of which each rank has a part: they count, or are refused by name.
+
+`p.data = values` of a DTensor leaves the rank's part of it as it was; here it is written. During a step under FSDP2 the
+parameters outside of units are whole copies, which are dropped when the step is over, and a write into them with them.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["forget_data", "keep_data", "no_writes"]
+
+_data: Any = Tensor.data
+
+
+def keep_data() -> None:
+    """Has ``p.data = values`` write the values of a DTensor, until `forget_data`."""
+    DTensor.data = property(_data.__get__, _set)  # type: ignore[assignment]
+
+
+def forget_data() -> None:
+    """Puts torch's attribute back."""
+    if "data" in vars(DTensor):
+        del DTensor.data
+
+
+def _set(tensor: Any, value: Any) -> None:
+    if isinstance(value, DTensor) and (value.shape, value.dtype, value.device) == (
+        tensor.shape, tensor.dtype, tensor.device,
+    ):  # fmt: skip
+        with torch.no_grad():
+            tensor.detach().copy_(value)
+    else:
+        _data.__set__(tensor, value)
+
+
+@contextmanager
+def no_writes(module: nn.Module | None, kept: Collection[str], flag: str) -> Iterator[None]:
+    """Around a step with whole copies of parameters.
+
+    Args:
+        module: whose parameters they are.
+        kept: names of those that are whole at all times.
+        flag: of the strategy.
+
+    Raises:
+        RuntimeError: it has written into one, which would be lost.
+    """
+    assert module is not None
+    own = {name: p for name, p in module.named_parameters() if name not in kept}
+    known = {name: p for name, p in own.items() if not isinstance(p, DTensor)}
+    before = {name: (p._version, p.data_ptr()) for name, p in known.items()}
+    yield
+    for name, parameter in known.items():
+        if parameter is _parameter(module, name) and (parameter._version, parameter.data_ptr()) != before[name]:
+            raise RuntimeError(
+                f"`training_step` writes into {name!r} in place, but under {flag} that is a copy for the time of the"
+                " step, of which each rank keeps a shard, and the change would be lost. Write it in a hook, such as"
+                " on_train_batch_end or on_before_zero_grad, or use strategy='ddp'. This step has changed no weights."
+            )
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path)._parameters.get(key)
