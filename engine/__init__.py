@@ -12,15 +12,16 @@ from .version import __version__
 if TYPE_CHECKING:
     from .compression import register_comm_hook
     from .engine import Engine, fit
-    from .strategies import register_strategy
+    from .strategies import read_weights, register_strategy
 
-__all__ = ["Engine", "__version__", "fit", "register_comm_hook", "register_strategy"]
+__all__ = ["Engine", "__version__", "fit", "read_weights", "register_comm_hook", "register_strategy"]
 
 __getattr__ = import_on_access(
     __name__,
     {
         "Engine": "engine",
         "fit": "engine",
+        "read_weights": "strategies",
         "register_comm_hook": "compression",
         "register_strategy": "strategies",
     },

@@ -54,7 +54,9 @@ class Arguments(TypedDict, total=False):
     checkpoint_format: CheckpointFormat
     hang_timeout_s: float | None
     nonfinite: NonFinitePolicy
+    check_first_steps: bool | Literal["auto"]
     uneven: UnevenPolicy
+    seed_samples: bool
     name: str | None
     enable_run_summary: bool | None
     global_batch_size: int | None

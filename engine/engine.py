@@ -41,14 +41,15 @@ from .choices import (
 )
 from .compression import COMM_HOOKS, make_comm_hook
 from .data import check_batch_sizes, check_loader
-from .environment import resolve_sizes
 from .flags import Layout, check_count, choose
+from .launchers import environment_of_launcher, resolve_sizes
 from .loop import (
     CompileSteps,
     LoopTrainer,
     NonFiniteWatch,
     attach,
     check_callbacks,
+    check_graphs,
     check_manual_optimization,
     claim_log_folders,
     compile_mode,
@@ -58,8 +59,8 @@ from .loop import (
 )
 from .preflight import check_module
 from .refusal import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
-from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat
-from .strategies.select import select
+from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat, read_stored
+from .strategies.select import select, use_own_device
 from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]
@@ -77,7 +78,7 @@ _A_FEW_STEPS = {
 _OURS = frozenset(Arguments.__annotations__) - frozenset(inspect.signature(Trainer).parameters)
 """Arguments that `Trainer` does not have."""
 
-_SILENT = {"name": None, "enable_run_summary": False}
+_SILENT = {"name": None, "enable_run_summary": False, "check_first_steps": False}
 """Arguments of ours of a run that leaves nothing behind."""
 
 _SPREADING = _OURS | {"callbacks", "devices", "num_nodes", "plugins", "precision", "strategy", "sync_batchnorm"}
@@ -113,9 +114,15 @@ class Engine(LoopTrainer):
             stacks named. Three times as long before the second batch. None: for ever.
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
             ``"ignore"``.
+        check_first_steps: compare the loss, gradient norm and weights of the first steps with those of the whole module
+            in one process, under strategies that split it (fsdp, hsdp, tp, pp): ``"auto"`` warns of a difference, and
+            leaves out what would be costly; for True it is an error. False: never.
         uneven: what happens where ranks have different numbers of training batches of their own (streams): an epoch
             ends with the last rank (``"pad"``, ``"join"``: those that are through count for nothing), or with the first
             (``"drop"``).
+        seed_samples: seed Python's, NumPy's and torch's CPU generators before each sample by seed, epoch and index: its
+            augmentation is the same with any number of ranks and workers, any batch size, and after a resumption.
+            Evaluation draws the same each time. Not for an `IterableDataset`.
         name: of the folder of the default logger, in the place of ``version_0``; one that is taken gets a number.
         enable_run_summary: print one line about the run as training begins, and where its results are as it ends. None:
             unless `barebones`, or neither a logger nor a progress bar is wanted.
@@ -184,7 +191,9 @@ class Engine(LoopTrainer):
         checkpoint_format: CheckpointFormat = "auto",
         hang_timeout_s: float | None = 600.0,
         nonfinite: NonFinitePolicy = "warn",
+        check_first_steps: bool | Literal["auto"] = "auto",
         uneven: UnevenPolicy = "pad",
+        seed_samples: bool = False,
         name: str | None = None,
         enable_run_summary: bool | None = None,
         global_batch_size: int | None = None,
@@ -227,7 +236,7 @@ class Engine(LoopTrainer):
         model_registry: str | None = None,
     ) -> None:
         self._flags = {name: value for name, value in locals().items() if name in Arguments.__annotations__}
-        launched, num_nodes = resolve_sizes(devices, num_nodes)
+        launched, num_nodes = resolve_sizes(devices, num_nodes, _as_list(plugins))
         if not (devices == "auto" and getattr(strategy, "parallel_devices", None)):  # which the strategy's object has
             devices = launched
         watch = NonFiniteWatch(nonfinite)
@@ -240,7 +249,7 @@ class Engine(LoopTrainer):
             precision=precision,
             compression=compression,
             sync_batchnorm=sync_batchnorm,
-            plugins=_as_list(plugins),
+            plugins=[*_as_list(plugins), *environment_of_launcher(_as_list(plugins), num_nodes)],
         )
         given = _as_list(callbacks)
         default_bar: Callback | None = None
@@ -264,6 +273,7 @@ class Engine(LoopTrainer):
         }
         trainers = {name: value for name, value in self._flags.items() if name not in _OURS}
         super().__init__(**{**trainers, **decided})
+        use_own_device(self, strategy)
         self._resume = resume
         attach(
             self,
@@ -277,8 +287,11 @@ class Engine(LoopTrainer):
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             uneven=uneven,
+            seed_samples=seed_samples,
             name=name,
+            check_first_steps=check_first_steps,
         )
+        check_graphs(mode, self.layout)
         if uneven == "join" and self.world_size > 1:
             check_join(self.strategy)
         if micro_batch_size == "auto" and self.world_size > 1:
@@ -328,6 +341,7 @@ class Engine(LoopTrainer):
             self._check_fit(model, train_dataloaders)
             check_checkpoint(resume, self.strategy.checkpoint_io)
             check_writable(folders_written_to(self))
+        self._checkpoint_connector.logs.adopt(resume)  # type: ignore[attr-defined]
         if self.is_global_zero and not self.fast_dev_run and isinstance(model, LightningModule):  # type: ignore[attr-defined]
             claim_log_folders(self.loggers)
         try:
@@ -401,7 +415,7 @@ class Engine(LoopTrainer):
         generator: Any = getattr(getattr(loader, "sampler", None), "generator", None)
         order = generator.get_state() if generator is not None else None
         numbers = get_random_state()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, verification.exact_arithmetic():
             recorder = verification.Recorder(Path(folder) / "states.pt")
             engine = type(self)(**{**self._flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
@@ -411,8 +425,10 @@ class Engine(LoopTrainer):
                 if order is not None:
                     generator.set_state(order)  # a generator of the user's has been drawn from
                 set_random_state(numbers)
+                whole = copy.deepcopy(model)
+                read_stored(whole)
                 reference = verification.reference_steps(
-                    copy.deepcopy(model),
+                    whole,
                     loader,
                     self._flags["global_batch_size"] or (loader.batch_size or 0) * engine.data_size,
                     {**shared, **quiet},

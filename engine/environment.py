@@ -1,20 +1,18 @@
-"""What the environment says about the processes; the only module that reads environment variables.
-
-torchrun and SLURM start the processes themselves and say how many. Lightning wants the same numbers once more as
-`devices` and `num_nodes`; here they are taken from the launcher where the user left them out, and compared where not.
-"""
+"""Reads the environment variables about the processes and their connections; `launchers` reads who started them."""
 
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from .flags import check_count
+from .launchers import LaunchedEnvironment, started_by
 
 __all__ = [
     "ALL_FRAMES",
@@ -26,19 +24,18 @@ __all__ = [
     "keep_job_secret",
     "keeping_interface",
     "knows_where_nodes_meet",
-    "launched_sizes",
     "listen_on_loopback",
+    "listen_towards",
     "listening_on",
     "make_room_for_nodes",
+    "own_address",
     "parent_pid",
     "place_on_one_machine",
     "port_is_ours",
-    "resolve_sizes",
     "restart_count",
     "share_job_secret",
     "share_threads",
     "shows_all_frames",
-    "started_by",
 ]
 
 
@@ -46,30 +43,13 @@ ALL_FRAMES = "POLYPHASE_TRACEBACK"
 """The variable that is ``full`` where the terminal shall get each traceback whole."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737)."""
 _SECRET = "POLYPHASE_JOB_SECRET"
 _PARENT = "POLYPHASE_PARENT_PID"
+_STACKS = "PYTHONFAULTHANDLER"
 _kept_secrets: list[str] = []
 """At most one: that of the job whose other ranks this process has started."""
-
-
-def started_by() -> str | None:
-    """``"torchrun"`` or ``"SLURM"`` where one of them started this process, else None."""
-    if TorchElasticEnvironment.detect():
-        return "torchrun"
-    # SLURM_NTASKS_PER_NODE and friends also exist in an interactive allocation, which starts one process only.
-    return "SLURM" if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1 else None
-
-
-def launched_sizes() -> tuple[int, int] | None:
-    """(processes per node, number of nodes) as the launcher has them; None where nobody launched us."""
-    launcher = started_by()
-    if launcher == "torchrun":
-        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        return per_node, _whole_share(int(os.environ["WORLD_SIZE"]), per_node)
-    if launcher == "SLURM":
-        num_nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "1")))
-        return _whole_share(int(os.environ["SLURM_NTASKS"]), num_nodes), num_nodes
-    return None
 
 
 def is_started_again() -> bool:
@@ -100,33 +80,6 @@ def make_room_for_nodes() -> None:
     new round, where nobody has put it.
     """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-
-
-def resolve_sizes(devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """`devices` and `num_nodes` to hand to Lightning, completed from the launcher.
-
-    Raises:
-        ValueError: the flags contradict the launcher; the message has the flags that fit it.
-    """
-    check_count("num_nodes", num_nodes)
-    launched = launched_sizes()
-    if launched is None:
-        return devices, num_nodes
-    per_node, nodes = launched
-    if num_nodes > 1 and not _says_num_nodes():
-        per_node, nodes = _whole_share(per_node * nodes, num_nodes), num_nodes
-    given = _count(devices)
-    if given not in (None, per_node) or num_nodes not in (1, nodes):
-        raise ValueError(
-            f"{started_by()} started {nodes} node(s) x {per_node} process(es), but the flags say num_nodes={num_nodes}"
-            f" and devices={devices!r}: leave both out, or give num_nodes={nodes}, devices={per_node}."
-        )
-    return (per_node if given is None else devices), nodes
-
-
-def _says_num_nodes() -> bool:
-    """Whether the launcher says over how many nodes its processes are spread; SLURM's variables may lack it."""
-    return started_by() != "SLURM" or any(name in os.environ for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"))
 
 
 @contextmanager
@@ -176,12 +129,41 @@ def listen_on_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
 
 
+def listen_towards(address: str) -> None:
+    """Has gloo listen on the interface from which `address` is reached, from now on, unless the user has named one.
+
+    Otherwise it takes the address of the machine's own name, which Debian writes down as 127.0.1.1: the other machines
+    would look for it on themselves.
+    """
+    if (name := _interface_towards(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def own_address() -> str:
+    """The address at which gloo listens, by which other machines know this one; empty if that is not known."""
+    addresses = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
+    return next((each.address for each in addresses if each.family == socket.AF_INET), "")
+
+
+def _interface_towards(address: str) -> str | None:
+    interfaces = psutil.net_if_addrs()
+    # The machine of rank 0 may know its own name as one of loopback: there, the interface that leads out.
+    for target in (address, _ELSEWHERE):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing
+            mine = probe.getsockname()[0]
+            if not mine.startswith("127."):
+                return next((name for name in interfaces if mine in {each.address for each in interfaces[name]}), None)
+    leading_out = [name for name, state in psutil.net_if_stats().items() if state.isup and name != _LOOPBACK]
+    return leading_out[0] if len(leading_out) == 1 else None
+
+
 def place_on_one_machine(environment: Any) -> str | None:
     """The address at which ranks that are all on this machine meet; None where that is another's to say."""
     if type(environment) is LightningEnvironment:
         return environment.main_address
     # Lightning: SLURM's own is the machine's name, which other machines can reach, too.
-    return "127.0.0.1" if isinstance(environment, SLURMEnvironment) else None
+    return "127.0.0.1" if isinstance(environment, (SLURMEnvironment, LaunchedEnvironment)) else None
 
 
 def job_secret() -> bytes | None:
@@ -203,10 +185,14 @@ def keep_job_secret() -> None:
 
 @contextmanager
 def child_environment() -> Iterator[None]:
-    """Processes that are started in here have the job's secret, and know which process has started them."""
-    with _restored(_SECRET, _PARENT):
+    """Processes that are started in here have the job's secret, and know which process has started them.
+
+    One that a signal like SIGSEGV ends prints where it was.
+    """
+    with _restored(_SECRET, _PARENT, _STACKS):
         share_job_secret()
         os.environ[_PARENT] = str(os.getpid())
+        os.environ.setdefault(_STACKS, "1")
         yield
 
 
@@ -244,26 +230,3 @@ def _restored(*names: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _whole_share(num_processes: int, parts: int) -> int:
-    if num_processes % parts:
-        raise ValueError(
-            f"{started_by()} started {num_processes} processes, which is no multiple of {parts}: start the same number"
-            " on every node."
-        )
-    return num_processes // parts
-
-
-def _count(devices: Any) -> int | None:
-    """Number of devices asked for; None for "auto" and for -1 (all)."""
-    if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
-    text = str(devices).strip()
-    if text in ("auto", "-1"):
-        return None
-    if text.isdecimal() and not isinstance(devices, bool):
-        return int(text)
-    raise ValueError(f"devices must be a whole number of at least 1, -1 (all), a list or 'auto': got {devices!r}.")

@@ -174,7 +174,7 @@ def parse_flag(text: str, kind: str = "the flag") -> Flag:
         raise ValueError(f"{kind} must be a text such as 'name' or 'name:key=value', but got {text!r}.")
     name, _, arguments = text.strip().partition(":")
     if not name:
-        raise ValueError(f"the flag {text!r} has no name; write name or name:key=value,...")
+        raise ValueError(f"{kind} {text!r} has no name; write name or name:key=value,...")
     value: str | None = None
     options: dict[str, str] = {}
     for argument in filter(None, (part.strip() for part in arguments.split(","))):

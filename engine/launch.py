@@ -25,10 +25,13 @@ of them dies. With Engine(resume="auto") they go on from the newest snapshot.
   --nproc N         processes on this machine, or auto, gpu, cpu (default: auto)
   --nnodes N        machines; MIN:MAX lets the job go on with fewer, and take in more (default: 1)
   --max-restarts K  how often the processes are started again (default: 3)
+  --last-call S     with MIN:MAX, how many seconds the machines that have come wait for more (default: 10; torchrun: 30)
 
-All other options in front of -- are torchrun's: see `torchrun --help`. What differs from torchrun without options: jobs
-on one machine meet on a free port of it, the processes are looked at every second, OMP_NUM_THREADS is the machine's
-share of cores per process, unless it is set, and of several machines one may go and come back.
+All other options in front of -- are torchrun's: see `torchrun --help`. What is left out is taken from torchrun's
+variables (PET_NNODES, PET_NPROC_PER_NODE, PET_RDZV_ENDPOINT, ...), which Kubeflow's TrainJob sets. What differs from
+torchrun without options: jobs on one machine meet on a free port of it, the processes are looked at every second,
+OMP_NUM_THREADS is the machine's share of cores per process, unless it is set, and of several machines one may go and
+come back.
 
   polyphase launch --nproc 2 -- train.py --epochs 5
   polyphase launch --nproc 2 --max-restarts 10 -- polyphase fit --model ByteGPT --data PythonSource --strategy fsdp \\
@@ -55,12 +58,14 @@ def main(words: Sequence[str]) -> int:
     )
 
     share_threads(num_processes)
+    module = "torch.distributed.run"
     if "--nnodes=1" in arguments:
         share_job_secret()
     else:  # on several machines it is the user's to give
         make_room_for_nodes()
+        module = "polyphase.engine.agent"
     # This process becomes torchrun's: signals reach it without our help.
-    return os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+    return os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
@@ -86,8 +91,16 @@ def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
     sizes = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", options.nnodes)
     if sizes is None or int(sizes[1]) > int(sizes[2] or sizes[1]):
         raise ValueError(f"--nnodes must be a number of machines or MIN:MAX, but got {options.nnodes!r}.")
+    if not options.last_call.isdecimal() or int(options.last_call) == 0:
+        raise ValueError(f"--last-call must be a whole number of seconds above 0, but got {options.last_call!r}.")
+    last_call, conf = options.last_call, options.rdzv_conf
+    del options.last_call, options.rdzv_conf
+    if sizes[2] is not None and "last_call_timeout" not in conf:
+        conf = ",".join(filter(None, [conf, f"last_call_timeout={last_call}"]))
+    theirs = [f"--rdzv-conf={conf}", *theirs] if conf else theirs
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items()]
-    meets_elsewhere = any(re.match("--(rdzv|master|node|standalone)", option) for option in theirs)
+    meeting = [*theirs, *(name.lower().replace("pet_", "--") for name in os.environ if name.startswith("PET_"))]
+    meets_elsewhere = any(re.match("--(rdzv|master|node|standalone)", option) for option in meeting)
     if options.nnodes == "1" and not meets_elsewhere:
         arguments += ["--standalone", "--local-addr=127.0.0.1"]
     arguments[0] = f"--nproc-per-node={options.nproc}"
@@ -99,10 +112,12 @@ def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options that are ours or have another default here, and those that are torchrun's alone."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", dest="nproc", default="auto")
-    parser.add_argument("--nnodes", default="1")
-    for name, default in (("max-restarts", "3"), ("monitor-interval", "1")):
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default=default)
+    nproc = os.environ.get("PET_NPROC_PER_NODE", "auto")
+    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", dest="nproc", default=nproc)
+    defaults = {"nnodes": "1", "max_restarts": "3", "monitor_interval": "1", "last_call": "10", "rdzv_conf": ""}
+    for name, default in defaults.items():
+        default = os.environ.get(f"PET_{name.upper()}", default)  # torchrun's own variable
+        parser.add_argument(*dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"]), dest=name, default=default)
     try:
         return parser.parse_known_args(words)
     except argparse.ArgumentError as error:

@@ -61,7 +61,7 @@ def check_nodes(num_nodes: int, cluster_environment: Any) -> None:
     if num_nodes > 1 and not knows_where_nodes_meet(cluster_environment):
         raise RefusedError(
             f"num_nodes={num_nodes}, but nothing says where the nodes meet: start the script on each by torchrun,"
-            f" `polyphase launch --nnodes {num_nodes}` or SLURM; or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
+            f" `polyphase launch --nnodes {num_nodes}`, SLURM or MPI; or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
         )
 
 

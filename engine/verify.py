@@ -6,7 +6,8 @@ loops, precisions or hooks takes part in it.
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-__all__ = ["Certificate", "Recorder", "certify", "is_to_equal", "reference_steps"]
+__all__ = ["Certificate", "Recorder", "certify", "exact_arithmetic", "is_to_equal", "reference_steps"]
 
 _States = list[dict[str, Tensor]]
 
@@ -87,6 +88,10 @@ class Recorder(Callback):
         self._states: _States = []
         self._step = 0
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Computes exactly in this process as well, which `exact_arithmetic` may not have reached."""
+        _be_exact()
+
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Gathers the weights; a collective where they are sharded."""
         if trainer.global_step != self._step:
@@ -98,6 +103,38 @@ class Recorder(Callback):
         """Hands the states to whoever started the run, which may be another process."""
         if trainer.is_global_zero:
             torch.save(self._states, self.path)
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Has GPUs compute in float32, and convolve by algorithms that depend on nothing but their input.
+
+    By default cuDNN rounds to TF32, and may choose another algorithm for another batch size: both differ by more than
+    what counts as equal.
+    """
+    cudnn: Any = torch.backends.cudnn
+    parts = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
+    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [part.fp32_precision for part in parts]
+    matmul = "highest"
+    with suppress(
+        RuntimeError
+    ):  # torch refuses to say it where the newer flags have been set, which are put back below
+        matmul = torch.get_float32_matmul_precision()
+    _be_exact()
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = flags
+        cudnn.allow_tf32 = precisions[0] == "tf32"
+        torch.set_float32_matmul_precision(matmul)
+        for part, precision in zip(parts, precisions, strict=True):
+            part.fp32_precision = precision
+
+
+def _be_exact() -> None:
+    cudnn = torch.backends.cudnn
+    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = True, False, False
+    torch.set_float32_matmul_precision("highest")
 
 
 def reference_steps(module: LightningModule, loader: DataLoader, batch_size: int, flags: Mapping[str, Any]) -> _States:

@@ -1,5 +1,6 @@
 """Shared by all tests: one thread per process, and the few warnings of others that are not ours to act on."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -57,6 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(root).as_posix() in ALONE:
             item.add_marker("alone")
+        if root / "simulated_device" in item.path.parents:
+            item.add_marker("device")
+
+
+def pytest_collection_finish() -> None:
+    # All that was imported is there to stay. A forked rank that collects garbage would else look at each of these
+    # objects, and so copy the pages that it shares with this process: half a second per rank.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -68,6 +68,37 @@ def torchrun(
     return run_command([*launcher, script, *arguments], timeout_s=timeout_s, cwd=cwd)
 
 
+def in_a_fork(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    """What `function` returns in a fork of this process, which then ends with all that it has started.
+
+    Raises:
+        TimeoutError: it takes longer.
+        EOFError: it has ended without a word; the message has its exit code.
+    """
+    context = mp.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(there, function, arguments))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(timeout_s):
+            raise TimeoutError(f"no end after {timeout_s:.0f} s")
+        return here.recv()
+    except EOFError:
+        process.join()
+        raise EOFError(f"the process ended with exit code {process.exitcode}") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+def _send(to: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.setsid()
+    to.send(function(*arguments))
+    to.close()
+
+
 def free_port() -> int:
     """A TCP port of loopback that nobody listens on now."""
     with socket.socket() as probe:
@@ -75,21 +106,34 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 60) -> None:
+def run_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *arguments: Any,
+    timeout_s: float = 60,
+    start_method: str = "spawn",
+) -> None:
     """Runs ``function(rank, *arguments)`` in `num_ranks` processes that form a gloo group; any rank's error is raised.
+
+    With "fork" each of them is spared the seconds that the imports take, and a warning is an error in it, too.
 
     Raises:
         TimeoutError: they did not end in time; all of them are killed.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    workers = (function, num_ranks, server.port, arguments)
-    context = mp.start_processes(_rank, args=workers, nprocs=num_ranks, join=False, start_method="spawn")
-    deadline = time.monotonic() + timeout_s
-    while not context.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2):  # as often as a rank ends
-        if time.monotonic() >= deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{function.__name__} was still running after {timeout_s} s")
+    try:
+        workers = (function, num_ranks, server.port, arguments)
+        context = mp.start_processes(_rank, args=workers, nprocs=num_ranks, join=False, start_method=start_method)
+        deadline = time.monotonic() + timeout_s
+        # As often as a rank ends.
+        while not context.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2):
+            if time.monotonic() >= deadline:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"{function.__name__} was still running after {timeout_s} s")
+    finally:
+        # The traceback of a failure would keep it; a later fork that frees it aborts, as it doesn't have its thread.
+        del server
 
 
 def _rank(rank: int, function: Callable[..., Any], num_ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
@@ -99,5 +143,6 @@ def _rank(rank: int, function: Callable[..., Any], num_ranks: int, port: int, ar
     try:
         function(rank, *arguments)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a run that has failed ends it
+            dist.destroy_process_group()
         gc.collect()  # FSDP leaves cycles that hold finished collectives; freed at exit, they may end it in SIGABRT

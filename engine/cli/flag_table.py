@@ -118,6 +118,7 @@ ENGINE_FLAGS = (
         _BATCHES,
         choices=("pad", "join", "drop"),
     ),
+    FlagRow("seed_samples", "bool", "augment a sample alike on any rank and worker", "false", "true", _BATCHES),
     FlagRow("gradient_clip_val", "number", "largest norm of all gradients", "none", "1.0", _STEP),
     FlagRow(
         "gradient_clip_algorithm",
@@ -137,6 +138,7 @@ ENGINE_FLAGS = (
         _STEP,
         choices=("warn", "error", "ignore"),
     ),
+    FlagRow("check_first_steps", "any", "compare the first steps with one process", "auto", "false", _STEP),
     FlagRow("sync_batchnorm", "bool", "BatchNorm's statistics over all ranks", "false", "true", _STEP),
     FlagRow("deterministic", "bool_or_warn", "only algorithms that repeat bit for bit", "false", "true", _STEP),
     FlagRow("resume", "any", "checkpoint to go on from; auto: the newest of this run", "none", "auto", _SAVING),

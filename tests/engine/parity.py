@@ -10,8 +10,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics import MeanMetric
 
+from polyphase.engine import Engine
 from polyphase.models import ByteGPT, Digits, DigitsClassifier, PythonSource
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 STEPS = 20
 MICRO_BATCH = 8
@@ -65,6 +69,26 @@ class FrozenDigits(SyncedDigits):
         return self
 
 
+class KnowsItsDevice(MLP):
+    """Makes tensors on `self.device`, keeps a metric and a buffer, and says what its loss counts for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric(nan_strategy="disable")  # to look for them is a read of the device
+        self.register_buffer("offset", torch.full((1,), 0.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, classes = batch
+        scale = torch.full((1,), 2.0, device=self.device)
+        logits = self.net(images.flatten(1) * scale + self.offset)
+        loss = nn.functional.cross_entropy(logits, classes)
+        self.mean.update(loss.detach())
+        if self._trainer is None:  # the plain loop's
+            return loss
+        self.log("mean", self.mean)
+        return {"loss": loss, "weight": len(classes)}
+
+
 class TiedGPT(ByteGPT):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self._loss(batch)
@@ -110,7 +134,8 @@ SUBJECTS = {
 ALL_SUBJECTS = SUBJECTS | {
     "gpt of four blocks, tied": Subject(
         lambda: TiedGPT(num_layers=4, num_heads=2, dim=16, context_length=16), SUBJECTS["gpt, tied"].data
-    )
+    ),
+    "knows its device": Subject(KnowsItsDevice, _digits),
 }
 
 
@@ -172,6 +197,39 @@ def average_in_bf16(module: LightningModule, window: list[Any], ranks: int, repl
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     return max((a[key].double() - b[key].double()).abs().max().item() for key in a)
+
+
+def differences(
+    flag: str,
+    devices: int,
+    subject: str,
+    accumulate: int,
+    clip: float | None,
+    in_bf16: tuple[int, int] | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    accelerator: str = "cpu",
+    **flags: object,
+) -> float:
+    """Trains a subject under a strategy; the largest difference of any weight from the plain loop's."""
+    module = build(subject)
+    if make_optimizer is not adamw:  # that of the subjects
+        module.configure_optimizers = lambda: make_optimizer(module)
+    engine = Engine(
+        strategy=flag,
+        accelerator=accelerator,
+        devices=devices,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        sync_batchnorm=ALL_SUBJECTS[subject].sync_batchnorm and devices > 1,
+        precision=ALL_SUBJECTS[subject].precision,
+        **QUIET,
+        **flags,
+    )
+    engine.fit(module, loader(subject, accumulate, engine.data_size))
+    # Last: a process that has run a backward where there is a device can't be forked.
+    expected = plain_loop(build(subject), loader(subject, accumulate), accumulate, clip, in_bf16, make_optimizer)
+    return largest_difference(module.state_dict(), expected)
 
 
 def suffixed(flag: str, suffix: str) -> str:

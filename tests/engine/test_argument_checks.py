@@ -93,6 +93,7 @@ def test_a_variable_of_the_environment_is_checked_as_well(monkeypatch):
         ("resume", [0], "resume=[0]: a path, 'auto' or None."),
         ("default_root_dir", 3, "default_root_dir=3: a path or None."),
         ("async_checkpoints", "garbage", "async_checkpoints='garbage': True or False."),
+        ("seed_samples", 2, "seed_samples=2: True or False."),
         ("callbacks", "x", "callbacks='x': a Callback, a list of them or None."),
         ("callbacks", [3], "callbacks=[3]: a Callback, a list of them or None."),
         ("logger", "csv", "logger='csv': a Logger, a list of them, True, False or None."),

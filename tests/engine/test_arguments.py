@@ -23,6 +23,7 @@ OURS = {
     "name": None,
     "enable_run_summary": None,
     "async_checkpoints": True,
+    "check_first_steps": "auto",
     "checkpoint_format": "auto",
     "compile": False,
     "compression": "none",
@@ -31,6 +32,7 @@ OURS = {
     "micro_batch_size": None,
     "nonfinite": "warn",
     "resume": None,
+    "seed_samples": False,
     "uneven": "pad",
 }
 """Arguments that Trainer does not have, with their defaults."""

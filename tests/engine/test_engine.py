@@ -37,7 +37,8 @@ class Rows(LightningDataModule):
 
 
 def test_the_public_face():
-    assert set(polyphase.engine.__all__) == {"Engine", "__version__", "fit", "register_comm_hook", "register_strategy"}
+    named = {"Engine", "__version__", "fit", "read_weights", "register_comm_hook", "register_strategy"}
+    assert set(polyphase.engine.__all__) == named
     assert issubclass(Engine, Trainer)
 
 
@@ -224,6 +225,36 @@ def test_one_process_under_the_engine_equals_one_process_of_lightnings(flags, sh
 def test_verify_knows_how_much_short_batches_count(strategy, devices, flags):
     run = Engine(strategy=strategy, devices=devices, **QUIET, **flags)
     assert run.verify(Regression(), rows(17, shuffle=True), steps=5).equal
+
+
+class SeesHowItComputes(Regression):
+    """Learns more where numbers may be rounded, or summed in another order."""
+
+    def training_step(self, batch, batch_idx):
+        cudnn = torch.backends.cudnn
+        flags = cudnn.allow_tf32, cudnn.benchmark, not cudnn.deterministic
+        assert not any(flags), flags
+        assert torch.get_float32_matmul_precision() == "highest"
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("ddp_spawn", 2)])
+def test_verify_computes_exactly_on_gpus_and_leaves_the_flags_as_they_are(strategy, devices):
+    cudnn = torch.backends.cudnn
+
+    def flags():
+        return cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_float32_matmul_precision()
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        before = flags()
+        run = Engine(strategy=strategy, devices=devices, benchmark=True, **QUIET)
+        before = (before[0], cudnn.benchmark, *before[2:])  # which the engine's flag has set
+        assert run.verify(SeesHowItComputes(), rows(8), steps=2).equal
+        assert flags() == before == (True, True, False, "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        cudnn.benchmark = False
 
 
 def test_verify_with_a_data_module():

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from polyphase.engine.environment import global_seed, launched_sizes, resolve_sizes, started_by
+from polyphase.engine.environment import global_seed
+from polyphase.engine.launchers import launched_sizes, resolve_sizes, started_by
 
 from .tiny import QUIET, Engine
 
@@ -58,7 +59,7 @@ class TestLaunched:
     def test_the_sizes_are_the_launchers(self, launch, launcher, per_node, num_nodes):
         launch(launcher, per_node, num_nodes)
         assert started_by() == launcher
-        assert launched_sizes() == (per_node, num_nodes)
+        assert launched_sizes() == (per_node * num_nodes, per_node)
 
     def test_flags_left_out_are_completed(self, launch, launcher, per_node, num_nodes):
         launch(launcher, per_node, num_nodes)
@@ -95,7 +96,7 @@ def test_slurms_older_name_for_the_number_of_nodes(launch, monkeypatch):
     launch("SLURM", 2, 2)
     monkeypatch.delenv("SLURM_NNODES")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    assert launched_sizes() == (2, 2)
+    assert launched_sizes() == (4, 2)
 
 
 def test_an_interactive_slurm_allocation_has_started_nobody(launch, monkeypatch):
@@ -115,7 +116,7 @@ def test_torchrun_inside_a_slurm_job_comes_first(launch):
     launch("SLURM", 8, 2)
     launch("torchrun", 2, 1)
     assert started_by() == "torchrun"
-    assert launched_sizes() == (2, 1)
+    assert launched_sizes() == (2, 2)
 
 
 @pytest.mark.parametrize(("launcher", "total"), [("torchrun", "WORLD_SIZE"), ("SLURM", "SLURM_NTASKS")])

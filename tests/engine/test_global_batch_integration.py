@@ -218,6 +218,7 @@ def first_gradient(
     ],
 )
 @pytest.mark.filterwarnings("ignore:the loss of .* samples:UserWarning")  # the run that does not weigh
+@pytest.mark.filterwarnings("ignore:the first 1 step.* are not those of one process:UserWarning")
 def test_gradients_are_those_of_the_mean_over_all_tokens(flag, devices, shares, flags):
     module = Tokens()
     module.mean_loss(padded([Sentences(24)[i] for i in range(24)])).backward()

@@ -1,6 +1,7 @@
 """`polyphase launch`: what it hands to torchrun, and what it refuses."""
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from polyphase.engine.cli import main as polyphase
 from polyphase.engine.launch import main, torchrun_arguments
@@ -32,6 +33,24 @@ def test_a_meeting_place_of_the_user_s_stays(options):
     passed = arguments(f"{options} -- train.py")
     assert passed.count("--standalone") == options.count("--standalone")
     assert passed[-1] == "train.py"
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("options", "conf"),
+    [
+        ("--nnodes 1:2", "last_call_timeout=10"),
+        ("--nnodes 1:2 --last-call 45", "last_call_timeout=45"),
+        ("--nnodes 1:2 --rdzv_conf is_host=1,read_timeout=9", "is_host=1,read_timeout=9,last_call_timeout=10"),
+        ("--nnodes 1:2 --rdzv-conf=last_call_timeout=3", "last_call_timeout=3"),
+        ("--nnodes 2 --last-call 45", None),  # all must come: there is nothing to wait for
+    ],
+)
+def test_how_long_machines_wait_for_more(options, conf):
+    given = [word.partition("=")[2] for word in arguments(f"{options} -- train.py") if word.startswith("--rdzv-conf=")]
+    assert given == ([] if conf is None else [conf])
+    with pytest.raises(ValueError, match=r"--last-call must be a whole number of seconds above 0, but got '0'"):
+        arguments("--last-call 0 -- train.py")
 
 
 @pytest.mark.usefixtures("script")
@@ -75,6 +94,19 @@ def test_modules_and_our_own_command_are_started_too(command, passed):
 def test_what_can_not_be_started_is_an_error(text, message):
     with pytest.raises(ValueError, match=message):
         torchrun_arguments(text.split())
+
+
+@pytest.mark.usefixtures("script")
+def test_what_is_left_out_is_taken_from_torchruns_variables(monkeypatch):
+    trainjob = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "29400"}
+    for name, value in trainjob.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    arguments, num_processes = torchrun_arguments(["--", "train.py"])
+    taken, _ = get_args_parser().parse_known_args(arguments)
+    assert (taken.nnodes, taken.nproc_per_node, taken.node_rank, taken.standalone) == ("2", "4", 1, False)
+    assert (taken.master_addr, num_processes) == ("pod-0", 4)
+    arguments, _ = torchrun_arguments(["--nnodes", "3", "--", "train.py"])
+    assert get_args_parser().parse_known_args(arguments)[0].nnodes == "3", "what is given comes first"
 
 
 def test_errors_go_to_standard_error_without_a_traceback(capsys):

@@ -138,9 +138,9 @@ def test_models_and_callbacks_do_not_know_each_other(folder):
     assert not [n for path in (ROOT / folder).rglob("*.py") for n in names(path) if n.startswith(other)]
 
 
-def test_only_one_module_reads_the_environment():
+def test_only_what_is_about_the_environment_reads_it():
     readers = [path.relative_to(ROOT).as_posix() for path in SOURCES if {"os.environ", "os.getenv"} & _attributes(path)]
-    assert readers == ["engine/environment.py"]
+    assert readers == ["engine/environment.py", "engine/launch.py", "engine/launchers.py"]
 
 
 def _attributes(path: Path) -> set[str]:

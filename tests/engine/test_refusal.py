@@ -122,7 +122,7 @@ def nobody(monkeypatch):
 
 
 def test_nodes_that_nothing_brings_together(nobody):
-    with pytest.raises(RefusedError, match=r"num_nodes=3, but .* torchrun, `polyphase launch --nnodes 3` or SLURM"):
+    with pytest.raises(RefusedError, match=r"num_nodes=3, but .* `polyphase launch --nnodes 3`, SLURM or MPI"):
         check_nodes(3, LightningEnvironment())
     with pytest.raises(RefusedError, match="num_nodes=2, but nothing says where the nodes meet"):
         engine(strategy="ddp", num_nodes=2).fit(Regression(), rows())

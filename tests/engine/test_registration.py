@@ -221,7 +221,8 @@ if __name__ == "__main__":
         enable_checkpointing=False, limit_val_batches=0, enable_progress_bar=False,
     )
     engine.fit(DigitsClassifier(), datamodule=Digits())
-    print("trained by", type(engine.strategy).__name__, engine.strategy.options.key, engine.bytes_compressed)
+    # As one string, since both ranks print.
+    print(f"trained by {type(engine.strategy).__name__} {engine.strategy.options.key} {engine.bytes_compressed}")
 """
 
 

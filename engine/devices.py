@@ -1,0 +1,59 @@
+"""Accelerators of any maker: torch has a module for each kind, such as `torch.cuda` and `torch.xpu`."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["in_use", "module_of", "multiply", "peak_bytes", "reset_peak", "wait_for"]
+
+
+def module_of(device: torch.device) -> Any:
+    """Torch's module for the kind of `device`; None for the CPU, and for a kind whose maker gave torch none."""
+    if device.type == "cpu":
+        return None
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        return None
+
+
+def in_use() -> tuple[str, Any] | None:
+    """The kind of this process's accelerator, and torch's module for it; None where nothing has used one yet."""
+    kind = torch.accelerator.current_accelerator()
+    module = None if kind is None else module_of(kind)
+    if kind is None or module is None:
+        return None
+    # To ask a GPU that nobody uses costs its memory; a kind that can't be asked costs none.
+    is_used = module.is_initialized() if hasattr(module, "is_initialized") else module.is_available()
+    return (kind.type, module) if is_used else None
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when all that this process has launched on `device` is done."""
+    if (module := module_of(device)) is not None:
+        module.synchronize()
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that was allocated on `device` at a time, since `reset_peak`; None where torch does not count it."""
+    module = module_of(device)
+    return module.max_memory_allocated(device) if hasattr(module, "max_memory_allocated") else None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Has `peak_bytes` begin anew."""
+    module = module_of(device)
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)
+
+
+def multiply(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiplies tensors in place by a number, or by a 0-d tensor; each may be on a device of its own."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_device[tensor.device].append(tensor)
+    for device, alike in by_device.items():
+        torch._foreach_mul_(alike, factor.to(device) if isinstance(factor, Tensor) else factor)
