@@ -8,7 +8,7 @@ OLDEST ?= $(TORCH)
 NEWEST ?= torch>=2.15,<2.16
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test compatibility versions bench zoo chaos lint format check clean
+.PHONY: help install demo test compatibility versions bench gpu zoo chaos clusters draws lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,8 +31,9 @@ demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
 test: install  ## all tests; two at a time, but for those that measure seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone and not device" --numprocesses 2 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m device
 
 compatibility: install  ## what other code does with a trainer, with Lightning's and with the engine; takes two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility
@@ -45,12 +46,22 @@ bench: install  ## what the engine costs per step, into benchmarks/results
 	$(PIP_INSTALL) --editable ".[bench]"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
+gpu: install  ## checks and figures on the GPUs of this machine, into benchmarks/results; PART=1 or 2 for ten minutes of it
+	$(BIN)/python -m benchmarks.gpu $(if $(PART),--part $(PART))
+
 zoo: install  ## other people's models under every strategy, into docs/models.md; takes half an hour
 	$(PIP_INSTALL) "$(TORCH)" --editable ".[zoo]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo/weights.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo
 
 chaos: install  ## kills a training job 12 times in each of 19 configurations, and says what was lost; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.storm
+
+clusters: install  ## two hosts that are cut off, powered off, slow or nameless; into benchmarks/results; as root, ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.clusters
+
+draws: install  ## 1,000 random loaders, stops and numbers of ranks against a plain loop; takes an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.data.draws
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -74,6 +74,23 @@ class Namespaces:
         self._children.append(child)
         return child
 
+    def cut(self) -> None:
+        """From now on nothing that one end sends arrives at the other, and neither is told: no reset, no lost link."""
+        # A neighbour whose hardware address nobody has: what is sent to it is dropped, in every kernel.
+        self._reach("02:00:00:00:00:01")
+
+    def mend(self) -> None:
+        """Undoes `cut`."""
+        self._reach(None)
+
+    def _reach(self, hardware_address: str | None) -> None:
+        for name, end, other in zip(self.names, self.interfaces, reversed(self.addresses), strict=True):
+            words = ["ip", "-n", name, "neigh"]
+            if hardware_address is None:
+                _call(*words, "flush", "dev", end, "nud", "permanent")
+            else:
+                _call(*words, "replace", other, "lladdr", hardware_address, "nud", "permanent", "dev", end)
+
     def torchrun(self, words: Sequence[str], timeout_s: float = 3600.0) -> None:
         """Runs a script under two torchruns, a process in each namespace that knows its interface, until both are done.
 

@@ -18,9 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
 from _contestants import CASES, Case, Contestant, contestants, settle, trainers
-from _cuda import cuda_cases, cuda_contestants, waits
 from _ddp import ddp
 from report import Table, about, write_report
 
@@ -29,7 +27,6 @@ examples:
   python benchmarks/overhead.py                         all of it, into benchmarks/results: less than 5 minutes
   python benchmarks/overhead.py --quick --output out    does it run? its figures mean nothing
   python benchmarks/overhead.py --cases one ddp         two parts of it, for work on one of them
-  python benchmarks/overhead.py --accelerator cuda --steps 200    ByteGPT in bf16-mixed on one GPU
 
 Run it on a machine with nothing else to do. Read the ranges: where that of a ratio is wide, give more --rounds.
 """
@@ -75,17 +72,6 @@ def cpu_steps(cases: tuple[Case, ...], rounds: int, steps: int) -> Table:
     return Table(title=title, rows=rows)
 
 
-def cuda_steps(cases: tuple[Case, ...], rounds: int, steps: int) -> Table:
-    """As on the CPU, with whole times per step beside the own times."""
-    rows = []
-    for size, case in cuda_cases(cases):
-        times = times_of(cuda_contestants(size), case, rounds, steps)
-        whole = {f"{name}, us per step": f"{statistics.median(times[name]):.0f}" for name in trainers()}
-        rows.append(row_of(case, times) | whole)
-    title = "Own time per micro-batch: one GPU, ByteGPT, bf16-mixed, batch 8, AdamW (medians; min to max; whole times)"
-    return Table(title=title, rows=rows)
-
-
 def startup(rounds: int) -> Table:
     """Both trainers from a fresh interpreter each, in a new order every round."""
     order = random.Random(0)
@@ -119,13 +105,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=_positive, help="steps that are timed in each run (default: 600)")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 50 steps, where these are not given")
     parser.add_argument("--cases", nargs="+", metavar="CASE", choices=[c.key for c in CASES] + list(OTHERS), help=keys)
-    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the report")
     options = parser.parse_args(arguments)
-    if options.accelerator == "cuda" and not torch.cuda.is_available():
-        parser.error("--accelerator cuda needs a CUDA device, and torch sees none. Leave it out to measure on the CPU.")
-    if options.accelerator == "cuda" and set(options.cases or ()) & set(OTHERS):
-        parser.error(f"--accelerator cuda has no {' or '.join(OTHERS)}: those two are measured on the CPU.")
     options.rounds = options.rounds or (2 if options.quick else 7)
     options.steps = options.steps or (50 if options.quick else 600)
     return options
@@ -142,8 +123,6 @@ def command(options: argparse.Namespace) -> str:
     parts = ["python benchmarks/overhead.py", f"--rounds {options.rounds}", f"--steps {options.steps}"]
     if options.cases:
         parts.append(f"--cases {' '.join(options.cases)}")
-    if options.accelerator != "cpu":
-        parts.append(f"--accelerator {options.accelerator}")
     return " ".join(parts)
 
 
@@ -161,19 +140,15 @@ def main() -> None:
     cases = tuple(case for case in CASES if not options.cases or case.key in options.cases)
     where = about(command(options)) + uncommitted()
     tables = []
-    if options.accelerator == "cuda":
-        where += f"\nGPU: {torch.cuda.get_device_name()}\n"
-        tables = [cuda_steps(cases, options.rounds, options.steps), waits()]
-    else:
-        if cases and not importlib.util.find_spec("accelerate"):
-            where += "\nAccelerate is not installed, so it is not among the contestants.\n"
-        if cases:
-            tables.append(cpu_steps(cases, options.rounds, options.steps))
-        if not options.cases or "ddp" in options.cases:
-            tables.append(ddp(options.rounds, max(1, options.steps // 2)))
-        if not options.cases or "startup" in options.cases:
-            tables.append(startup(min(5, options.rounds)))
-    path = options.output / f"overhead-{options.accelerator}.md"
+    if cases and not importlib.util.find_spec("accelerate"):
+        where += "\nAccelerate is not installed, so it is not among the contestants.\n"
+    if cases:
+        tables.append(cpu_steps(cases, options.rounds, options.steps))
+    if not options.cases or "ddp" in options.cases:
+        tables.append(ddp(options.rounds, max(1, options.steps // 2)))
+    if not options.cases or "startup" in options.cases:
+        tables.append(startup(min(5, options.rounds)))
+    path = options.output / "overhead-cpu.md"
     if cases:
         write_report(path, "Overhead per step", where, tables)
     else:  # no own times, so nothing to plot

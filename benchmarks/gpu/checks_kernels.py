@@ -1,0 +1,99 @@
+"""Checks and times of what compression computes on the device, at the sizes of real buckets."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from polyphase.engine.compression import Bucket, CommHook, Member, Plain, Wire, make_comm_hook
+from polyphase.engine.compression.powersgd import _orthonormal
+from polyphase.engine.compression.topk import largest
+
+from . import device
+
+ROW = 2**16
+
+
+def largest_values() -> str:
+    seen = []
+    for power in (16, 18) if device.smoke() else (16, 20, 24, 28):
+        n = 2**power
+        flat, k = torch.randn(n, device=device.root()), n // 100
+        places = largest(flat, k)
+        chosen = torch.zeros(n, dtype=torch.bool, device=device.root())
+        chosen[places] = True
+        least, most = flat[chosen].abs().min(), flat[~chosen].abs().max()
+        assert int(chosen.sum()) == k, f"2^{power}: {int(chosen.sum())} places of {k}"
+        assert bool(least >= most), f"2^{power}: left out {float(most)}, but took {float(least)}"
+        whole_s = device.time_s(lambda flat=flat, k=k: largest(flat, k))
+        rows_s = device.time_s(lambda flat=flat: flat.view(-1, ROW).abs().topk(ROW // 100, sorted=False))
+        seen.append(f"2^{power} {1e3 * whole_s:.2f} ms, by rows {1e3 * rows_s:.2f} ms")
+    return "; ".join(seen)
+
+
+def _gram_schmidt(rows: Tensor) -> Tensor:
+    """Orthonormal rows of [k, rank, n], all matrices at once."""
+    done: list[Tensor] = []
+    for row in rows.unbind(1):
+        for _ in range(2):  # once more for what rounding has left
+            for other in done:
+                row = row - (row * other).sum(-1, keepdim=True) * other
+        done.append(row / row.norm(dim=-1, keepdim=True))
+    return torch.stack(done, 1)
+
+
+def orthonormal() -> str:
+    seen = []
+    for shape in ((4, 4, 256), (1, 4, 1024)) if device.smoke() else ((32, 4, 4096), (1, 4, 131072)):
+        matrices = torch.randn(shape, device=device.root())
+        times = []
+        for method in (_orthonormal, _gram_schmidt):
+            q = method(matrices)
+            off = (q @ q.mT - torch.eye(4, device=device.root())).abs().max()
+            lost = (matrices - matrices @ q.mT @ q).abs().max()
+            assert float(off) <= 1e-4, f"{method.__name__} of {shape}: not orthonormal by {float(off):.1e}"
+            assert float(lost) <= 1e-2, f"{method.__name__} of {shape}: another span, by {float(lost):.1e}"
+            times.append(1e3 * device.time_s(lambda method=method, matrices=matrices: method(matrices)))
+        seen.append(f"{list(shape)} QR {times[0]:.2f} ms, Gram-Schmidt {times[1]:.2f} ms")
+    return "; ".join(seen)
+
+
+LEAST_COSINE = {
+    "none": 0.9999,
+    "bf16": 0.999,
+    "fp16": 0.999,
+    "int8": 0.99,
+    "powersgd:4,start=0": 0.99,
+    "topk:0.1,start=0": 0.5,
+    "sign:start=0": 0.5,
+}
+"""The least cosine between a gradient of rank 2 and what the method makes of it, as the average over one process."""
+
+
+def averages() -> str:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, device_id=device.root())
+    seen = []
+    for num_bytes in (2**18, 2**20) if device.smoke() else (25 * 2**20, 2**30):
+        rows = 256 if device.smoke() else 4096
+        shape = (rows, num_bytes // 4 // rows)
+        for flag, least in LEAST_COSINE.items():
+            seen.append(f"{num_bytes // 2**20} MB {flag}: {_average(flag, shape, least)}")
+    dist.destroy_process_group()
+    return "; ".join(seen)
+
+
+def _average(flag: str, shape: tuple[int, int], least: float) -> str:
+    hook: CommHook = make_comm_hook(flag) or Plain()
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(shape, device=device.root()))
+    hook.begin(module, Wire())
+    gradient = torch.randn(shape[0], 2, device=device.root()) @ torch.randn(2, shape[1], device=device.root())
+    flat = gradient.flatten()
+    bucket = Bucket(0, flat.clone(), (Member("weight", shape),))
+    for _ in range(2):  # powersgd's factors start from random ones
+        bucket.gradients.copy_(flat)
+        hook.average(bucket, hook.wire)
+    cosine = float(torch.nn.functional.cosine_similarity(bucket.gradients, flat, dim=0))
+    assert cosine >= least, f"{flag}: the average is another gradient (cosine {cosine:.3f}, expected {least})"
+    peak = device.peak_of(lambda: hook.average(bucket, hook.wire))
+    seconds = device.time_s(lambda: hook.average(bucket, hook.wire))
+    return f"{flat.nbytes / seconds / 1e9:.1f} GB/s, peak {peak / flat.nbytes:.1f} buckets"

@@ -1,0 +1,173 @@
+"""Figures of training ByteGPT in bf16-mixed: the engine beside a loop by hand and stock Lightning, on all devices.
+
+The loop by hand and stock Lightning have what torch and Lightning bring: one device, DistributedDataParallel, and
+`fully_shard` on each block, which under Lightning is its `ModelParallelStrategy` with a `configure_model`.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from polyphase.engine import Engine
+from polyphase.models import ByteGPT, PythonSource
+
+from . import device
+from .meter import Meter
+from .subjects import QUIET
+
+SHAPES = {
+    "124M": {"num_layers": 12, "num_heads": 12, "dim": 768},
+    "350M": {"num_layers": 24, "num_heads": 16, "dim": 1024},
+    "1.3B": {"num_layers": 24, "num_heads": 32, "dim": 2048},
+}
+LEAST_GB = {"1.3B": 70}
+BY_HAND = ("single", "ddp", "fsdp")
+"""Strategies that torch and stock Lightning have without a plan of the user's."""
+
+
+class Metered(ByteGPT):
+    """With a meter in place of its own logging, and a constant learning rate."""
+
+    def __init__(self, size: str, meter: Meter, mesh_from: str = "") -> None:
+        shape = {"context_length": 1024, **SHAPES[size]}
+        if device.smoke():
+            shape = {"context_length": 16, "num_layers": 4, "num_heads": 2, "dim": 16}
+        super().__init__(**shape)
+        self.shape, self.meter, self.shards_itself = shape, meter, bool(mesh_from)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.meter.tick()
+        return self._loss(batch)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.net(tokens)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-4, weight_decay=0.1)
+
+    def configure_model(self) -> None:  # what stock Lightning has users write for FSDP2
+        if self.shards_itself and self._trainer is not None:
+            self.to(self.trainer.strategy.root_device)  # parameters that are meant to move; FSDP2 changes their data
+            shard(self, self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+class LossOf(nn.Module):
+    """DistributedDataParallel calls `forward`."""
+
+    def __init__(self, module: Metered) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.module.training_step(batch, 0)
+
+
+def shard(module: Metered, mesh: Any) -> None:
+    """As torch's tutorial has it, in the precision of the module."""
+    for block in module.net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module.net, mesh=mesh)
+
+
+def training(size: str, strategy: str) -> list[dict[str, str]]:
+    """One row for each contestant that knows the strategy."""
+    memory_gb = device.total_gb()
+    if memory_gb < LEAST_GB.get(size, 0) and not device.smoke():
+        raise device.NotRunError(f"needs {LEAST_GB[size]} GB, and the device has {memory_gb:.0f}")
+    contestants = ["Engine", "Trainer", "by hand"] if strategy in BY_HAND else ["Engine"]
+    if strategy == "ddp" and device.kind() != "cuda":
+        contestants.remove("Trainer")  # Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator
+    return [_row(size, strategy, name) for name in contestants]
+
+
+def _row(size: str, strategy: str, contestant: str) -> dict[str, str]:
+    timed = 3 if device.smoke() else 20
+    meter = Meter(warm_up=5, timed=timed, counted=timed)
+    batch_size = 2 if device.smoke() else {"124M": 16, "350M": 8, "1.3B": 4}[size]
+    # "pp" cuts a batch, which all of its ranks share; so do the ranks of "tp".
+    num_devices = 1 if strategy == "single" else device.count()
+    torch.manual_seed(1)
+    is_stock_fsdp = contestant == "Trainer" and strategy == "fsdp"
+    module = Metered(size, meter, "data_parallel" if is_stock_fsdp else "")
+    replicas = num_devices if strategy in ("ddp", "fsdp") else 1
+    batches = _text(module.shape["context_length"], meter.steps * batch_size * replicas, batch_size)
+    device.empty()
+    if contestant == "by hand":
+        _by_hand(module, strategy, batches, num_devices)
+    else:
+        make, flag = (Engine, strategy) if contestant == "Engine" else (Trainer, _stock(strategy, num_devices))
+        trainer = make(
+            strategy=flag, accelerator=device.kind(), devices=num_devices, precision="bf16-mixed", max_epochs=1,
+            log_every_n_steps=10**6, **QUIET,
+        )  # fmt: skip
+        trainer.fit(module, batches)
+    context, layers, dim = (module.shape[name] for name in ("context_length", "num_layers", "dim"))
+    tokens_per_s = batch_size * replicas * context / meter.step_s
+    # Palm's count (Chowdhery et al. 2022): six for each weight, and attention's two products, forward and backward.
+    numel = 12 * layers * dim**2 + 256 * dim
+    flops = tokens_per_s * (6 * numel + 12 * layers * dim * context)
+    peak_flops = (get_available_flops(device.root(), torch.bfloat16) if device.kind() == "cuda" else None) or _flops()
+    return {
+        "size": size,
+        "strategy": strategy,
+        "devices": str(num_devices),
+        "loop": contestant,
+        "tokens/s": f"{tokens_per_s:.0f}",
+        "ms per step": f"{1e3 * meter.step_s:.2f}",
+        "MFU": f"{flops / num_devices / peak_flops:.1%}",
+        "peak GB": f"{meter.peak / 1e9:.3f}",
+        "host waits per step": f"{meter.waits['waits']:g}",
+    }
+
+
+def _flops() -> float:
+    """Of a large product in bf16, for a device that Lightning's table of data sheets does not have."""
+    n = 128 if device.smoke() else 8192
+    a = torch.randn(n, n, device=device.root(), dtype=torch.bfloat16)
+    return 2 * n**3 / device.time_s(lambda: a @ a)
+
+
+def _stock(strategy: str, num_devices: int) -> Any:
+    if strategy == "fsdp":
+        return ModelParallelStrategy(data_parallel_size=num_devices, tensor_parallel_size=1)
+    return "auto" if strategy == "single" else strategy
+
+
+def _text(length: int, num_windows: int, batch_size: int) -> DataLoader:
+    data = PythonSource(context_length=length, max_bytes=length * num_windows + 1)
+    data.setup("fit")
+    assert data.train is not None
+    repeated = torch.utils.data.ConcatDataset([data.train] * -(-num_windows // len(data.train)))
+    return DataLoader(torch.utils.data.Subset(repeated, range(num_windows)), batch_size, pin_memory=True)
+
+
+def _by_hand(module: Metered, strategy: str, batches: DataLoader, num_devices: int) -> None:
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    there = torch.device(device.kind(), rank)
+    if strategy != "single" and not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, device_id=there)
+    module.to(there)
+    step: nn.Module = LossOf(module)
+    if strategy == "ddp":
+        step = DistributedDataParallel(step, device_ids=[rank], gradient_as_bucket_view=True)
+    elif strategy == "fsdp":
+        shard(module, init_device_mesh(device.kind(), (num_devices,)))
+    optimizer = module.configure_optimizers()
+    for batch in batches:
+        with torch.autocast(device.kind(), torch.bfloat16):
+            loss = step(batch.to(there, non_blocking=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if module.meter.is_done:
+            return

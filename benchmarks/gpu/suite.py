@@ -1,0 +1,64 @@
+"""The suite's table, in the order of its runs: each check and figure with its half, its time limit and its place."""
+
+from dataclasses import dataclass
+
+__all__ = ["ITEMS", "Item"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One function that is run in a process of its own."""
+
+    name: str
+    proves: str
+    place: str
+    """``"module:function"`` under `benchmarks.gpu`."""
+    part: int
+    """Which half runs it."""
+    limit_s: float
+    arguments: tuple[str, ...] = ()
+    is_figure: bool = False
+    """Whether it returns the rows of a table; a check returns what it has seen, as text."""
+
+
+def _check(part: int, limit_s: float, place: str, proves: str) -> Item:
+    return Item(place.partition(":")[2], proves, f"benchmarks.gpu.{place}", part, limit_s)
+
+
+_CHECKS = (
+    _check(1, 90, "checks_steps:strategies", "fsdp, tp, pp on one rank: weights of a loop by hand"),
+    _check(1, 90, "checks_steps:overhead", "small steps: own time of Engine against Trainer's"),
+    _check(1, 120, "checks_streams:allocator", "comm hooks: the same weights with and without a caching allocator"),
+    _check(1, 90, "checks_memory:mixed_gathers", "fsdp of 8 ranks: bf16 gathers hold less than fp32 ones"),
+    _check(1, 60, "checks_ranks:joined", "ddp x 2: a rank without samples joins the other; weights of the CPU"),
+    _check(1, 60, "checks_steps:offload", "fsdp:cpu_offload with clipping, weights, 16-mixed: weights of single"),
+    _check(1, 45, "checks_saves:snapshot_devices", "snapshots under topk open on the CPU and leave no memory behind"),
+    _check(1, 90, "checks_steps:cuda_graphs", "reduce-overhead with accumulation: weights of eager steps"),
+    _check(1, 60, "checks_memory:halved", "a batch that does not fit is halved: weights of one that does"),
+    _check(1, 60, "checks_ranks:lost_collective", "out of memory in int8's all-to-all: no rank is a call ahead"),
+    _check(1, 90, "checks_waits:waits", "between loggings a step waits for nothing"),
+    _check(1, 45, "checks_kernels:largest_values", "topk finds the largest values; time against rows of 64k"),
+    _check(1, 45, "checks_kernels:orthonormal", "powersgd's factors are orthonormal; time of QR and Gram-Schmidt"),
+    _check(2, 60, "checks_kernels:averages", "each method's average is its gradient; GB/s and peak memory"),
+    _check(1, 45, "checks_streams:replicas", "hsdp with a hook: shards are not written over while replicas read"),
+    _check(1, 45, "checks_saves:each_step", "each snapshot in the background has the weights of its step"),
+    _check(2, 60, "checks_saves:staging", "staging copies what it is given; first and third save"),
+    _check(1, 60, "checks_saves:resumed", "10 steps and 10 resumed ones have the weights of 20, with dropout"),
+    _check(1, 60, "checks_steps:overflow", "16-mixed: a step with an infinity changes no weight"),
+    _check(2, 60, "checks_waits:images", "pinned images are copied without a wait"),
+    _check(1, 60, "checks_ranks:stuck", "a host blocked by the device is named with its line"),
+    _check(2, 150, "checks_ranks:two_on_one", "ddp x 2 on one device: weights of the CPU; failures end and are named"),
+    _check(1, 45, "checks_steps:no_warnings", "ddp under -W error"),
+    _check(2, 90, "checks_memory:tensor_parallel", "tp of 4 ranks: each has its quarter; host time of a step"),
+    _check(2, 90, "checks_ranks:server_and_verify", "ps trains; verify of a convolutional net finds it equal"),
+)  # fmt: skip
+
+_SIZES = ("124M", "350M", "1.3B")
+_STRATEGIES = ("single", "ddp", "fsdp", "tp", "pp")
+_FIGURES = tuple(
+    Item(f"{size} {strategy}", "", "benchmarks.gpu.figures:training", 2, 90, (size, strategy), True)
+    for size in _SIZES
+    for strategy in _STRATEGIES
+)
+
+ITEMS: tuple[Item, ...] = (*_CHECKS, *_FIGURES)

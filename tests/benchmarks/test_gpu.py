@@ -1,0 +1,159 @@
+"""The runner of the GPU suite: what becomes of a check that fails, hangs or crashes, and of reports in two halves."""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from benchmarks.gpu import device, suite
+from benchmarks.gpu.child import Process, elsewhere
+from benchmarks.gpu.runner import Results, run
+from benchmarks.gpu.suite import ITEMS, Item
+
+HERE = "tests.benchmarks.test_gpu"
+ABOUT = {"name": "A Device, 80GB", "devices": 1}
+
+
+def passes(*words: str) -> str:
+    return "seen " + " ".join(words)
+
+
+def fails() -> str:
+    print("what it printed")
+    raise AssertionError("2 > 1")
+
+
+def does_not_apply() -> str:
+    device.needs_cuda("a test")
+    return "unreachable on a device of no name"
+
+
+def crashes() -> str:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return "unreachable"
+
+
+def hangs() -> str:
+    if os.fork() == 0:  # a process of its own, which has to go with it
+        time.sleep(600)
+    time.sleep(600)
+    return "unreachable"
+
+
+def rows() -> list[dict[str, str]]:
+    return [{"size": "a", "tokens/s": "7"}]
+
+
+def item(name: str, part: int = 1, limit_s: float = 60, **fields) -> Item:
+    return Item(name, f"that {name}", f"{HERE}:{name}", part, limit_s, **fields)
+
+
+@pytest.fixture(autouse=True)
+def no_device():
+    device.choose("no device", smoke=True)
+    yield
+    device.choose("cuda", smoke=False)
+
+
+@pytest.fixture(params=[True, False], ids=["fork", "interpreter"])
+def forks(request, monkeypatch):
+    monkeypatch.setattr(Process, "forks", request.param)
+    return request.param
+
+
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_whatever_a_check_does(tmp_path, forks, capsys):
+    items = [
+        item("fails"),
+        item("crashes"),
+        item("hangs", limit_s=1 if forks else 30),
+        item("does_not_apply"),
+        item("passes", arguments=("a", "b")),
+        item("rows", is_figure=True),
+    ]
+    results = Results(tmp_path, ABOUT, "where it ran", items)
+    run(items, results, "abc123")
+    statuses = {name: record["status"] for name, record in results.records.items()}
+    assert statuses == {
+        "fails": "failed",
+        "crashes": "failed",
+        "hangs": "timed out",
+        "does_not_apply": "not run",
+        "passes": "ok",
+        "rows": "ok",
+    }
+    assert results.bad == ["fails", "crashes", "hangs"]
+    report = (tmp_path / "gpu-a-device-80gb.md").read_text()
+    for text in (
+        "where it ran",
+        "| fails | that fails | failed |",
+        "AssertionError: 2 > 1",
+        "what it printed",
+        "Fatal Python error: Segmentation fault",
+        "in hangs",
+        "the process ended by SIGSEGV",
+        f"no end after {items[2].limit_s} s",
+        "needs CUDA: a test",
+        "seen a b",
+        "| size | tokens/s |",
+        "| a | 7 |",
+    ):
+        assert text in report
+    assert "timed out" in capsys.readouterr().out
+
+
+def test_a_later_half_keeps_what_an_earlier_one_wrote(tmp_path):
+    items = [item("passes", 1), item("fails", 2), item("rows", 2, is_figure=True)]
+    run(items[:1], Results(tmp_path, ABOUT, "the first", items), "abc123")
+    path = tmp_path / "gpu-a-device-80gb.md"
+    assert "| fails | that fails | not run |" in path.read_text()
+    assert "- rows: its half was not run" in path.read_text()
+    second = Results(tmp_path, ABOUT, "the second", items)
+    run(items[1:], second, "def456")
+    report = path.read_text()
+    assert "| passes | that passes | ok |" in report
+    assert "abc123 |" in report
+    assert "def456 |" in report
+    assert second.bad == ["fails"]
+    run([dataclasses.replace(items[1], place=f"{HERE}:passes")], second, "def456")
+    assert Results(tmp_path, ABOUT, "", items).bad == [], "what has been mended is run again, and replaced"
+
+
+def test_what_is_known_is_written_after_each_check(tmp_path):
+    items = [item("passes"), item("fails")]
+    seen = []
+
+    def say(line: str) -> None:
+        seen.append(list(json.loads((tmp_path / "gpu-a-device-80gb.json").read_text())))
+
+    run(items, Results(tmp_path, ABOUT, "", items), "abc123", say=say)
+    assert seen == [["passes"], ["passes", "fails"]]
+
+
+def test_a_half_ends_in_time(tmp_path):
+    items = [item("hangs"), item("passes")]
+    results = Results(tmp_path, ABOUT, "", items)
+    began = time.monotonic()
+    run(items, results, "abc123", limit_s=6)
+    assert time.monotonic() - began < 20
+    assert [record["status"] for record in results.records.values()] == ["timed out", "not run"]
+    assert "the 6 s of its half were over" in results.text()
+
+
+def test_the_table_has_25_checks_that_are_there():
+    checks = [found for found in ITEMS if not found.is_figure]
+    assert len(checks) == 25
+    assert len({found.name for found in ITEMS}) == len(ITEMS)
+    assert {found.part for found in ITEMS} == {1, 2}
+    outcome = elsewhere(f"{HERE}:places", limit_s=120)
+    assert outcome.value == [found.place for found in ITEMS], outcome
+
+
+def places() -> list[str]:
+    import importlib
+
+    modules = [found.place.partition(":") for found in suite.ITEMS]
+    return [f"{m}:{name}" for m, _, name in modules if callable(getattr(importlib.import_module(m), name, None))]

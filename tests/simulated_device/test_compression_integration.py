@@ -1,0 +1,114 @@
+"""Comm hooks work on a stream of their own there, beside backward: no race, no wait, and the numbers of the CPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from polyphase.engine import Engine
+from polyphase.engine.compression import Auto, Bucket, Member, Wire, forecast
+from polyphase.engine.compression.int8 import Noise, quantize
+from tests.engine.parity import QUIET, TOLERANCE, build, largest_difference, loader
+
+from . import in_a_child, install
+
+pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
+
+
+def _difference(flag: str, devices: int, compression: str, accumulate: int, subject: str = "mlp") -> float:
+    weights = []
+    for accelerator in ("cpu", "sim"):
+        module = build(subject)
+        engine = Engine(
+            strategy=flag, accelerator=accelerator, devices=devices, compression=compression, max_epochs=1,
+            accumulate_grad_batches=accumulate, gradient_clip_val=0.05, **QUIET,
+        )  # fmt: skip
+        engine.fit(module, loader(subject, accumulate, engine.data_size))
+        assert engine.global_step == 20
+        weights.append(module.state_dict())
+    return largest_difference(*weights)
+
+
+DDP, FSDP, HSDP = ("ddp_fork", 2, 3), ("fsdp_fork", 2, 1), ("hsdp_fork:replicate=2,shard=2", 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices", "accumulate", "compression"),
+    [(*DDP, flag) for flag in ("bf16", "int8", "powersgd:2,start=2", "topk:0.1+bf16", "sign")]
+    + [(*FSDP, flag) for flag in ("bf16", "int8")]
+    + [(*HSDP, flag) for flag in ("bf16", "powersgd:2,start=2")],
+)
+def test_a_comm_hook_computes_what_it_does_on_the_cpu(flag, devices, accumulate, compression):
+    assert in_a_child(_difference, flag, devices, compression, accumulate) <= TOLERANCE
+
+
+def test_a_unit_does_not_write_over_what_replicas_still_average():
+    # Gradients that are there already are added to, and what was averaged is let go of at once.
+    flag, subject = "hsdp_fork:replicate=2,shard=2,no_sync=false", "gpt of four blocks, tied"
+    assert in_a_child(_difference, flag, 4, "bf16", 3, subject) <= TOLERANCE
+
+
+def test_a_collective_without_memory_for_it_is_not_counted():
+    in_a_child(_runs_out)
+
+
+def _runs_out() -> None:
+    # A rank that repeats its step skips as many collectives as were counted: one that never began is none of them.
+    device = install()
+    dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
+    wire, payload = Wire(), torch.zeros(1, 1000, device="sim")
+    device.set_limit(torch.sim.memory_allocated() + 500)
+    for collective in (wire.all_gather, wire.all_to_all):
+        with pytest.raises(torch.OutOfMemoryError):
+            collective(payload)
+    assert (wire.num_calls, sum(wire.sent.values())) == (0, 0)
+
+
+def test_int8_of_a_large_parameter_needs_memory_for_a_part_of_it_only():
+    in_a_child(_quantizes)
+
+
+def _quantizes() -> None:
+    numel, block = 2**24, 256
+    values = torch.randn(2, numel // 2, device="sim", generator=torch.Generator("sim").manual_seed(0))
+    parts = values[:, : numel // 4].contiguous(), values[:, numel // 4 :].contiguous()
+    starts = torch.arange(numel // 2 // block, device="sim") % 8
+    rows = torch.rand(8, block, device="sim", generator=torch.Generator("sim").manual_seed(1))
+    packed = torch.empty(2, numel // 2 // block * (block + 4), dtype=torch.uint8, device="sim")
+    torch.sim.reset_peak_memory_stats()
+    before = torch.sim.memory_allocated()
+    quantize(values, Noise(rows, starts), packed)
+    assert torch.sim.max_memory_allocated() - before < values.nbytes
+    # And the numbers are those of its parts.
+    for number, part in enumerate(parts):
+        some = torch.empty(2, packed.size(1) // 2, dtype=torch.uint8, device="sim")
+        place = slice(number * numel // 4, (number + 1) * numel // 4)
+        quantize(part, Noise(rows, starts.chunk(2)[number]), some)
+        assert torch.equal(part, values[:, place])
+        assert torch.equal(some[:, : numel // 4], packed[:, place])
+
+
+def test_auto_chooses_in_the_memory_of_a_few_buckets():
+    in_a_child(_chooses)
+
+
+def _chooses() -> None:
+    install()
+    dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
+    forecast._LARGEST_BYTES = 2**16
+    module, side = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8)).to("sim"), 512 * 512
+    buckets = [
+        Bucket(index, torch.zeros(side, device="sim"), (Member(name, (512, 512)),))
+        for index, (name, _) in enumerate(module.named_parameters())
+    ]
+    hook = Auto(steps=1)
+    hook.begin(module, Wire())
+    torch.sim.reset_peak_memory_stats()
+    before = torch.sim.memory_allocated()
+    while hook.chosen is None:
+        for bucket in buckets:
+            hook.run(bucket)
+        hook.settle()
+    assert len(hook.forecasts) == len(hook.candidates)
+    # Residuals, drafts and copies of one bucket at a time: of all of them it would be three times the gradients.
+    assert torch.sim.max_memory_allocated() - before < 8 * 4 * side

@@ -1,0 +1,90 @@
+"""What a step does beside computing, counted: on a GPU each copy and each read makes the host, or the device, wait."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from polyphase.engine import Engine
+from tests.engine.parity import QUIET, build, loader
+
+from . import in_a_child, install
+
+pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
+
+STEPS = range(5, 15)
+"""Far from the first step, and from those that are logged."""
+
+
+class Counts(Callback):
+    """Fails where steps in the middle of a run have read a number of the device, or copied more than expected."""
+
+    def __init__(self, num_copies: int, num_pageable: int, num_reads: int = 0) -> None:
+        self.at_step: list[dict[str, int]] = []
+        self.expected = {"to_device": num_copies, "to_device_pageable": num_pageable, "reads": num_reads}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at_step.append(install().counts())
+
+    def on_train_end(self, *_: Any) -> None:
+        first, last = self.at_step[STEPS.start], self.at_step[STEPS.stop]
+        per_step = {name: (last[name] - first[name]) / len(STEPS) for name in first if name != "operators"}
+        assert per_step == {**dict.fromkeys(first.keys() - {"operators"}, 0), **self.expected}
+
+
+def _train(flag: str, devices: int, is_pinned: bool) -> int:
+    subject = "knows its device"  # which says what its loss counts for, as a number
+    counts = Counts(2, 0 if is_pinned else 2)  # images and classes
+    engine = Engine(
+        strategy=flag,
+        accelerator="sim",
+        devices=devices,
+        max_epochs=1,
+        callbacks=[counts],
+        log_every_n_steps=50,
+        **QUIET,
+    )
+    batches = loader(subject, 1, engine.data_size)
+    batches.pin_memory = is_pinned
+    engine.fit(build(subject), batches)
+    return engine.global_step
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize(
+    ("flag", "devices"),
+    [
+        ("single", 1),
+        ("ddp_fork", 2),
+        ("zero1_fork", 2),
+        ("fsdp_fork", 2),
+        ("tp_fork", 2),
+        ("pp_fork:microbatches=4", 2),
+    ],
+)
+def test_a_step_copies_its_batch_to_the_device_and_waits_for_nothing(flag, devices, is_pinned):
+    assert in_a_child(_train, flag, devices, is_pinned) == 20
+
+
+def _scale_and_average() -> int:
+    module = build("mlp")
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1e-3)
+    engine = Engine(
+        strategy="ddp_fork",
+        accelerator="sim",
+        devices=2,
+        precision="16-mixed",
+        compression="bf16",
+        max_epochs=1,
+        callbacks=[Counts(2, 2, num_reads=1)],
+        log_every_n_steps=50,
+        **QUIET,
+    )
+    engine.fit(module, loader("mlp", 1, engine.data_size))
+    return engine.global_step
+
+
+def test_a_comm_hook_does_not_wait_for_the_loss_scale():
+    # Whether a step overflowed is read once: by torch, before it calls the optimizer.
+    assert in_a_child(_scale_and_average) >= 15

@@ -1,0 +1,42 @@
+"""On a device that raises where CUDA raises, every strategy computes what a plain loop on the CPU does."""
+
+from typing import Any
+
+import pytest
+
+from tests.engine.parity import TOLERANCE, differences, suffixed
+
+from . import in_a_child
+
+pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
+
+STRATEGIES = {
+    "single": 1,
+    "ddp": 2,
+    "zero1": 2,
+    "fsdp": 2,
+    "fsdp:cpu_offload=true": 2,
+    "hsdp:replicate=2,shard=2": 4,
+    "hsdp:replicate=2,shard=2,cpu_offload=true": 4,
+    "tp": 2,
+    "fsdp+tp:tp=2": 4,
+    "pp:microbatches=4": 2,
+    "pp+ddp:stages=2,microbatches=2": 4,
+    "pp+fsdp:stages=2,microbatches=2": 4,
+}
+"""World size by flag."""
+
+
+def difference(flag: str, *arguments: Any) -> float:
+    return in_a_child(differences, suffixed(flag, "fork"), STRATEGIES[flag], *arguments, accelerator="sim")
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, 0.05)], ids=["one", "accumulate, clip"])
+@pytest.mark.parametrize("flag", STRATEGIES)
+def test_equals_a_plain_loop(flag, accumulate, clip):
+    assert difference(flag, "knows its device", accumulate, clip) <= TOLERANCE
+
+
+@pytest.mark.parametrize("flag", ["fsdp", "pp:microbatches=4"])
+def test_a_language_model_with_tied_weights_equals_a_plain_loop(flag):
+    assert difference(flag, "gpt of four blocks, tied", 1, 0.05) <= TOLERANCE
