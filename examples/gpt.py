@@ -22,6 +22,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--precision", default="bf16-mixed", help="32-true, bf16-mixed, 16-mixed, ...")
     parser.add_argument("--compression", default="none", help="none, bf16, powersgd:4, topk:0.01, auto, ...")
     parser.add_argument("--max_steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--resume", default=None, help="auto: go on from the newest snapshot")
+    parser.add_argument("--default_root_dir", default=None, help="folder of logs and snapshots")
     parser.add_argument("--size", default="tiny", help="tiny, 10M, 124M")
     parser.add_argument("--batch_size", type=int, default=16, help="windows per device")
     return parser

@@ -3,8 +3,8 @@
 python examples/huggingface.py llama docs --strategy fsdp --devices 2 --accelerator cpu --weights llama.safetensors
 python examples/huggingface.py llama docs --strategy tp --devices 2 --accelerator cpu --lora 8
 
-`llama` is a folder with a config.json, whose weights and tokenizer are used if there are some; without a tokenizer the
-tokens are bytes. Nothing is downloaded. It needs `pip install ".[zoo]"`.
+`llama` is a folder with a config.json; of weights in it each rank reads its part. Without a tokenizer in it, tokens are
+bytes. Nothing is downloaded. It needs `pip install ".[zoo]"`.
 """
 
 import argparse
@@ -13,25 +13,26 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, seed_everything
 from peft import LoraConfig, TaskType, get_peft_model
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from polyphase.engine import Engine
+from polyphase.engine import Engine, read_weights
 
 
 class CausalLM(LightningModule):
     def __init__(self, folder: Path, lora: int | None) -> None:
         super().__init__()
-        if any(folder.glob("*.safetensors")):
-            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        else:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        has_weights, build = any(folder.glob("*.safetensors")), lambda: AutoModelForCausalLM.from_config(config)
+        model = read_weights(folder, build) if has_weights else build()
         self.model = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, r=lora)) if lora else model
+        # peft puts adapters on the device of the layers, whose weights are still to be read.
+        for layer in [part for part in self.modules() if hasattr(part, "reset_lora_parameters")]:
+            torch.nn.ModuleList([layer.lora_A, layer.lora_B]).to_empty(device="cpu")
+            layer.reset_lora_parameters("default", init_lora_weights=True)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
-        self.log("train/loss", loss, prog_bar=True)
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("train/loss", loss := self.model(input_ids=batch[0], labels=batch[0]).loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -41,8 +42,8 @@ class CausalLM(LightningModule):
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder with a config.json")
-    parser.add_argument("text", type=Path, help="folder of the text")
-    parser.add_argument("--pattern", default="*.md", help="names of its files, in sub-folders too")
+    parser.add_argument("text", type=Path, help="folder of the text, with sub-folders")
+    parser.add_argument("--pattern", default="*.md", help="names of its files")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--lora", type=int, help="rank of LoRA's matrices; left out: all weights are trained")
     parser.add_argument("--weights", type=Path, help="safetensors file to write the trained weights to")
@@ -54,24 +55,23 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def samples(model: Path, text: Path, pattern: str, length: int) -> TensorDataset:
-    joined = "\n".join(path.read_text(errors="replace") for path in sorted(text.rglob(pattern)))
+def samples(model: Path, folder: Path, pattern: str, length: int) -> TensorDataset:
+    text = "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob(pattern)))
     has_tokenizer = any(model.glob("tokenizer*"))
-    tokens = AutoTokenizer.from_pretrained(model)(joined)["input_ids"] if has_tokenizer else list(joined.encode())
+    tokens = AutoTokenizer.from_pretrained(model)(text)["input_ids"] if has_tokenizer else list(text.encode())
     if len(tokens) < length:
-        raise SystemExit(f"{len(tokens)} tokens in files {pattern} of {text}: give another folder, or --pattern")
+        raise SystemExit(f"{len(tokens)} tokens in files {pattern} of {folder}: give another folder, or --pattern")
     return TensorDataset(torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length))
 
 
 def main() -> None:
     flags = vars(arguments().parse_args())
     seed_everything(0)
-    folder, weights, batch_size = flags.pop("model"), flags.pop("weights"), flags.pop("batch_size")
+    folder, lora, weights, batch_size = (flags.pop(name) for name in ("model", "lora", "weights", "batch_size"))
     data = samples(folder, flags.pop("text"), flags.pop("pattern"), flags.pop("length"))
-    model = CausalLM(folder, flags.pop("lora"))
     engine = Engine(**flags, max_epochs=-1, log_every_n_steps=10)
-    engine.fit(model, DataLoader(data, batch_size, shuffle=True))
-    if weights is not None:
+    engine.fit(CausalLM(folder, lora), DataLoader(data, batch_size, shuffle=True))
+    if weights:
         engine.export(weights)
 
 

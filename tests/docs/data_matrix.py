@@ -1,6 +1,7 @@
-"""The table of docs/data.md: what becomes of each kind of training data, found by training on it.
+"""The tables of docs/data.md: what becomes of each kind of training data, found by training on it.
 
-``python -m tests.docs.data_matrix`` writes the page anew; `test_data_matrix.py` compares it with what is found.
+``python -m tests.docs.data_matrix`` writes the page anew, in some minutes; `test_data_matrix.py` compares its first
+table with what is found, and looks at a cell of each of the others, which are of several ranks (`data_ranks.py`).
 """
 
 import tempfile
@@ -19,6 +20,9 @@ from tests.distributed import ROOT
 from tests.engine.data.runs import train
 from tests.engine.data.test_replayed import Buffered
 from tests.engine.tiny import Positions, SavesIn, Stream
+
+from .data_ranks import RANKS, rank_table, stop_table
+from .data_ranks import STOP as RANK_STOP
 
 PAGE = ROOT / "docs" / "data.md"
 SIZE, BATCH, STOP, EPOCHS = 24, 3, 4, 4
@@ -64,6 +68,22 @@ class Counts(Stream):
         self.at = state["at"]
 
 
+class Shards(Stream):
+    """A stream of four shards, read one after the other."""
+
+    num_shards, shards_in_order = 4, True
+
+    def __init__(self, numbers: range = range(SIZE)) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def shard(self, num_shards: int, index: int) -> "Shards":
+        size = len(self.numbers) // num_shards
+        return Shards(self.numbers[index * size : (index + 1) * size])
+
+
 class Iterable:
     """Batches, from nobody knows where."""
 
@@ -87,7 +107,9 @@ def _batches(batch_size: int, **arguments: Any) -> DataLoader:
 
 
 def _distributed(batch_size: int, **arguments: Any) -> DataLoader:
-    sampler: Any = DistributedSampler(Positions(SIZE), num_replicas=1, rank=0)
+    is_group = torch.distributed.is_initialized()
+    ranks = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if is_group else (1, 0)
+    sampler: Any = DistributedSampler(Positions(SIZE), *ranks)
     return DataLoader(Positions(SIZE), batch_size, sampler=sampler, **arguments)
 
 
@@ -108,6 +130,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "`IterableDataset`": _stream(lambda: Stream(SIZE)),
     "`IterableDataset` with `state_dict`": _stream(lambda: Counts(SIZE)),
     "`IterableDataset` with a shuffle buffer of Hugging Face's": _stream(Buffered),
+    "`IterableDataset` with shards": _stream(Shards),
     "an iterable of batches": lambda size, **_: Iterable(size),
 }
 COLUMNS = ["resumed", "other batch size", "other `num_workers`"]
@@ -140,8 +163,8 @@ def _goes_on_once(make: Callable[[], Any], path: Path, done: list[Any]) -> bool:
     return _is_once(done + _run(make, path))
 
 
-def page(folder: Path) -> str:
-    """The text of docs/data.md; checkpoints are saved in `folder`."""
+def one_process(folder: Path) -> str:
+    """The first part of docs/data.md; checkpoints are saved in `folder`."""
     rows = [["", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     for number, (kind, make) in enumerate(KINDS.items()):
         path = folder / f"{number}.ckpt"
@@ -155,7 +178,18 @@ def page(folder: Path) -> str:
                 _verdict(_goes_on_once, partial(make, BATCH, num_workers=1), path, done),
             ]
         )
-    return _ABOVE + "".join("| " + " | ".join(row) + " |\n" for row in rows) + _BELOW
+    return _ABOVE + _table(rows) + _BELOW
+
+
+def _table(rows: list[list[str]]) -> str:
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def page(folder: Path) -> str:
+    """The text of docs/data.md."""
+    ranks = _table(rank_table(KINDS, BATCH, _EACH, folder))
+    stops = _table(stop_table(folder))
+    return one_process(folder) + _RANKS + ranks + _RANKS_BELOW + _STOPS + stops + _LIBRARIES + _PROMISES
 
 
 _ABOVE = f"""# Which training data go on after a stop in mid-epoch
@@ -169,6 +203,76 @@ _BELOW = """
 - **other batch size** (4), **other `num_workers`** (1): each sample once in the epoch that was stopped, both runs
   together, and once in each of the three after it.
 - *refused*: an error before the first step that says what can be done.
+"""
+_RANKS = f"""
+## Two ranks
+
+The same data, under `ddp_fork` on {RANKS} processes, stopped after {RANK_STOP} batches of each.
+
+"""
+_RANKS_BELOW = """
+- **each sample once**: in each of the four epochs, by one of the ranks. **evaluated once**: by `validate`.
+- **resumed**: each rank is trained on the batches of the run that was not stopped. **resumed in one process**: each
+  sample once in the epoch that was stopped, both runs together, and in each later one.
+- *-*: there is no run to be resumed.
+"""
+_STOPS = """
+## Launchers and stops
+
+Two ranks, `shuffle=True`, a `Snapshot` after every other step; stopped in mid-epoch, started again (`resume="auto"`).
+*yes*: together the two runs were trained on the batches of the run that was not stopped, by rank, epoch and number; of
+what no snapshot has, the second time counts. `kill -9` ended one of the ranks, SIGTERM went to one of them.
+
+"""
+_LIBRARIES = """
+## Public libraries
+
+Run by hand under `ddp` on 2 ranks, torch 2.13: 48 samples in 8 shards, batches of 3, 4 epochs; saved after 4 batches of
+each rank. *Once*: each sample in the epoch that was stopped, both runs together, and in each of the three after it.
+
+|  | two ranks | resumed with 2 | with 1 and with 3 |
+| --- | --- | --- | --- |
+| `datasets` 5.2.0, `load_dataset(..., streaming=True)` | once | same batches | once |
+| the same, `shuffle(buffer_size=7)` | once | same batches | refused with 1; 3 not tried |
+| the same, not streaming, `shuffle=True` | once | same batches | once |
+| `webdataset` 1.0.2, `nodesplitter=split_by_node` | once | same batches | refused |
+| the same without a `nodesplitter` | refused by webdataset | - | - |
+| `litdata` 0.2.76, its `StreamingDataLoader` | once | refused in mid-epoch | refused in mid-epoch |
+| the same in a `DataLoader` | once | refused | refused with 1; 3 not tried |
+
+litdata's own loader was silently wrong (the epoch after the resumed one was empty) before it was refused, by its class;
+that refusal was then tested with a class of the same module's name. `mosaicml-streaming` was not run.
+
+`pip install "polyphase[data]"` brings the first two. `litdata` is not in it: with it came torchvision, whose wheel on
+PyPI ends the import of Lightning beside a torch that is for the CPU alone.
+"""
+_PROMISES = """
+## What is promised
+
+**Seeds.** The order of samples is drawn as one process draws it: from the generator that you gave to the loader or the
+sampler, else from the global ones, which `seed_everything` seeds. Rank 0 hands the states to the other ranks as a pass
+begins. A checkpoint has these states. A run that is resumed needs the same data and the same sampler; it does not need
+the same seed.
+
+**Augmentation.** With as many ranks and workers as before, a run that is resumed draws what the run that was not
+stopped draws: from Python's, NumPy's and torch's global generators, and from generators that the data set keeps (an
+attribute, also of a transform, a list, a `functools.partial` or a closure), in the main process and in workers. With
+another layout, give `seed_samples=True`: then a sample's draws depend on seed, epoch and index alone.
+
+**Streams.** An `IterableDataset` is read through one place per rank, and goes on with as many ranks. Without a
+`state_dict` it is read again up to its place, with the generators as they were when the epoch began, so that an order
+that it draws is the same one. If it draws from global generators between its samples, in the main process, and
+the training draws from them, too, a warning says that other samples may come.
+
+**Shards.** A stream that says `shards_in_order = True` is dealt by shards, and goes on with any number of ranks,
+workers and samples in a batch. A shard that was begun goes on after the last sample trained on, in the order that
+was drawn for it. A rank for which nothing is left takes part with a batch that counts for nothing.
+
+**Epochs that are told.** What a hook tells a data set by `set_epoch`, or as its attribute `epoch`, is told again. If
+workers have been started before, so that they would not hear of it, that is an error.
+
+**Not seen**: generators in modules, global variables or C extensions, and those of validation data; other global state
+that a data set changes, such as a counter or a cache. With another number of ranks, workers draw other numbers.
 """
 
 if __name__ == "__main__":

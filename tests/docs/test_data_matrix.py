@@ -1,10 +1,26 @@
 """docs/data.md says what is found, and no kind of training data is silently read otherwise."""
 
-from .data_matrix import PAGE, page
+import pytest
+
+from .data_matrix import _EACH, BATCH, KINDS, PAGE, one_process
+from .data_ranks import rank_row, stop_cell
 
 
 def test_the_page_says_what_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")  # taken back after the test
-    found = page(tmp_path)
-    assert "SILENTLY" not in found
-    assert PAGE.read_text() == found, "write it anew: python -m tests.docs.data_matrix"
+    found, written = one_process(tmp_path), PAGE.read_text()
+    assert "SILENTLY" not in written
+    assert written.startswith(found), "write it anew: python -m tests.docs.data_matrix"
+
+
+@pytest.mark.timeout(240)
+def test_so_it_is_with_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    kind = "`IterableDataset` with shards"
+    cells = rank_row(KINDS[kind], BATCH, _EACH, tmp_path / "ranks")
+    assert f"| {kind} | {' | '.join(cells)} |" in PAGE.read_text().partition("## Two ranks")[2]
+
+
+@pytest.mark.timeout(240)
+def test_so_it_is_with_a_stop(tmp_path):
+    assert stop_cell("`ddp_fork`", "kill -9", tmp_path) == "yes"

@@ -243,3 +243,14 @@ def test_sequences_of_many_lengths(monkeypatch, capfd, strategy, devices):
     loss, steps = re.search(r"loss ([\d.]+) after (\d+) steps", capfd.readouterr().out).groups()
     assert float(loss) < 4, "of 5.5 before training"
     assert int(steps) > 20
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_streams_with_shards(monkeypatch, capfd):
+    page = Page("streams-with-shards")
+    page.run_here("train.py", monkeypatch, "10", "0", strategy="ddp_fork", devices=2)
+    found = page.run_here("train.py", monkeypatch, "60", "2")
+    assert re.findall(r"goes on from .*step=(\d+)", "".join(capfd.readouterr())) == ["10"]
+    # 240 samples make 15 steps of 16: also in the epoch that the two runs share.
+    assert found["engine"].global_step == 60
+    assert found["engine"].current_epoch == 4

@@ -25,6 +25,8 @@ class Model(NamedTuple):
     """It draws random numbers as it runs, other ones on each rank: that it runs is all that can be compared."""
     is_mean: bool = True
     """Its loss is a mean over samples; else ranks, and micro-batches, each compute another one, as under any DDP."""
+    sync_batchnorm: bool = False
+    """The engine is told so: BatchNorm sees the batch of all ranks."""
 
 
 class Zoo(LightningModule):
@@ -55,8 +57,13 @@ def loader(model: Model, ranks: int = 1) -> DataLoader:
     return DataLoader(TensorDataset(*model.data(STEPS * BATCH)), batch_size=BATCH // ranks)
 
 
-def plain_loop(model: Model) -> dict[str, Tensor]:
-    """The weights after `STEPS` batches, by torch alone: no trainer, no strategy."""
+def plain_loop(model: Model, clip: float | None = None) -> dict[str, Tensor]:
+    """The weights after `STEPS` batches, by torch alone: no trainer, no strategy.
+
+    Args:
+        model: of the zoo.
+        clip: largest norm of all gradients; None for any.
+    """
     module = build(model)
     configured: Any = module.configure_optimizers()
     optimizers = list(configured) if isinstance(configured, (tuple, list)) else [configured]
@@ -75,7 +82,10 @@ def plain_loop(model: Model) -> dict[str, Tensor]:
             optimizer.zero_grad()
         found = module.training_step(batch, index)
         (found["loss"] if isinstance(found, dict) else found).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
         for optimizer in optimizers:
+            module.on_before_optimizer_step(optimizer)
             optimizer.step()
         module.on_train_batch_end(found, batch, index)  # where an average over the steps is usually updated
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -317,8 +317,21 @@ def _classes(*make: Any) -> Any:
     return lambda size: (*(each(size) for each in make), torch.arange(size) % 4)
 
 
+def _batch_normed() -> nn.Sequential:
+    def block(width_in: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(width_in, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+
+    return nn.Sequential(block(3), block(6), block(6), nn.Sequential(nn.Flatten(), nn.Linear(216, 4)))
+
+
 MODELS = {
     "convolutions": Model(lambda: Classifier(_convs()), _classes(lambda n: torch.randn(n, 3, 6, 6))),
+    "batch norm": Model(
+        lambda: Classifier(_batch_normed()),
+        _classes(lambda n: torch.randn(n, 3, 6, 6)),
+        "convolutions, `sync_batchnorm=True`",
+        sync_batchnorm=True,
+    ),
     "GAN": Model(GAN, lambda n: (torch.randn(n, 8), torch.randn(n, 4)), "two optimizers, by hand, toggled"),
     "WGAN-GP": Model(WGANGP, lambda n: (torch.randn(n, 8), torch.randn(n, 4)), "and a gradient penalty"),
     "gradient penalty": Model(GradientPenalty, rows(), "`create_graph=True`"),

@@ -2,18 +2,16 @@
 
 import os
 import re
-import signal
 import traceback
 import warnings
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import polyphase.engine
 from polyphase.engine import Engine
+from tests.distributed import in_a_fork
 
 from .model import STEPS, Model, build, loader, plain_loop
 
@@ -43,27 +41,18 @@ class Cell(NamedTuple):
 
 def run(model: Model, strategy: str, timeout_s: float = 120) -> Cell:
     """Runs it in a process of its own, that takes its children along."""
-    context = mp.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(there, model, strategy))
-    process.start()
-    there.close()
     try:
-        found = Cell(*here.recv()) if here.poll(timeout_s) else Cell("hangs", f"no end after {timeout_s:.0f} s")
-    except EOFError:
-        process.join()
-        found = Cell("failed", f"the process ended with exit code {process.exitcode}")
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
+        found = in_a_fork(_report, model, strategy, timeout_s=timeout_s)
+    except TimeoutError as error:
+        found = Cell("hangs", str(error))
+    except EOFError as error:
+        found = Cell("failed", str(error))
     return Cell(found.kind, re.sub(r"(/[^\s:\"]*/)?([\w-]+\.py)", r"\2", found.detail))  # no paths of a machine
 
 
-def _report(to: Any, model: Model, strategy: str) -> None:
-    os.setsid()
+def _report(model: Model, strategy: str) -> Cell:
     os.environ["POLYPHASE_TRACEBACK"] = "full"  # to see who has raised
-    to.send(tuple(_run(model, strategy)))
-    to.close()
+    return _run(model, strategy)
 
 
 def _run(model: Model, strategy: str) -> Cell:
@@ -82,7 +71,8 @@ def _run(model: Model, strategy: str) -> Cell:
 def _run_under(model: Model, strategy: str) -> Cell:
     module = build(model)
     try:
-        engine = Engine(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **_QUIET)
+        flags = {"sync_batchnorm": model.sync_batchnorm, **_QUIET}
+        engine = Engine(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **flags)
         engine.fit(module, loader(model, engine.data_size))
     except Exception as error:
         return _of_error(error)

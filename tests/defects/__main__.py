@@ -1,0 +1,56 @@
+"""Takes out what prevents each defect, and writes docs/defects.md: ``python -m tests.defects``."""
+
+import argparse
+import logging
+import platform
+import sys
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+from .defects import DEFECTS
+from .run import Found, run
+
+_HEAD = """# Does the check of the first steps find what it is for?
+
+Each line takes out one thing by which a strategy computes what one process does, or refuses what it can't. Without it
+3 steps on 2 CPU processes end, without a word, with weights that differ from those of a plain PyTorch loop by the
+number shown. The last column is what `check_first_steps` says then: {found} of {number} are reported. What begins after
+the first two steps it can't see; [guarantees.md](guarantees.md) says what else. `python -m tests.defects` writes this
+page; {versions}.
+
+| what goes wrong | strategy | weights or buffers differ by | `check_first_steps` says |
+|---|---|---|---|
+"""
+
+
+def main() -> int:
+    """Runs all of them, or those that are asked for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.defects", description=__doc__)
+    parser.add_argument("--only", default="", help="run those whose names have this in it, and write nothing")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "defects.md")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    found: dict[str, Found] = {}
+    for name, defect in DEFECTS.items():
+        if asked.only in name:
+            found[name] = run(defect)
+            print(name, *found[name], sep="\n    ", flush=True)
+    reported = sum(bool(each.report) for each in found.values())
+    print(f"{reported} of {len(found)} are reported")
+    if not asked.only:
+        said = ", ".join(
+            [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in ("torch", "lightning"))]
+        )
+        lines = [
+            f"| {name} | `{DEFECTS[name].strategy}` | {each.difference} | {each.report or '**nothing**'} |"
+            for name, each in found.items()
+        ]
+        head = _HEAD.format(found=reported, number=len(found), versions=said)
+        asked.output.write_text(head + "\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

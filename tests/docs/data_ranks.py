@@ -1,0 +1,167 @@
+"""The tables of docs/data.md about several ranks: kinds of training data, and launchers and stops.
+
+They take some minutes; `data_matrix.py` writes them into the page, `test_data_matrix.py` looks at a few of them.
+"""
+
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import seed_everything
+
+from tests.distributed import ROOT, run_command, torchrun
+from tests.engine.data.runs import Trains
+from tests.engine.tiny import SavesIn, engine
+
+RANKS, STOP, EPOCHS = 2, 2, 4
+RANK_COLUMNS = ["each sample once", "evaluated once", "resumed", "resumed in one process"]
+LAUNCHERS = {"`ddp_fork`": "ddp_fork", "`ddp`": "ddp", "torchrun": "ddp", "`ddp_spawn`": "ddp_spawn"}
+STOPS = ["SIGTERM", "max_steps", "kill -9"]
+REFUSED = ("ValueError", "TypeError", "MisconfigurationException")
+
+
+class _Notes(Trains):
+    """Leaves behind, by rank, what it was trained on and what it was evaluated on."""
+
+    def __init__(self, folder: Path, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.folder, self.evaluated = folder, []
+        # Called when the ranks are known.
+        self.train_dataloader = self.val_dataloader = make
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated += batch.tolist()
+
+    def _write(self, name: str, what: Any) -> None:
+        (self.folder / f"{name}{self.trainer.global_rank}").write_text(json.dumps(what))
+
+    def on_train_end(self) -> None:
+        self._write("trained", self.seen)
+
+    def on_validation_end(self) -> None:
+        self._write("evaluated", self.evaluated)
+
+
+def _run(make: Callable[[], Any], folder: Path, ranks: int, checkpoint: Path | None = None, **flags: Any) -> list[Any]:
+    strategy = {"strategy": "ddp_fork", "devices": ranks} if ranks > 1 else {}
+    for old in folder.glob("trained*"):
+        old.unlink()
+    seed_everything(7 if checkpoint is None else 8, verbose=False)
+    with _warnings_in(folder / "warned"):
+        trainer = engine(max_epochs=EPOCHS, limit_val_batches=0, default_root_dir=folder, **strategy, **flags)
+        trainer.fit(_Notes(folder, make), ckpt_path=checkpoint)
+    return [json.loads((folder / f"trained{rank}").read_text()) for rank in range(ranks)]
+
+
+def _evaluate(make: Callable[[], Any], folder: Path) -> Counter[int]:
+    with _warnings_in(folder / "warned"):
+        trainer = engine(strategy="ddp_fork", devices=RANKS, default_root_dir=folder)
+        trainer.validate(_Notes(folder, make), verbose=False)
+    return Counter(i for rank in range(RANKS) for i in json.loads((folder / f"evaluated{rank}").read_text()))
+
+
+def _verdict(check: Callable[[], bool], folder: Path) -> str:
+    (folder / "warned").unlink(missing_ok=True)
+    try:
+        if check():
+            return "yes"
+    except Exception as error:  # that of a rank is another class's, with its text
+        if not any(name in f"{type(error).__name__}: {error}" for name in REFUSED):
+            raise
+        return "refused"
+    warned = folder / "warned"
+    says_so = warned.exists() and "ranks reads all of" in warned.read_text()
+    return "no: each rank reads all, with a warning" if says_so else "SILENTLY WRONG"
+
+
+@contextmanager
+def _warnings_in(path: Path) -> Iterator[None]:
+    """Those of this process and its forks are written to a file."""
+
+    def write(message: Any, *_: Any, **__: Any) -> None:
+        with path.open("a") as file:
+            file.write(f"{message}\n")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = write
+        yield
+
+
+def rank_row(make: Callable[[int], Any], batch_size: int, each: Counter[int], folder: Path) -> list[str]:
+    """The cells of a kind of training data."""
+    load, saved = partial(make, batch_size), folder / "saved"
+    folder.mkdir()
+    found: dict[str, list[Any]] = {}
+
+    def is_once(seen: list[Any]) -> bool:
+        epochs = [Counter(i for epoch, _, ids in seen if epoch == n for i in ids) for n in range(EPOCHS)]
+        return epochs == [each] * EPOCHS
+
+    def once() -> bool:
+        found["whole"] = _run(load, folder, RANKS, callbacks=[SavesIn("on_train_batch_end", STOP, saved)])
+        return is_once([item for rank in found["whole"] for item in rank])
+
+    cells = [_verdict(once, folder), _verdict(lambda: _evaluate(load, folder) == each, folder)]
+    if not found:
+        return [*cells, "-", "-"]
+    whole, done = found["whole"], [item for rank in found["whole"] for item in rank[:STOP]]
+    cells.append(_verdict(lambda: _run(load, folder, RANKS, saved) == [rank[STOP:] for rank in whole], folder))
+    cells.append(_verdict(lambda: is_once(done + _run(load, folder, 1, saved)[0]), folder))
+    return cells
+
+
+def _noted(folder: Path) -> dict[Any, Any]:
+    """By rank, epoch and batch: the samples; the last time counts where a step that was not saved is done again."""
+    lines = [
+        (rank, json.loads(line)) for rank in range(2) for line in (folder / f"rank{rank}").read_text().splitlines()
+    ]
+    return {(rank, epoch, index): ids for rank, (epoch, index, ids) in lines}
+
+
+def _start(launcher: str, how: str, where: Path) -> int:
+    """The exit code of a run."""
+    where.mkdir(exist_ok=True, parents=True)
+    arguments = ROOT / "tests" / "docs" / "stopped.py", LAUNCHERS[launcher], how, str(where)
+    if launcher == "torchrun":
+        return torchrun(*arguments, cwd=ROOT, timeout_s=300).returncode
+    return run_command([sys.executable, *arguments], cwd=ROOT, timeout_s=300).returncode
+
+
+def stop_cell(launcher: str, stop: str, folder: Path) -> str:
+    """Whether a run of that launcher that is stopped and started again is the one that was not stopped.
+
+    That one is of the first launcher: all of them are to train alike.
+    """
+    whole, stopped = folder / "whole", folder / f"{launcher} {stop}".replace("`", "")
+    if not whole.exists() and _start(next(iter(LAUNCHERS)), "none", whole) != 0:
+        return "does not run"
+    code = _start(launcher, stop, stopped)
+    if (code == 0) != (stop == "max_steps"):
+        return f"SILENTLY WRONG: exit code {code}"
+    if len(_noted(stopped)) >= len(_noted(whole)):
+        return "SILENTLY WRONG: not stopped"
+    if (code := _start(launcher, "none", stopped)) != 0:
+        return f"refused, exit code {code}"
+    return "yes" if _noted(stopped) == _noted(whole) else "SILENTLY WRONG"
+
+
+def rank_table(kinds: dict[str, Any], batch_size: int, each: Counter[int], folder: Path) -> list[list[str]]:
+    """A row for each kind."""
+    rows = [["", *RANK_COLUMNS], ["---"] * (1 + len(RANK_COLUMNS))]
+    return rows + [
+        [kind, *rank_row(make, batch_size, each, folder / f"ranks{number}")]
+        for number, (kind, make) in enumerate(kinds.items())
+    ]
+
+
+def stop_table(folder: Path) -> list[list[str]]:
+    """A row for each launcher."""
+    rows = [["", *(f"`{stop}`" for stop in STOPS)], ["---"] * (1 + len(STOPS))]
+    return rows + [[name, *(stop_cell(name, stop, folder) for stop in STOPS)] for name in LAUNCHERS]
