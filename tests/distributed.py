@@ -1,5 +1,6 @@
 """The only place in the tests that starts processes: each has a deadline and takes its whole tree along."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -18,6 +19,9 @@ import torch.distributed.nn.functional
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parents[1]
+
+_LAST_WORDS_S = 2.0
+"""How long before its deadline a rank prints where it is."""
 
 
 class Finished(NamedTuple):
@@ -118,12 +122,16 @@ def run_ranks(
     With "fork" each of them is spared the seconds that the imports take, and a warning is an error in it, too.
 
     Raises:
-        TimeoutError: they did not end in time; all of them are killed.
+        TimeoutError: they did not end in time; each prints its stack, and all of them are killed.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        workers = (function, num_ranks, server.port, arguments)
+        # The server's thread looks up the name of whoever connects. A process that is forked meanwhile has the lock of
+        # the C library's resolver, and nobody who lets it go: nobody connects until all have been forked.
+        all_started = mp.get_context(start_method).Event()
+        workers = (all_started, timeout_s, function, num_ranks, server.port, arguments)
         context = mp.start_processes(_rank, args=workers, nprocs=num_ranks, join=False, start_method=start_method)
+        all_started.set()
         deadline = time.monotonic() + timeout_s
         # As often as a rank ends.
         while not context.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2):
@@ -136,8 +144,18 @@ def run_ranks(
         del server
 
 
-def _rank(rank: int, function: Callable[..., Any], num_ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    all_started: Any,
+    timeout_s: float,
+    function: Callable[..., Any],
+    num_ranks: int,
+    port: int,
+    arguments: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(max(1.0, timeout_s - _LAST_WORDS_S), file=2)
     torch.set_num_threads(1)
+    all_started.wait()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:
