@@ -15,7 +15,7 @@ from .sample_seeds import SeededLoader, SeededSamples, check_seedable, seed_samp
 from .shards import InShards, Shards, in_shards, left_of, why_not
 from .stateful import Remembering, as_stateful, epoch_of, is_stateful, keeps_place, remembering, set_epoch, told_by
 from .stream_draws import drawing
-from .streams import Agreeing, agreeing, shard_of
+from .streams import Agreeing, agreeing, check_own_part, shard_of
 from .uneven import UNEVEN, Together, together
 from .watched import Watched, WatchedLoaders
 from .workers import WithWorkers, Workers, has_workers
@@ -49,6 +49,7 @@ __all__ = [
     "check_batch_sizes",
     "check_length",
     "check_loader",
+    "check_own_part",
     "check_seedable",
     "copied",
     "cu_seqlens",

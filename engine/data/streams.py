@@ -13,10 +13,54 @@ from torch.utils.data import DataLoader
 from .copied import copied
 from .shards import num_shards_of
 
-__all__ = ["Agreeing", "agreeing", "shard_of"]
+__all__ = ["Agreeing", "agreeing", "check_own_part", "shard_of"]
 
-_SHARD_THEMSELVES = ("litdata", "webdataset")
+_SHARD_THEMSELVES = ("litdata", "streaming", "webdataset")
 """Packages whose data sets find out the rank; or, like webdataset's without a `nodesplitter`, refuse several."""
+
+_BY_ENVIRONMENT = """\
+{name} takes this process for rank {rank} of {size}, where the run has rank {part} of {num_parts}: MosaicML's streams
+read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which `polyphase launch` and torchrun set: start the run with
+one of them. Where ranks compute together (tensor parallelism), `replication=` says how many read the same samples."""
+
+_AMONG_ALL = """\
+{name} shares itself out among all {num_ranks} ranks, where the samples of this run are shared out among {num_parts}:
+ranks that compute together read the same ones. Give it a method `shard(num_shards, index)` that returns a data set of
+one part, in place of finding out the rank; or set `shards_itself = False` on it if every rank reads all of it."""
+
+
+def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> None:
+    """Checks that a data set that finds out its part does not take another one than this rank is to have.
+
+    Args:
+        loader: of any kind.
+        num_parts: the ranks that have samples of their own.
+        part: this rank's place among them.
+        num_ranks: all ranks of the run.
+
+    Raises:
+        ValueError: samples would be left out, or ranks that compute together would read different ones.
+    """
+    data = getattr(loader, "dataset", loader)
+    if num_ranks == 1 or not _shards_itself(data):
+        return
+    name = type(data).__name__
+    world = getattr(data, "_parallel_rank_world", None)  # MosaicML's StreamingDataset
+    if world is not None and (world.num_ranks, world.rank) != (num_parts, part):
+        names = {"rank": world.rank, "size": world.num_ranks, "part": part, "num_parts": num_parts}
+        raise ValueError(_BY_ENVIRONMENT.format(name=name, **names))
+    theirs = getattr(data, "_distributed", None)  # Hugging Face's, after `split_dataset_by_node`
+    takes_it = theirs is not None and (theirs.world_size, theirs.rank) == (num_parts, part)
+    if world is None and not takes_it and num_parts < num_ranks:
+        raise ValueError(_AMONG_ALL.format(name=name, num_ranks=num_ranks, num_parts=num_parts))
+
+
+def _shards_itself(data: Any) -> bool:
+    if isinstance(said := getattr(data, "shards_itself", None), bool):
+        return said
+    if getattr(data, "_distributed", None) is not None:  # Hugging Face's
+        return True
+    return any(cls.__module__.partition(".")[0] in _SHARD_THEMSELVES for cls in type(data).__mro__)
 
 
 def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | None:
@@ -31,10 +75,7 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         ValueError: the data set says that it has fewer shards (`num_shards`) than there are ranks.
     """
     dataset: Any = loader.dataset
-    if any(cls.__module__.partition(".")[0] in _SHARD_THEMSELVES for cls in type(dataset).__mro__):
-        return loader
-    # Of Hugging Face's: what `split_dataset_by_node` has done to it.
-    if getattr(dataset, "shards_itself", False) or getattr(dataset, "_distributed", None) is not None:
+    if _shards_itself(dataset):
         return loader
     if not callable(getattr(dataset, "shard", None)):
         return None

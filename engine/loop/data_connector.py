@@ -33,6 +33,7 @@ from ..data import (
     as_stateful,
     check_length,
     check_loader,
+    check_own_part,
     check_seedable,
     copied,
     decides,
@@ -97,7 +98,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if self._seeds_samples:
             check_seedable(dataloader)
-        self._warn_of_replicas(dataloader)
+        self._check_replicas(dataloader)
+        check_own_part(dataloader, self.trainer.data_size, self.trainer.data_rank, self.trainer.world_size)
         if not isinstance(dataloader, DataLoader) and not getattr(dataloader, "shards_itself", False):
             self._warn_of_parts(dataloader, "which is no DataLoader", "a DataLoader around it")
         if mode == RunningStage.TRAINING:
@@ -214,15 +216,19 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         samplers = _order_of(dataloader), dataloader.batch_sampler
         return not connector.use_distributed_sampler or any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
-    def _warn_of_replicas(self, dataloader: object) -> None:
+    def _check_replicas(self, dataloader: object) -> None:
         sampler = _order_of(dataloader) if isinstance(dataloader, DataLoader) else None
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas != self.trainer.data_size:
-            rank_zero_warn(
-                f"{type(sampler).__name__} deals to {sampler.num_replicas} rank(s), where samples are shared by"
-                f" {self.trainer.data_size}: some are read more than once, or not at all. Make it in"
-                " `train_dataloader`, when the ranks are known, or give the DataLoader no such sampler: the engine"
-                " deals its order."
-            )
+        if not isinstance(sampler, DistributedSampler) or sampler.num_replicas == self.trainer.data_size:
+            return
+        message = (
+            f"{type(sampler).__name__} deals to {sampler.num_replicas} rank(s), where samples are shared by"
+            f" {self.trainer.data_size}: some are read more than once, or not at all. Make it in"
+            " `train_dataloader`, when the ranks are known, or give the DataLoader no such sampler: the engine"
+            " deals its order."
+        )
+        if self.trainer.data_size < self.trainer.world_size:  # ranks that compute together would read different ones
+            raise ValueError(message)
+        rank_zero_warn(message)
 
     # --- which loader is evaluated
 

@@ -239,9 +239,14 @@ each rank. *Once*: each sample in the epoch that was stopped, both runs together
 | the same without a `nodesplitter` | refused by webdataset | - | - |
 | `litdata` 0.2.76, its `StreamingDataLoader` | once | refused in mid-epoch | refused in mid-epoch |
 | the same in a `DataLoader` | once | refused | refused with 1; 3 not tried |
+| `mosaicml-streaming` 0.13.0, its `StreamingDataLoader`, under torchrun | once | same batches | refused |
+| the same in a `DataLoader` | once | refused | refused |
+| the same without a launcher | ends in MosaicML's `FileExistsError` | - | - |
 
-litdata's own loader was silently wrong (the epoch after the resumed one was empty) before it was refused, by its class;
-that refusal was then tested with a class of the same module's name. `mosaicml-streaming` was not run.
+MosaicML's streams know their rank by `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` alone: start such a run
+with `polyphase launch` or torchrun. (It ran here with 48 shards, and without torchvision's operators.) litdata's own loader was silently wrong (the epoch after the resumed one was empty) before it was refused, by its class; that
+refusal was then tested with a class of the same module's name. A data set that shares itself out among all ranks is
+refused where some compute together (`tp`, `pp`): they would read different samples.
 
 `pip install "polyphase[data]"` brings the first two. `litdata` is not in it: with it came torchvision, whose wheel on
 PyPI ends the import of Lightning beside a torch that is for the CPU alone.

@@ -6,7 +6,6 @@ an error before the first step.
 """
 
 import argparse
-import faulthandler
 import itertools
 import json
 import os
@@ -35,8 +34,6 @@ LATER_EPOCHS = 3
 STOPS = ("max_steps", "should_stop", "exception", "save")
 REFUSED = (TypeError, ValueError)
 _SEED = 7
-_HANGS_S = 90
-"""After which a rank prints where it is."""
 
 
 @dataclass(frozen=True)
@@ -359,10 +356,8 @@ def _verdict(what: Draw, begun: list[dict[str, Any]], gone_on: list[dict[str, An
 
 def _on_rank(rank: int, what: Draw, path: Path, max_epochs: int | None) -> None:
     as_rank(rank)
-    faulthandler.dump_traceback_later(_HANGS_S)
     arguments = (begin, what, path) if max_epochs is None else (go_on, what, path, max_epochs)
     path.with_name(f"{rank}.json").write_text(json.dumps(_noted(*arguments)))
-    faulthandler.cancel_dump_traceback_later()
 
 
 def on_ranks(seed: int, numbers: list[int], most_ranks: int, folder: Path, timeout_s: float = 120) -> dict[int, str]:

@@ -1,13 +1,17 @@
 """Streams that several ranks read: their parts, and their common end."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import DataLoader, DistributedSampler
 
-from polyphase.engine.data import agreeing, shard_of
+from polyphase.engine.data import agreeing, check_own_part, shard_of
 
-from ..tiny import Stream
+from ..tiny import Regression, Stream, engine
 
 
 def said(*others):
@@ -74,3 +78,73 @@ def test_a_data_set_of_a_package_that_shards_itself_is_left_as_it_is():
     cls = type("StreamingDataset", (Stream,), {"__module__": "litdata.streaming.dataset"})
     loader = DataLoader(cls(4))
     assert shard_of(loader, 2, 0) is loader
+
+
+class OwnRanks(Stream):
+    """Reads the samples of its rank among all of them."""
+
+    shards_itself = True
+
+    def __iter__(self):
+        return iter(range(dist.get_rank(), self.size, dist.get_world_size()))
+
+
+class Replayed(Stream):
+    shards_itself = False
+
+
+class Stock(OwnRanks):
+    """As Hugging Face's is after `split_dataset_by_node`."""
+
+    shards_itself = None
+    _distributed = SimpleNamespace(rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("data", [Replayed(4), Stream(4), Stock(4)], ids=lambda data: type(data).__name__)
+def test_data_that_ranks_which_compute_together_may_share(data):
+    check_own_part(DataLoader(data), 1, 0, 2)
+
+
+def test_data_that_deals_itself_to_all_ranks_is_refused_where_some_compute_together():
+    check_own_part(DataLoader(OwnRanks(4)), 2, 1, 2)
+    with pytest.raises(ValueError, match="OwnRanks shares itself out among all 4 ranks"):
+        check_own_part(DataLoader(OwnRanks(4)), 2, 1, 4)
+
+
+@pytest.mark.parametrize(("rank", "size", "is_right"), [(1, 2, True), (0, 1, False), (0, 2, False)])
+def test_mosaicmls_stream_knows_its_rank_by_the_environment(rank, size, is_right):
+    names = {"__module__": "streaming.base.dataset"}
+    data = type("StreamingDataset", (Stream,), names)(4)
+    data._parallel_rank_world = SimpleNamespace(rank=rank, num_ranks=size)
+    assert shard_of(DataLoader(data), 2, 1) is not None
+    if is_right:
+        return check_own_part(DataLoader(data), 2, 1, 2)
+    with pytest.raises(ValueError, match=f"rank {rank} of {size}, where the run has rank 1 of 2: MosaicML's"):
+        check_own_part(DataLoader(data), 2, 1, 2)
+    return None
+
+
+class Evaluated(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", ["tp_fork", "pp_fork:microbatches=2"])
+@pytest.mark.parametrize("validates", [False, True])
+def test_such_data_is_refused_by_a_run(strategy, validates):
+    run = engine(strategy=strategy, devices=2)
+    loader = DataLoader(OwnRanks(8), batch_size=2)
+    with pytest.raises(ProcessRaisedException, match="OwnRanks shares itself out among all 2 ranks"):
+        run.validate(Evaluated(), loader, verbose=False) if validates else run.fit(Evaluated(), loader)
+
+
+def test_a_distributed_sampler_for_all_ranks_is_refused_where_some_compute_together():
+    loader = DataLoader(range(8), sampler=DistributedSampler(range(8), num_replicas=2, rank=0))
+    with pytest.raises(
+        ProcessRaisedException, match=r"DistributedSampler deals to 2 rank\(s\), where samples are shared by 1"
+    ):
+        engine(strategy="tp_fork", devices=2).fit(Regression(), loader)
