@@ -244,9 +244,10 @@ each rank. *Once*: each sample in the epoch that was stopped, both runs together
 | the same without a launcher | ends in MosaicML's `FileExistsError` | - | - |
 
 MosaicML's streams know their rank by `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` alone: start such a run
-with `polyphase launch` or torchrun. (It ran here with 48 shards, and without torchvision's operators.) litdata's own loader was silently wrong (the epoch after the resumed one was empty) before it was refused, by its class; that
-refusal was then tested with a class of the same module's name. A data set that shares itself out among all ranks is
-refused where some compute together (`tp`, `pp`): they would read different samples.
+with `polyphase launch` or torchrun. (It was run with 48 shards.) litdata's own loader was silently wrong (the epoch
+after the resumed one was empty) before it was refused, by its class; that refusal was then tested with a class of the
+same module's name. A data set that shares itself out among all ranks is refused where some compute together (`tp`,
+`pp`): they would read different samples.
 
 `pip install "polyphase[data]"` brings the first two. `litdata` is not in it: with it came torchvision, whose wheel on
 PyPI ends the import of Lightning beside a torch that is for the CPU alone.
