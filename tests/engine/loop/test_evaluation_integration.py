@@ -113,6 +113,7 @@ def draws_of_all_ranks(rank, strategy, num_ranks):
 
 
 @pytest.mark.timeout(170)
+@pytest.mark.filterwarnings("default")  # torchmetrics and Lightning warn of data as small, and logged, as these
 @pytest.mark.parametrize(("strategy", "num_ranks"), MATRIX)
 def test_results_and_predictions_are_those_of_one_process(strategy, num_ranks):
-    run_ranks(draws_of_all_ranks, num_ranks, strategy, num_ranks, timeout_s=160)
+    run_ranks(draws_of_all_ranks, num_ranks, strategy, num_ranks, timeout_s=160, start_method="fork")

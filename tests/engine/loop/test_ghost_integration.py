@@ -227,6 +227,7 @@ def streams_that_know_their_length(rank):
 
 @pytest.mark.timeout(100)
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize(
     ("check", "num_ranks"),
@@ -243,4 +244,4 @@ def streams_that_know_their_length(rank):
     ],
 )
 def test_evaluation(check, num_ranks):
-    run_ranks(check, num_ranks, timeout_s=90)
+    run_ranks(check, num_ranks, timeout_s=90, start_method="fork")

@@ -81,7 +81,7 @@ def writers(rank, tmp_path):
 @pytest.mark.timeout(100)
 @pytest.mark.filterwarnings("ignore:Your `predict_dataloader`'s sampler has shuffling")
 def test_writers_are_told_the_indices_of_each_batch(tmp_path):
-    run_ranks(writers, 2, tmp_path, timeout_s=90)
+    run_ranks(writers, 2, tmp_path, timeout_s=90, start_method="fork")
     assert json.loads((tmp_path / "0-False").read_text()) == [[0, 1, 2], [6, 7, 8], [12]]
     assert json.loads((tmp_path / "1-False").read_text()) == [[3, 4, 5], [9, 10, 11]]
     shuffled = [i for rank in range(2) for batch in json.loads((tmp_path / f"{rank}-True").read_text()) for i in batch]
@@ -105,4 +105,4 @@ def several_loaders_and_nothing_gathered(rank):
 
 @pytest.mark.timeout(100)
 def test_several_loaders_and_nothing_gathered():
-    run_ranks(several_loaders_and_nothing_gathered, 2, timeout_s=90)
+    run_ranks(several_loaders_and_nothing_gathered, 2, timeout_s=90, start_method="fork")

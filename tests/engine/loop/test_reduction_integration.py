@@ -138,6 +138,7 @@ def one_gather_for_all_values(rank):
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")  # the subject of one of them
 @pytest.mark.parametrize(
     ("check", "num_ranks"),
     [
@@ -149,7 +150,7 @@ def one_gather_for_all_values(rank):
     ],
 )
 def test_reduction(check, num_ranks):
-    run_ranks(check, num_ranks, timeout_s=90)
+    run_ranks(check, num_ranks, timeout_s=90, start_method="fork")
 
 
 def sizes_up_to_nine(rank):
@@ -164,7 +165,7 @@ def sizes_up_to_nine(rank):
 
 @pytest.mark.timeout(100)
 def test_no_sample_counts_twice():
-    run_ranks(sizes_up_to_nine, 2, timeout_s=90)
+    run_ranks(sizes_up_to_nine, 2, timeout_s=90, start_method="fork")
 
 
 def test_an_engine_of_one_process_needs_none_of_it():
