@@ -8,7 +8,7 @@ OLDEST ?= $(TORCH)
 NEWEST ?= torch>=2.15,<2.16
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test compatibility versions bench gpu zoo chaos clusters draws lint format check clean
+.PHONY: help install demo test nightly compatibility versions bench gpu zoo chaos clusters draws lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,10 +30,15 @@ install: $(VENV)/.installed  ## the package and all it needs, into .venv
 demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
-test: install  ## all tests; two at a time, but for those that measure seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone and not device" --numprocesses 2 --dist worksteal
+test: install  ## the tests; two at a time, but for those that measure seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone and not device and not nightly" --numprocesses 2 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m device
+
+nightly: install  ## tests of combinations whose parts `make test` has, patterns of others' code, random loaders; takes hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
+	OMP_NUM_THREADS=1 POLYPHASE_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/loop/test_equivalence.py
+	$(MAKE) compatibility draws
 
 compatibility: install  ## what other code does with a trainer, with Lightning's and with the engine; takes two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility

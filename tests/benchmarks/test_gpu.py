@@ -58,7 +58,9 @@ def no_device():
     device.choose("cuda", smoke=False)
 
 
-@pytest.fixture(params=[True, False], ids=["fork", "interpreter"])
+@pytest.fixture(
+    params=[pytest.param(True, id="fork"), pytest.param(False, id="interpreter", marks=pytest.mark.nightly)]
+)
 def forks(request, monkeypatch):
     monkeypatch.setattr(Process, "forks", request.param)
     return request.param

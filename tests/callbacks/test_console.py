@@ -120,7 +120,7 @@ class OneValidation(TinyModule):
 
 @pytest.mark.timeout(120)
 def test_rank_0_alone_prints_also_what_is_reduced_over_ranks(capfd):
-    console_trainer(ConsoleLogger(1), devices=2, strategy="ddp_spawn").fit(OneValidation(sync_dist=True))
+    console_trainer(ConsoleLogger(1), devices=2, strategy="ddp_fork").fit(OneValidation(sync_dist=True))
     printed = lines(capfd)
     assert [line.split("  ")[:2] for line in printed] == [
         ["epoch 1/1", "step 1/2"],
