@@ -1,18 +1,35 @@
 """Comm hooks work on a stream of their own there, beside backward: no race, no wait, and the numbers of the CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyphase.engine import Engine
 from polyphase.engine.compression import Auto, Bucket, Member, Wire, forecast
 from polyphase.engine.compression.int8 import Noise, quantize
+from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import QUIET, TOLERANCE, build, largest_difference, loader
 
 from . import in_a_child, install
 
 pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
+
+
+class Operators(TorchDispatchMode):
+    """Notes what is called on the device, but for views, which launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def _difference(flag: str, devices: int, compression: str, accumulate: int, subject: str = "mlp") -> float:
@@ -86,6 +103,18 @@ def _quantizes() -> None:
         quantize(part, Noise(rows, starts.chunk(2)[number]), some)
         assert torch.equal(part, values[:, place])
         assert torch.equal(some[:, : numel // 4], packed[:, place])
+
+
+def test_powersgd_computes_with_all_matrices_of_a_shape_at_once():
+    assert in_a_child(_orthonormalise) == []
+
+
+def _orthonormalise() -> list[str]:
+    install()
+    with Operators() as operators:
+        _orthonormal(torch.randn(32, 4, 1024, device="sim"))
+    # CUDA's QR takes one matrix after the other.
+    return [name for name in operators.names if "linalg_" in name and "norm" not in name]
 
 
 def test_auto_chooses_in_the_memory_of_a_few_buckets():
