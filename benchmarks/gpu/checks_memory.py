@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from polyphase.engine.devices import peak_bytes, reset_peak, wait_for
+from polyphase.engine.strategies.rounded_gather import gather_rounded
 from polyphase.engine.strategies.tensor.plan import make_plan
 from polyphase.engine.strategies.units import shard_units
 from polyphase.models import ByteGPT
@@ -49,20 +50,16 @@ def _step(module: ByteGPT, batch: torch.Tensor, lower: bool) -> None:
 
 def mixed_gathers() -> str:
     mesh, seen, peaks = _mesh(8, "shard"), [], []
-    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+    for dtype in (None, torch.bfloat16):
         module, batch = _gpt()
         for part in (*shard_units(module), module):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(part, mesh=mesh, reshard_after_forward=part is not module)
+        gather_rounded(module, dtype)
         step_s = device.time_s(lambda module=module, batch=batch: _step(module, batch, True), 2)
-        before = device.empty()
-        reset_peak(device.root())
-        _step(module, batch, True)
-        wait_for(device.root())
-        peaks.append((peak_bytes(device.root()) or 0) - before)
-        seen.append(
-            f"{'bf16' if policy.param_dtype else 'fp32'} gathers {peaks[-1] / 1e6:.1f} MB, {1e3 * step_s:.1f} ms"
-        )
+        peaks.append(device.peak_of(lambda module=module, batch=batch: _step(module, batch, True)))
+        seen.append(f"{'bf16' if dtype else 'fp32'} gathers {peaks[-1] / 1e6:.1f} MB, {1e3 * step_s:.1f} ms")
         del module
+        device.empty()
     dist.destroy_process_group()
     assert peaks[1] < peaks[0], f"no less memory: {seen}"
     return "; ".join(seen)

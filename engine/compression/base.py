@@ -7,9 +7,10 @@ rank, however many a method has. (Torch's PowerSGD starts its second all-reduce 
 gloo may be in another order on each rank.)
 """
 
+import math
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,8 @@ class CommHook(ABC):
         self._names: dict[Tensor, str] = {}
         self._buckets: dict[int, tuple[list[Tensor], tuple[Member, ...]]] = {}
         self._background: Background | None = None
-        self._first_bad: dict[int, tuple[tuple[Member, ...], Tensor]] = {}
-        self._is_bad: dict[int, Tensor] = {}
+        self._greatest_norms: dict[int, _Norms] = {}
+        self._greatest_sums: dict[int, Tensor] = {}
         self.may_repeat = False
         """Whether a step may be done again whose buckets have been averaged already; before training."""
         self.finds_unused = False
@@ -121,7 +122,7 @@ class CommHook(ABC):
         if not self.is_checked:
             self.check(module)
         self.step = 0
-        for forgotten in (self._buckets, self._first_bad, self._is_bad):
+        for forgotten in (self._buckets, self._greatest_norms, self._greatest_sums):
             forgotten.clear()
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self.wire = wire
@@ -196,11 +197,11 @@ class CommHook(ABC):
         Raises:
             NonFiniteGradientError: on every rank, if one was not; names the rank and parameter that had it first.
         """
-        if not self._is_bad:
+        if not self._greatest_sums:
             return
         assert self.wire is not None
-        bad = torch.stack(list(self._is_bad.values())).any().int()
-        self._is_bad.clear()
+        bad = (~torch.stack(list(self._greatest_sums.values())).isfinite()).any().int()
+        self._greatest_sums.clear()
         if self.sees_shards_only:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=self.wire.group)
         if not bad:
@@ -277,24 +278,38 @@ class CommHook(ABC):
             self._buckets[index] = (parameters, members)
         return members
 
+    # Greatest values, since NaN stays the greatest: few kernels, which backward's thread launches for every bucket.
+
     def _note_bad(self, index: int, members: tuple[Member, ...], gradients: tuple[Tensor, ...]) -> None:
         """Keeps the step at which each member was first not finite, without reading it from the device."""
         norms = torch.stack(torch._foreach_norm(gradients, dtype=wide(gradients[0].dtype)))
-        known, first = self._first_bad.get(index, ((), norms))
-        if known != members:
-            first = torch.full_like(norms, -1, dtype=torch.int64)
-        self._first_bad[index] = members, torch.where((first < 0) & ~norms.isfinite(), self.step, first)
+        known = self._greatest_norms.get(index)
+        if known is None or known.members != members:
+            known = _Norms(members, torch.zeros_like(norms), torch.zeros_like(norms, dtype=torch.int64))
+            self._greatest_norms[index] = known
+        known.steps.masked_fill_(known.greatest < torch.inf, self.step)
+        torch.maximum(known.greatest, norms, out=known.greatest)
 
     def _note_average(self, index: int, average: Tensor) -> None:
-        bad = ~torch.isfinite(average.sum(dtype=wide(average.dtype)))
-        self._is_bad[index] = bad | self._is_bad.get(index, bad)
+        total = average.sum(dtype=wide(average.dtype)).abs_()
+        known = self._greatest_sums.setdefault(index, total)
+        if known is not total:
+            torch.maximum(known, total, out=known)
 
     def _worst(self) -> tuple[int, str] | None:
         """Step and name of the gradient of this rank that was first not finite."""
         steps = [
             (step, member.name)
-            for members, first in self._first_bad.values()
-            for member, step in zip(members, first.tolist(), strict=True)
-            if step >= 0
+            for known in self._greatest_norms.values()
+            for member, step, norm in zip(known.members, known.steps.tolist(), known.greatest.tolist(), strict=True)
+            if not math.isfinite(norm)
         ]
         return min(steps, default=None)
+
+
+class _Norms(NamedTuple):
+    members: tuple[Member, ...]
+    greatest: Tensor
+    """The greatest norm of each member so far."""
+    steps: Tensor
+    """The step at which it was first not finite; of those that have always been, the last one."""

@@ -6,7 +6,8 @@ Before that, plain all-reduce, since early gradients change too fast. Bytes: 2 (
 matrix.
 
 Differs from torch's `powerSGD_hook`: vectors travel with P, which is one collective less, matrices of one shape are
-orthogonalised together, factors may be sent in 16 bit, and what is remembered goes by the names of parameters.
+orthogonalised together (on accelerators too, whose QR takes one after the other), factors may be sent in 16 bit, and
+what is remembered goes by the names of parameters.
 """
 
 import math
@@ -143,4 +144,37 @@ def _batches(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 def _orthonormal(matrices: Tensor) -> Tensor:
     """Rows of the same span [k, rank, n] that are orthonormal; of zeros, too."""
     exact = matrices if matrices.dtype in (torch.float32, torch.float64) else matrices.float()
-    return torch.linalg.qr(exact.mT).Q.mT.to(matrices.dtype).contiguous()
+    if exact.device.type == "cpu" or len(exact) == 1:
+        rows = torch.linalg.qr(exact.mT).Q.mT.contiguous()
+    else:
+        rows = _householder(exact)  # CUDA's QR takes one matrix after the other
+    return rows.to(matrices.dtype)
+
+
+def _householder(matrices: Tensor) -> Tensor:
+    """What QR computes (Golub and Van Loan, Matrix Computations, 5.1-5.2), of all matrices [k, rank, n] at once.
+
+    Gram-Schmidt and Cholesky divide by zero where rows depend on each other, as those of gradients of low rank do.
+    Products are sums here: matrix multiplication may round to TF32.
+    """
+    # A row of them loses its head in turn to a reflection along `vector`, of length 1, which leaves zeros as they are.
+    rows, tiny = matrices.clone(), torch.finfo(matrices.dtype).tiny
+    rank, columns = rows.shape[1:]
+    vectors = []
+    for index in range(rank):
+        vector = rows[:, index : index + 1, index:]
+        # What is left of rows that depend on others has squares of zero.
+        vector /= torch.linalg.vector_norm(vector, torch.inf, dim=-1, keepdim=True).clamp_min(tiny)
+        head = vector[..., :1]
+        head.add_(vector.norm(dim=-1, keepdim=True).copysign(head))
+        vectors.append(nn.functional.normalize(vector, dim=-1))
+        _reflect(rows[:, index + 1 :, index:], vectors[-1])
+    identity = torch.eye(rank, columns, dtype=rows.dtype, device=rows.device)
+    orthonormal = identity.expand_as(rows).contiguous()
+    for index in reversed(range(rank)):
+        _reflect(orthonormal[:, index:, index:], vectors[index])
+    return orthonormal
+
+
+def _reflect(rows: Tensor, vector: Tensor) -> None:
+    rows.addcmul_((rows * vector).sum(-1, keepdim=True), vector, value=-2)

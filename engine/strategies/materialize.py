@@ -39,6 +39,7 @@ def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = la
     real: dict[Tensor, Tensor] = {}  # by meta tensor: one that two modules share is made once
 
     def visit(name: str, part: nn.Module) -> bool:
+        num_before = len(real)
         was_meta = [visit(f"{name}.{child}" if name else child, sub) for child, sub in part.named_children()]
         own_name = f"{name or type(part).__name__} ({type(part).__name__})"
         shared = _give_memory(part, real)
@@ -47,6 +48,7 @@ def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = la
             for table, key, tensor in shared or ():
                 table[key] = tensor  # its own draw, which a constructor makes too, is thrown away
         on_complete(part)
+        _forget_replaced(part, real, num_before)
         return shared is not None or any(was_meta)
 
     visit("", module)
@@ -77,6 +79,14 @@ def _give_memory(part: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot] | N
                 real[tensor] = fresh
             table[key] = fresh
     return shared if found else None
+
+
+def _forget_replaced(part: nn.Module, real: dict[Tensor, Tensor], num_before: int) -> None:
+    """Lets go of tensors that were made within `part` and that shards have taken the place of: no one else has them."""
+    held = {id(tensor) for tensor in _tensors(part, recurse=True)}
+    for meta in list(real)[num_before:]:
+        if id(real[meta]) not in held:
+            del real[meta]
 
 
 def _reset(part: nn.Module, name: str, *, must: bool, real: dict[Tensor, Tensor]) -> None:

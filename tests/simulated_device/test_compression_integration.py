@@ -1,18 +1,36 @@
 """Comm hooks work on a stream of their own there, beside backward: no race, no wait, and the numbers of the CPU."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyphase.engine import Engine
-from polyphase.engine.compression import Auto, Bucket, Member, Wire, forecast
+from polyphase.engine.compression import Auto, Bucket, Member, Plain, Wire, forecast
 from polyphase.engine.compression.int8 import Noise, quantize
+from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import QUIET, TOLERANCE, build, largest_difference, loader
 
 from . import in_a_child, install
 
 pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
+
+
+class Operators(TorchDispatchMode):
+    """Notes what is called on the device and launches something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.promote_types.default:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def _difference(flag: str, devices: int, compression: str, accumulate: int, subject: str = "mlp") -> float:
@@ -86,6 +104,41 @@ def _quantizes() -> None:
         quantize(part, Noise(rows, starts.chunk(2)[number]), some)
         assert torch.equal(part, values[:, place])
         assert torch.equal(some[:, : numel // 4], packed[:, place])
+
+
+def test_powersgd_computes_with_all_matrices_of_a_shape_at_once():
+    assert in_a_child(_orthonormalise) == []
+
+
+def _orthonormalise() -> list[str]:
+    install()
+    with Operators() as operators:
+        _orthonormal(torch.randn(32, 4, 1024, device="sim"))
+    # CUDA's QR takes one matrix after the other.
+    return [name for name in operators.names if "linalg_" in name and "norm" not in name]
+
+
+def test_whether_numbers_are_finite_takes_eight_kernels_a_bucket():
+    local = ["_foreach_norm.Scalar", "stack", "lt.Scalar", "masked_fill_.Scalar", "maximum.out"]
+    averaged = ["sum", "abs_", "maximum.out"]
+    assert in_a_child(_checks_numbers) == Counter(f"aten::{name}" for name in local + averaged)
+
+
+def _checks_numbers() -> Counter[str]:
+    install()
+    dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
+    module = nn.Linear(64, 64, device="sim")
+    bucket = Bucket(0, torch.ones(65 * 64, device="sim"), (Member("weight", (64, 64)), Member("bias", (64,))))
+    names = []
+    for scaler in (None, torch.amp.GradScaler("sim")):  # with a loss scale, infinities are in order
+        hook = Plain()
+        hook.begin(module, Wire(), scaler)
+        hook.run(bucket)
+        with Operators() as operators:
+            hook.run(bucket)
+        names.append(Counter(name for name in operators.names if name.startswith("aten::")))
+    checked, unchecked = names
+    return checked - unchecked
 
 
 def test_auto_chooses_in_the_memory_of_a_few_buckets():

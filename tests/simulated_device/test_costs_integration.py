@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from tests.engine.parity import QUIET, build, loader
@@ -88,3 +90,33 @@ def _scale_and_average() -> int:
 def test_a_comm_hook_does_not_wait_for_the_loss_scale():
     # Whether a step overflowed is read once: by torch, before it calls the optimizer.
     assert in_a_child(_scale_and_average) >= 15
+
+
+class Blocks(LightningModule):
+    """Are made within the run."""
+
+    NUM_BYTES = 4 * 256 * 256
+    """Of one block."""
+
+    def configure_model(self) -> None:
+        self.blocks = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        peak, held = torch.sim.max_memory_allocated(), torch.sim.memory_allocated()
+        assert held < 8.5 * self.NUM_BYTES, f"{held / self.NUM_BYTES:.1f} blocks"
+        assert peak < 11 * self.NUM_BYTES, f"{peak / self.NUM_BYTES:.1f} blocks"
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _lay_out(flag: str) -> int:
+    engine = Engine(strategy=flag, accelerator="sim", devices=2, max_steps=1, check_first_steps=False, **QUIET)
+    engine.fit(Blocks(), DataLoader(torch.randn(4, 256), 2))
+    return engine.global_step
+
+
+@pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:meta_init=true"])
+def test_a_module_is_never_whole_on_a_device(flag):
+    assert in_a_child(_lay_out, flag) == 1

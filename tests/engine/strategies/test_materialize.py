@@ -1,5 +1,7 @@
 """Built on the meta device and then materialised equals built on the CPU, bit for bit."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -195,3 +197,17 @@ def test_a_tensor_that_reset_parameters_leaves_out_is_no_garbage():
     module = built(Masked, "meta")
     with pytest.raises(ValueError, match="mask"):
         materialize(module)
+
+
+def test_what_shards_take_the_place_of_is_let_go_of():
+    module = built(lambda: nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4))), "meta")
+    whole = []
+
+    def shard(part):
+        assert [weight for weight in whole if weight() is not None] == []
+        if isinstance(part, nn.Linear):
+            whole.append(weakref.ref(part.weight))
+            part.weight = nn.Parameter(torch.empty(1, 2))
+
+    materialize(module, shard)
+    assert len(whole) == 4
