@@ -63,7 +63,7 @@ def _train(flag: str, devices: int, is_pinned: bool) -> int:
         ("pp_fork:microbatches=4", 2),
     ],
 )
-def test_a_step_copies_its_batch_to_the_device_and_waits_for_nothing(flag, devices, is_pinned):
+def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, devices, is_pinned):
     assert in_a_child(_train, flag, devices, is_pinned) == 20
 
 
