@@ -156,7 +156,7 @@ class Engine(LoopTrainer):
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. None: ``"norm"``.
         deterministic: use deterministic algorithms only; ``"warn"``: where there are some.
         benchmark: sets `torch.backends.cudnn.benchmark`.
-        inference_mode: evaluate under `torch.inference_mode`; False: under `torch.no_grad`.
+        inference_mode: evaluate under `torch.inference_mode`; False, and where shards are gathered: `torch.no_grad`.
         use_distributed_sampler: deal samples to the ranks; False: your sampler does.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, ``"xla"``, or an object.
         detect_anomaly: find the operation whose backward made a NaN; slow.

@@ -116,8 +116,11 @@ def run_ranks(
     *arguments: Any,
     timeout_s: float = 60,
     start_method: str = "spawn",
+    connects: bool = True,
 ) -> None:
     """Runs ``function(rank, *arguments)`` in `num_ranks` processes that form a gloo group; any rank's error is raised.
+
+    Unless `connects`, they form none: that is left to `function`.
 
     With "fork" each of them is spared the seconds that the imports take, and a warning is an error in it, too.
 
@@ -129,7 +132,8 @@ def run_ranks(
         # The server's thread looks up the name of whoever connects. A process that is forked meanwhile has the lock of
         # the C library's resolver, and nobody who lets it go: nobody connects until all have been forked.
         all_started = mp.get_context(start_method).Event()
-        workers = (all_started, timeout_s, function, num_ranks, server.port, arguments)
+        port = server.port if connects else None
+        workers = (all_started, timeout_s, function, num_ranks, port, arguments)
         context = mp.start_processes(_rank, args=workers, nprocs=num_ranks, join=False, start_method=start_method)
         all_started.set()
         deadline = time.monotonic() + timeout_s
@@ -150,14 +154,15 @@ def _rank(
     timeout_s: float,
     function: Callable[..., Any],
     num_ranks: int,
-    port: int,
+    port: int | None,
     arguments: tuple[Any, ...],
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout_s - _LAST_WORDS_S), file=2)
     torch.set_num_threads(1)
     all_started.wait()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    if port is not None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:
         function(rank, *arguments)
     finally:

@@ -27,7 +27,7 @@ from ..choices import CheckpointFormat
 from ..environment import keeping_interface
 from ..flags import check_count
 from ..host_group import ALONE, EVERYONE, HostGroup
-from ..strategies import Heartbeat, Watchdog, announce
+from ..strategies import Heartbeat, LayoutStrategy, Watchdog, announce
 from .batch_sizes import BatchSizes
 from .checkpoint_connector import CheckpointConnector
 from .conflicts import check_callbacks
@@ -362,10 +362,13 @@ def attach(
     trainer.fit_loop.epoch_loop.first_steps = FirstSteps(trainer, check_first_steps)
     if micro_batch_size == "auto":
         trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory = OutOfMemory(trainer)
+    inference_mode = trainer.validate_loop.inference_mode
+    if isinstance(trainer.strategy, LayoutStrategy):
+        inference_mode &= trainer.strategy.evaluates_in_inference_mode
     for name, fn, stage in (
         ("validate_loop", TrainerFn.VALIDATING, RunningStage.VALIDATING),
         ("test_loop", TrainerFn.TESTING, RunningStage.TESTING),
     ):
-        lightnings = getattr(trainer, name)
-        setattr(trainer, name, EvaluationLoop(trainer, fn, stage, lightnings.verbose, lightnings.inference_mode))
-    trainer.predict_loop = PredictionLoop(trainer, trainer.predict_loop.inference_mode)
+        verbose = getattr(trainer, name).verbose
+        setattr(trainer, name, EvaluationLoop(trainer, fn, stage, verbose, inference_mode))
+    trainer.predict_loop = PredictionLoop(trainer, inference_mode)

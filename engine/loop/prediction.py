@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
+from ..strategies import LayoutStrategy
 from .ghost import Shares, run_ghost
 from .noise import making_loaders
 
@@ -54,6 +55,8 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
 
     def _on_predict_epoch_end(self) -> Any:
         # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write what this rank has predicted.
+        if isinstance(self.trainer.strategy, LayoutStrategy):
+            self.trainer.strategy.end_evaluation()
         results = super()._on_predict_epoch_end()
         ranks = self.trainer.data_ranks  # type: ignore[attr-defined]
         if not self.return_predictions or ranks.size == 1:

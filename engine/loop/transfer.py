@@ -1,13 +1,21 @@
-"""Brings a batch to the device, by way of the hooks a user overrode for it."""
+"""Brings a batch to the device, by way of the hooks a user overrode for it.
 
+On an accelerator plain tensors are copied on a stream of their own. A batch is fetched while the device still computes
+the one before, and so its copy runs beside that; a copy of memory that is not pinned, for which the process waits,
+would otherwise wait for all that computing as well.
+"""
+
+import functools
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
+from ..devices import module_of
 from .hooks import overridden
 
 __all__ = ["Transfer"]
@@ -21,15 +29,16 @@ class Transfer:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
-        self._is_plain = not (
-            any(overridden(trainer.lightning_module, LightningModule, name) for name in _HOOKS)
-            or (
-                trainer.datamodule is not None  # type: ignore[attr-defined]
-                and any(overridden(trainer.datamodule, LightningDataModule, name) for name in _HOOKS)  # type: ignore[attr-defined]
-            )
-            or overridden(trainer.strategy, Strategy, "batch_to_device")
-            or overridden(trainer.precision_plugin, Precision, "convert_input")
-        )
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        own = {
+            name
+            for name in _HOOKS
+            if overridden(trainer.lightning_module, LightningModule, name)
+            or (data is not None and overridden(data, LightningDataModule, name))
+        }
+        moves_itself = "transfer_batch_to_device" in own or overridden(trainer.strategy, Strategy, "batch_to_device")
+        self._is_plain = not (own or moves_itself or overridden(trainer.precision_plugin, Precision, "convert_input"))
+        self._stream = None if moves_itself else _stream(self._device)
 
     def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """The batch, on the device."""
@@ -39,7 +48,30 @@ class Transfer:
         batch = trainer.precision_plugin.convert_input(batch)
         # Lightning: LightningModule._on_before_batch_transfer and Strategy.batch_to_device call the three hooks.
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        if self._stream is not None:
+            batch = self._copied(batch)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+
+    def _copied(self, batch: Any) -> Any:
+        """The batch, the plain tensors in it on the device; all else is left to the hooks."""
+        module, copies = module_of(self._device), []
+
+        def copied(item: Any) -> Any:
+            kind = type(item)
+            if kind is Tensor and item.device.type == "cpu" and item.layout is torch.strided and not item.requires_grad:
+                copies.append(item.to(self._device, non_blocking=True))
+                return copies[-1]
+            if kind is dict:
+                return {key: copied(value) for key, value in item.items()}
+            return kind(map(copied, item)) if kind is list or kind is tuple else item
+
+        with module.stream(self._stream):
+            batch = copied(batch)
+        computes = module.current_stream(self._device)
+        computes.wait_stream(self._stream)
+        for copy in copies:
+            copy.record_stream(computes)  # its memory is the other stream's, to which it would go back at once
+        return batch
 
     def _is_there(self, batch: Any) -> bool:
         kind = type(batch)
@@ -49,3 +81,10 @@ class Transfer:
             if type(item) is not Tensor or item.device != self._device:
                 return False
         return True
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    """For copies to a device; None where it has no streams. All loops share it, and so the memory of its copies."""
+    module = module_of(device)
+    return module.Stream(device=device) if hasattr(module, "Stream") else None

@@ -253,7 +253,8 @@ def _end_group(exception: BaseException) -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     with contextlib.suppress(RuntimeError):  # a group whose connections are gone already may refuse to shut down
         if dist.is_initialized():
-            dist.destroy_process_group()
+            # torch: as destroy_process_group, by which NCCL would wait for collectives that nobody joins any more.
+            dist.distributed_c10d._abort_process_group()
 
 
 def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone: bool) -> tuple[dict[str, Any], bool]:

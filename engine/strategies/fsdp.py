@@ -45,7 +45,14 @@ from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
 from .shard_checks import check_callbacks, check_loss, check_parameters, check_tensor_parallel, explained
 from .stored_weights import read_stored
-from .unit_hooks import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
+from .unit_hooks import (
+    CompressedReduceScatter,
+    CountedAllGather,
+    CountedReduceScatter,
+    ReplicaAverage,
+    fsdp_units,
+    reshard,
+)
 from .unit_order import UnitOrder, watch_units
 from .units import shard_units, untied
 from .whole_numbers import give_back_numbers, read_whole_numbers
@@ -111,6 +118,7 @@ class FSDP(MeshStrategy):
         return [*super().wires, *self._wires]
 
     state_is_sharded = True
+    evaluates_in_inference_mode = False  # FSDP2 gathers into the tensors that it has gathered into first
     hands_out_shards = False
     """Whether optimizer state is handed out as each rank holds it, rather than gathered on rank 0."""
 
@@ -196,7 +204,7 @@ class FSDP(MeshStrategy):
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self._shard(self.model)
-            tell_device(self.model, self.root_device)
+        tell_device(self.model, self.root_device)  # Lightning brings metrics that were logged to the CPU after a run
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)
@@ -393,9 +401,7 @@ class FSDP(MeshStrategy):
     def end_evaluation(self) -> None:
         """Frees what forward has gathered and no backward frees: hooks see the parameters that are trained."""
         assert self.model is not None
-        for part in self.model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        reshard(self.model)
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
         """Runs the module on the smallest batch, for each unit's collectives; those it has made are left out."""

@@ -48,6 +48,8 @@ class LayoutStrategy:
     """Whether ranks hold parts of tensors, or of the module; what is not gathered is saved as a directory."""
     gathers_state = True
     """Whether rank 0 can be handed all of it."""
+    evaluates_in_inference_mode = True
+    """Whether a forward under `torch.inference_mode` leaves nothing behind that training would write to."""
     averages_gradients = True
     """Whether a step's gradients are the mean over all ranks; else each rank steps by its own."""
     steps_alone = False

@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from ..compression import Bucket, CommHook, Member, Wire
 
-__all__ = ["CompressedReduceScatter", "CountedAllGather", "CountedReduceScatter", "ReplicaAverage", "fsdp_units"]
+__all__ = [
+    "CompressedReduceScatter",
+    "CountedAllGather",
+    "CountedReduceScatter",
+    "ReplicaAverage",
+    "fsdp_units",
+    "reshard",
+]
 
 
 class ReplicaAverage:
@@ -124,3 +131,10 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         if not isinstance(child, FSDPModule):
             yield from _own_parameters(child)
     yield from module.parameters(recurse=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the parameters that units of a model have gathered."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

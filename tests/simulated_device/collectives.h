@@ -6,6 +6,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
 #include "memory.h"
 
 namespace sim {
@@ -97,6 +101,16 @@ struct Backend final : c10d::Backend {
     auto part = gloo_->split(c10::make_intrusive<c10d::PrefixStore>("simccl", store), ranks, options);
     return part ? c10::make_intrusive<Backend>(part) : nullptr;
   }
+  // As NCCL's, waits for all collectives, and for one that a peer never joins as long as the group has patience.
+  void shutdown() override {
+    using std::chrono::steady_clock;
+    const auto deadline = steady_clock::now() + gloo_->getBackendOptions()->timeout;
+    while (!std::all_of(works_.begin(), works_.end(), is_done) && steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+  }
+  // Waits for nothing. Gloo's threads may be in a collective for ever: they end with the process.
+  void abort() override { new c10::intrusive_ptr<c10d::Backend>(gloo_); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
@@ -196,8 +210,13 @@ struct Backend final : c10d::Backend {
     const auto work = streams.next(number);
     for (const auto& tensor : inputs) Memory::all().use(tensor, work, false, name);
     for (const auto& tensor : outputs) Memory::all().use(tensor, work, true, name);
-    return c10::make_intrusive<Collective>(launch(), own, streams.clock(number), inputs, outputs);
+    const auto gloos = launch();
+    works_.erase(std::remove_if(works_.begin(), works_.end(), is_done), works_.end());
+    works_.push_back(gloos);
+    return c10::make_intrusive<Collective>(gloos, own, streams.clock(number), inputs, outputs);
   }
+
+  static bool is_done(const WorkPointer& work) { return work->isCompleted() && work->isSuccess(); }
 
   c10::Stream stream_of(c10::Device device) {
     const auto found = streams_.find(device.index());
@@ -207,6 +226,7 @@ struct Backend final : c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::unordered_map<c10::DeviceIndex, c10::Stream> streams_;
+  std::vector<WorkPointer> works_;  // gloo's, that may be under way
 };
 
 }  // namespace sim

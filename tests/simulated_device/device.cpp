@@ -44,7 +44,8 @@ PinnedMemory pinned_memory;
 // --- what is counted
 
 struct Counters {
-  std::atomic<int64_t> to_device{0}, to_device_pageable{0}, to_host{0}, reads{0}, synchronizations{0}, operators{0};
+  std::atomic<int64_t> to_device{0}, to_device_pageable{0}, to_device_in_line{0}, to_host{0}, reads{0};
+  std::atomic<int64_t> synchronizations{0}, operators{0};
 };
 Counters counters;
 
@@ -201,6 +202,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     if (self.device().is_cpu()) {
       ++counters.to_device;
       if (self.numel() > 0 && !is_pinned(self.data_ptr())) ++counters.to_device_pageable;
+      // The default stream's, which computes: such a copy begins when all that was launched before is done.
+      if (current_stream(indexed(to.device()).index()).id() == 0) ++counters.to_device_in_line;
     } else if (is_to_host) {
       ++counters.to_host;
       if (!non_blocking || !is_pinned(to.data_ptr())) streams.host_waits(streams.clock(number));
@@ -372,7 +375,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counts", [] {
     return std::unordered_map<std::string, int64_t>{
         {"to_device", counters.to_device}, {"to_device_pageable", counters.to_device_pageable},
-        {"to_host", counters.to_host},     {"reads", counters.reads},
+        {"to_device_in_line", counters.to_device_in_line}, {"to_host", counters.to_host}, {"reads", counters.reads},
         {"operators", counters.operators}, {"synchronizations", counters.synchronizations}};
   });
   m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });

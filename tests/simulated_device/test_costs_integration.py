@@ -22,9 +22,9 @@ STEPS = range(5, 15)
 class Counts(Callback):
     """Fails where steps in the middle of a run have read a number of the device, or copied more than expected."""
 
-    def __init__(self, num_copies: int, num_pageable: int, num_reads: int = 0) -> None:
+    def __init__(self, num_copies: int, num_pageable: int, num_reads: int = 0, **others: int) -> None:
         self.at_step: list[dict[str, int]] = []
-        self.expected = {"to_device": num_copies, "to_device_pageable": num_pageable, "reads": num_reads}
+        self.expected = {"to_device": num_copies, "to_device_pageable": num_pageable, "reads": num_reads, **others}
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.at_step.append(install().counts())
@@ -65,7 +65,7 @@ def _train(flag: str, devices: int, is_pinned: bool) -> int:
         ("pp_fork:microbatches=4", 2),
     ],
 )
-def test_a_step_copies_its_batch_to_the_device_and_waits_for_nothing(flag, devices, is_pinned):
+def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, devices, is_pinned):
     assert in_a_child(_train, flag, devices, is_pinned) == 20
 
 
@@ -120,3 +120,16 @@ def _lay_out(flag: str) -> int:
 @pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:meta_init=true"])
 def test_a_module_is_never_whole_on_a_device(flag):
     assert in_a_child(_lay_out, flag) == 1
+
+
+def _serve() -> int:
+    # To each of two servers a rank sends gradients as one, and gets parameters as one, beside the batch's two tensors.
+    counts = Counts(2 + 2, 2 + 2, to_device_in_line=2, to_host=2)
+    flags = {"accelerator": "sim", "devices": 2, "max_epochs": 1, "log_every_n_steps": 50, **QUIET}
+    engine = Engine(strategy="ps_fork", callbacks=[counts], **flags)
+    engine.fit(build("mlp"), loader("mlp", 1, engine.data_size))
+    return engine.global_step
+
+
+def test_what_a_server_is_sent_and_sends_is_one_copy():
+    assert in_a_child(_serve) == 20

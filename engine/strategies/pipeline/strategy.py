@@ -35,7 +35,7 @@ from ..materialize import materialize
 from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..stored_weights import read_stored
-from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units
+from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
 from ..units import shard_units
 from .gradients import SpreadGradients
 from .optimizers import check_optimizer
@@ -74,6 +74,7 @@ class Pipeline(MeshStrategy):
 
         self._runner_class = run.Runner
         self.options = options
+        self.evaluates_in_inference_mode = not isinstance(options, PPFSDPOptions)
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
         self._counted: Plain | None = None
@@ -213,7 +214,7 @@ class Pipeline(MeshStrategy):
                 self.before_split(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self._cut_up(self.model)
-            tell_device(self.model, self.root_device)
+        tell_device(self.model, self.root_device)  # Lightning brings metrics that were logged to the CPU after a run
         self.barrier()
         if fitting:
             # Dropout aside, all stages of a pipeline shall draw the same numbers.
@@ -364,6 +365,11 @@ class Pipeline(MeshStrategy):
         """Says how long the ranks were idle."""
         super().on_train_end()
         self._runner.report(self._stage_ranks)
+
+    def end_evaluation(self) -> None:
+        """As under `fsdp`."""
+        for part in self._parts:
+            reshard(part)
 
     def teardown(self) -> None:
         """Called at the end of a run."""

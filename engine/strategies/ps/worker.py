@@ -149,4 +149,6 @@ class Worker:
     @torch.no_grad()
     def _take(self, which: int, buffers: dict[int, list[Tensor]]) -> None:
         for share in self._shares[which]:
-            torch._foreach_copy_(share.parameters, share.packing.unpacked(buffers[share.server]))
+            # To an accelerator one copy of each buffer, rather than one of each parameter.
+            here = [buffer.to(share.parameters[0].device) for buffer in buffers[share.server]]
+            torch._foreach_copy_(share.parameters, share.packing.unpacked(here))
