@@ -14,6 +14,7 @@ import collections
 import copy
 import functools
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,6 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from ..loop.hooks import bound
 from .dp import DP
 from .layout import LayoutStrategy
 from .units import named_blocks
@@ -170,7 +170,7 @@ class Recomputed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in mid-run has its own forward back.
-        return bound, (getattr(self._forward, "__func__", self._forward), self._block)
+        return types.MethodType, (getattr(self._forward, "__func__", self._forward), self._block)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

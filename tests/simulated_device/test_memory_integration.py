@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 
 from polyphase.engine import Engine
-from tests.engine.parity import QUIET, TOLERANCE, build, differences, loader
+from tests.engine.parity import QUIET, TOLERANCE, build, differences, loader, sgd
 
 from . import in_a_child, install
 
@@ -24,12 +24,19 @@ def difference(flag: str, devices: int, subject: str, **flags: Any) -> float:
         # Without ties, which torch's own `module.to("sim")` loses.
         ("single", 1, "mlp"),
         ("ddp_fork", 2, "mlp"),
+        ("zero1_fork", 2, "mlp"),
+        ("ps_fork", 2, "mlp"),
         ("fsdp_fork", 2, "gpt, tied"),
         ("hsdp_fork:replicate=2,shard=2", 4, "gpt, tied"),
     ],
 )
 def test_activations_on_the_host(flag, devices, subject):
     assert difference(flag, devices, subject, offload="activations") <= TOLERANCE
+
+
+def test_activations_on_the_host_under_local_sgd():
+    flags = {"make_optimizer": sgd, "accelerator": "sim", "offload": "activations"}
+    assert in_a_child(differences, "local_sgd_fork:every=1", 2, "mlp", 3, None, **flags) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
