@@ -44,10 +44,9 @@ class RecomputeBlocks(Callback):
                     self.wrap(block)
         for recomputed in self._wrapped.values():
             recomputed.is_on = True
-        kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in self._wrapped))
         rank_zero_info(
-            f"activation_checkpointing={self.kind!r}: on this rank {len(self._wrapped)} blocks ({kinds}) compute their"
-            " activations again in backward."
+            f"activation_checkpointing={self.kind!r}: on this rank {len(self._wrapped)} blocks ({self._names()})"
+            " compute their activations again in backward."
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,11 +65,10 @@ class RecomputeBlocks(Callback):
             return
         self._is_seen = True
         if self._wrapped and not any(recomputed.was_called for recomputed in self._wrapped.values()):
-            kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in self._wrapped))
             raise RuntimeError(
                 f"activation_checkpointing={self.kind!r} saves no memory: training_step has not called the forward"
-                f" of any block ({kinds}). Give {type(pl_module).__name__} a method shard_units() that returns the"
-                " sub-modules it calls, or leave activation_checkpointing out."
+                f" of any block ({self._names()}). Give {type(pl_module).__name__} a method shard_units() that returns"
+                " the sub-modules it calls, or leave activation_checkpointing out."
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -80,6 +78,9 @@ class RecomputeBlocks(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the module as it was."""
         self._detach(trainer)
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(recomputed.block_name for recomputed in self._wrapped.values()))
 
     def _detach(self, trainer: Trainer) -> None:
         # What something else stands around is needed again by a further `fit`.

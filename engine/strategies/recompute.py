@@ -126,8 +126,11 @@ class Recomputed:
 
     is_on = True
     was_called = False
+    block_name: str
+    """The block's class, before FSDP2 makes another one of it."""
 
     def __init__(self, block: nn.Module, kind: str) -> None:
+        self.block_name = type(block).__name__
         self._block, self._own = block, block.__dict__.get("forward")
         self._forward: Callable[..., Any] = block.forward
         functools.update_wrapper(self, self._forward)

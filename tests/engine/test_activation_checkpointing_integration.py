@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.models import ByteGPT
@@ -46,6 +47,33 @@ def test_local_sgd_equals_a_plain_loop(kind):
     assert difference <= TOLERANCE
 
 
+class ByHand(ByteGPT):
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for _ in range(2):  # the second step's forward is with other weights
+            self.optimizers().zero_grad()
+            self.manual_backward(self._loss(batch))
+            self.optimizers().step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_module_that_optimizes_by_hand(kind):
+    states = []
+    for flag, each in (("single", "none"), ("fsdp_fork", kind)):
+        torch.manual_seed(1)
+        module = ByHand(num_layers=2, num_heads=2, dim=16, context_length=16).train()
+        devices = 1 if flag == "single" else 2
+        flags = {"strategy": flag, "devices": devices, "activation_checkpointing": each}
+        data = DataLoader(SUBJECTS["gpt, tied"].data(4 * MICRO_BATCH), batch_size=MICRO_BATCH // devices)
+        Engine(accelerator="cpu", max_epochs=1, **flags, **QUIET).fit(module, data)
+        states.append(module.state_dict())
+    assert largest_difference(*states) <= TOLERANCE
+
+
 class Drops(ByteGPT):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self._loss(batch)
@@ -70,7 +98,7 @@ def trained(flag: str, kind: str, precision: str) -> dict[str, torch.Tensor]:
         **QUIET,
     )
     data = SUBJECTS["gpt, tied"].data(16 * MICRO_BATCH)
-    engine.fit(module, torch.utils.data.DataLoader(data, batch_size=MICRO_BATCH // engine.data_size))
+    engine.fit(module, DataLoader(data, batch_size=MICRO_BATCH // engine.data_size))
     return module.state_dict()
 
 

@@ -211,6 +211,20 @@ def test_attention_that_draws(kind):
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), module.parameters(), strict=True))
 
 
+class WritesOver(DrawsInAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(inplace=True)) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(layers)
+
+
+def test_selective_finds_what_writes_over_what_it_keeps():
+    expected, module = trained(make=WritesOver), trained("full", make=WritesOver)
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), module.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match="cached during selective activation checkpoint has been mutated"):
+        trained("selective", make=WritesOver)
+
+
 class OwnUnits(Regression):
     def shard_units(self):
         return [self.net]
