@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyphase.engine.refusal import RefusedError
+from polyphase.engine.strategies.dp import DP
+from polyphase.engine.strategies.recompute import check_recompute
 
 from ..tiny import Regression, engine, rows
 
@@ -270,3 +272,8 @@ def test_blocks_that_are_never_called_are_an_error():
 def test_what_cannot_be_done_is_refused(flags, said):
     with pytest.raises(RefusedError, match=said):
         engine(**flags)
+
+
+def test_copies_of_a_block_cannot_share_a_forward():
+    with pytest.raises(ValueError, match="strategy 'dp' can't do activation_checkpointing"):
+        check_recompute(DP(), "full", compiles=False)
