@@ -19,11 +19,13 @@ from typing_extensions import TypedDict
 
 from .choices import (
     AcceleratorName,
+    ActivationCheckpointing,
     CheckpointFormat,
     ClipAlgorithm,
     CompileMode,
     CompressionName,
     NonFinitePolicy,
+    Offload,
     PrecisionName,
     ProfilerName,
     StrategyName,
@@ -49,6 +51,8 @@ class Arguments(TypedDict, total=False):
     precision: PrecisionName | None
     compression: CompressionName | str
     compile: bool | CompileMode | None
+    activation_checkpointing: ActivationCheckpointing
+    offload: Offload | Sequence[Offload] | None
     resume: str | Path | None
     async_checkpoints: bool
     checkpoint_format: CheckpointFormat

@@ -8,12 +8,14 @@ from typing import Literal
 
 __all__ = [
     "AcceleratorName",
+    "ActivationCheckpointing",
     "Axis",
     "CheckpointFormat",
     "ClipAlgorithm",
     "CompileMode",
     "CompressionName",
     "NonFinitePolicy",
+    "Offload",
     "PrecisionName",
     "ProfilerName",
     "StrategyName",
@@ -70,6 +72,12 @@ CompressionName = Literal["none", "auto", "bf16", "fp16", "int8", "powersgd", "s
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 """Modes of `torch.compile`."""
+
+ActivationCheckpointing = Literal["none", "full", "selective"]
+"""What blocks compute again in backward, rather than keep it."""
+
+Offload = Literal["activations", "optimizer", "parameters"]
+"""What can wait in host memory; `optimizer` only with `parameters`."""
 
 NonFinitePolicy = Literal["warn", "error", "ignore"]
 """What to do about a loss or gradient norm that is infinite or NaN."""

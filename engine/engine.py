@@ -18,6 +18,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack
@@ -29,11 +30,13 @@ from .checkpoint import get_random_state, set_random_state
 from .checkpoint.export import export as write_export
 from .choices import (
     AcceleratorName,
+    ActivationCheckpointing,
     CheckpointFormat,
     ClipAlgorithm,
     CompileMode,
     CompressionName,
     NonFinitePolicy,
+    Offload,
     PrecisionName,
     ProfilerName,
     StrategyName,
@@ -47,6 +50,8 @@ from .loop import (
     CompileSteps,
     LoopTrainer,
     NonFiniteWatch,
+    OffloadActivations,
+    RecomputeBlocks,
     attach,
     check_callbacks,
     check_graphs,
@@ -60,6 +65,8 @@ from .loop import (
 from .preflight import check_module
 from .refusal import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat, read_stored
+from .strategies.offload import choose_offload
+from .strategies.recompute import blocks_to_recompute, check_recompute
 from .strategies.select import select, use_own_device
 from .wire import NUM_STEPS, ReportWriter, WireReport
 
@@ -103,6 +110,11 @@ class Engine(LoopTrainer):
             ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: what is fastest here, found
             in the first steps.
         compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
+        activation_checkpointing: what each repeated block computes again in backward, rather than keep it: ``"none"``,
+            all but its inputs (``"full"``), or that without matrix products, convolutions and attention
+            (``"selective"``). The result is the same.
+        offload: what waits in host memory, one or several: ``"activations"`` for backward, and under fsdp and hsdp
+            ``"parameters"``, with their gradients and optimizer state.
         resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes. ``"fresh"``: the same, but none, whatever is there.
@@ -186,6 +198,8 @@ class Engine(LoopTrainer):
         precision: PrecisionName | None = None,
         compression: CompressionName | str = "none",
         compile: bool | CompileMode | None = False,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        offload: Offload | Sequence[Offload] | None = None,
         resume: str | Path | None = None,
         async_checkpoints: bool = True,
         checkpoint_format: CheckpointFormat = "auto",
@@ -274,6 +288,11 @@ class Engine(LoopTrainer):
         trainers = {name: value for name, value in self._flags.items() if name not in _OURS}
         super().__init__(**{**trainers, **decided})
         use_own_device(self, strategy)
+        self._recomputes = check_recompute(self.strategy, activation_checkpointing, compiles=mode is not None)
+        if self._recomputes != "none":
+            self.callbacks.insert(0, RecomputeBlocks(self._recomputes))  # type: ignore[attr-defined]
+        if choose_offload(self.strategy, offload, compiles=mode is not None):
+            self.callbacks.insert(0, OffloadActivations())  # type: ignore[attr-defined]
         self._resume = resume
         attach(
             self,
@@ -355,6 +374,8 @@ class Engine(LoopTrainer):
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
             check_manual_optimization(self, model)
+            if self._recomputes != "none" and not is_overridden("configure_model", model):  # else there is more to come
+                blocks_to_recompute(model)
             if isinstance(self.strategy, LayoutStrategy):
                 self.strategy.check_module(model)
                 self.strategy.check_run(compiles=bool(self._flags["compile"]), callbacks=self.callbacks)  # type: ignore[attr-defined]

@@ -8,6 +8,8 @@ from .fit import NothingTrainedError
 from .log_folders import claim_log_folders, folders_written_to
 from .noise import quiet
 from .nonfinite import NonFiniteError, NonFiniteWatch
+from .offload import OffloadActivations
+from .recompute import RecomputeBlocks
 from .runs import says_how_it_ends
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWatch",
     "NothingTrainedError",
+    "OffloadActivations",
+    "RecomputeBlocks",
     "attach",
     "check_callbacks",
     "check_graphs",

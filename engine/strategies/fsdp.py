@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 from ..compression import CommHook, Plain, Wire
 from ..compression.int8 import Int8
@@ -54,7 +53,7 @@ from .unit_hooks import (
     reshard,
 )
 from .unit_order import UnitOrder, watch_units
-from .units import shard_units, untied
+from .units import named_blocks, shard_units, untied
 from .whole_numbers import give_back_numbers, read_whole_numbers
 from .written_parameters import forget_data, keep_data, no_writes
 
@@ -130,6 +129,9 @@ class FSDP(MeshStrategy):
     """Compiles a function; None for no compilation."""
     compiles_units = False
     """Whether the units are compiled, so that whole steps need not be."""
+
+    recompute: Callable[[nn.Module], None] | None = None
+    """Has a block's forward computed again in backward; None: not so."""
 
     def derive_layout(self, world_size: int) -> Layout:
         """All processes on the axis `shard`, or as the options of hsdp have it."""
@@ -259,7 +261,7 @@ class FSDP(MeshStrategy):
 
     def _shard(self, model: nn.Module) -> None:
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
-        units = set(shard_units(model))
+        units, recomputed = set(shard_units(model)), set(named_blocks(model))
         self.compiles_units = self.compile is not None and bool(units)
         by_hand = optimizes_by_hand(model)
         if by_hand:
@@ -275,8 +277,8 @@ class FSDP(MeshStrategy):
                 return
             equalise(part, self.root_device)
             self._split(part)
-            if part in units and self.options.activation_checkpointing:
-                part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+            if part in recomputed and self.recompute is not None:
+                self.recompute(part)
             if part in units and self.compile is not None:
                 part.forward = self.compile(part.forward)
             self._fully_shard(part, is_last=part is model and not by_hand)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["block_lists", "check_inside", "repeated_blocks", "shard_units", "untied"]
+__all__ = ["block_lists", "check_inside", "named_blocks", "repeated_blocks", "shard_units", "untied"]
 
 _ROUTER = re.compile(r"(^|_)(router|routing|gate|gating)(_?\d*)$", re.IGNORECASE)
 
@@ -21,12 +21,20 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: ``shard_units()`` returned something that is no sub-module of `module`.
     """
-    if callable(getattr(module, "shard_units", None)):
-        units = list(module.shard_units())  # type: ignore[operator]
-        check_inside(module, units, "shard_units")
-    else:
-        _, units = repeated_blocks(module)
-    return untied(module, units)
+    return untied(module, named_blocks(module))
+
+
+def named_blocks(module: nn.Module) -> list[nn.Module]:
+    """The same, with those that share parameters.
+
+    Raises:
+        ValueError: as above.
+    """
+    if not callable(getattr(module, "shard_units", None)):
+        return repeated_blocks(module)[1]
+    units = list(module.shard_units())  # type: ignore[operator]
+    check_inside(module, units, "shard_units")
+    return units
 
 
 def untied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:

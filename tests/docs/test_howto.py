@@ -201,6 +201,18 @@ def test_accumulation_schedule(monkeypatch, capfd, strategy, devices):
     assert f"{num_steps} steps" in capfd.readouterr().out
 
 
+@ways
+def test_memory(monkeypatch, strategy, devices):
+    page, weights = Page("memory"), []
+    for kind in ("full", "none"):
+        script = page.folder / "train.py"
+        script.write_text(script.read_text().replace('"full"', f'"{kind}"'))
+        found = page.run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
+        weights.append(found["module"].state_dict())
+        assert found["engine"].flags["activation_checkpointing"] == kind
+    assert largest_difference(*weights) == 0
+
+
 def test_accumulation_schedule_contradicts_a_global_batch_size():
     schedule = GradientAccumulationScheduler({0: 1, 1: 4})
     engine = Engine(accelerator="cpu", devices=1, max_epochs=1, global_batch_size=64, callbacks=[schedule])

@@ -20,6 +20,8 @@ from polyphase.engine.loop.nonfinite import NONFINITE_POLICIES
 from polyphase.engine.strategies import PRECISIONS, STRATEGIES
 
 OURS = {
+    "activation_checkpointing": "none",
+    "offload": None,
     "name": None,
     "enable_run_summary": None,
     "async_checkpoints": True,

@@ -36,7 +36,7 @@ from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..stored_weights import read_stored
 from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
-from ..units import shard_units
+from ..units import named_blocks, shard_units
 from .gradients import SpreadGradients
 from .optimizers import check_optimizer
 from .part import Cut, Part
@@ -66,6 +66,11 @@ class Pipeline(MeshStrategy):
     """Compiles a function; None for no compilation."""
     compiles_units = True
     """Whole steps, which a stage leaves in the middle, are never compiled."""
+
+    recompute: Callable[[nn.Module], None] | None = None
+    """Has a block's forward computed again in backward; None: not so."""
+    recomputes_blocks = True
+    """By itself, inside of what cuts the module."""
 
     def __init__(self, options: PPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
@@ -251,11 +256,16 @@ class Pipeline(MeshStrategy):
                 give_value(tensor, value)
         read_stored(model, self.root_device, leave=absent)
         leave_out(model, plan, absent)
-        if self.compile is not None:
-            for stage in range(rank, self.num_stages, size):
-                for unit in plan.stages[stage]:
-                    unit.forward = self.compile(unit.forward)
         own_stages = range(rank, self.num_stages, size)
+        own_units = [unit for stage in own_stages for unit in plan.stages[stage]]
+        if self.recompute is not None:
+            own_parts = {part for unit in own_units for part in unit.modules()}
+            for block in named_blocks(model):
+                if block in own_parts:
+                    self.recompute(block)
+        if self.compile is not None:
+            for unit in own_units:
+                unit.forward = self.compile(unit.forward)
         lends = not isinstance(self.options, PPFSDPOptions)  # whose parameters are whole on their own stage only
         self._cut = Cut(model, plan, self.root_device, own_stages, lends=lends)
         self._parts = [Part(self._cut, stage) for stage in own_stages]

@@ -152,3 +152,50 @@ def test_graphs_of_what_moves_are_refused(mode, strategy, why):
 def test_a_wrong_mode_is_an_error_before_anything_runs():
     with pytest.raises(ValueError, match=r"compile='reduce-overhed': .*Did you mean 'reduce-overhead'\?$"):
         engine(compile="reduce-overhed")
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x):
+        return nn.functional.dropout(x @ self.weight, 0.5) + 0 * self.norm(x)
+
+
+class Gates(Net):
+    """Its loss is linear in the weight of each block, whose product with its gradient is therefore the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList(Gate() for _ in range(3))
+        self.found = []
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for gate in self.net:
+            x = gate(x)
+        return x.sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def on_before_backward(self, loss):
+        self.loss = loss.detach()
+
+    def on_after_backward(self):
+        for gate in self.net:
+            torch.testing.assert_close((gate.weight * gate.weight.grad).sum(), self.loss, rtol=1e-4, atol=1e-5)
+        self.found.append(self.loss.item())
+
+
+def test_blocks_that_are_computed_again_drop_the_same_and_split_no_graph(said):
+    module = Gates()
+    run(module, compile=True, activation_checkpointing="full")
+    assert len(set(module.found)) == 12
+    assert [gate.norm.num_batches_tracked.item() for gate in module.net] == [12] * 3
+    assert said() == []

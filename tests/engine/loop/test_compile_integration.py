@@ -34,7 +34,7 @@ if __name__ == "__main__":
         engine = Engine(
             strategy=sys.argv[1], devices=2, accelerator="cpu", compile=compile, max_steps=4, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[Compiled()] if compile else [],
+            callbacks=[Compiled()] if compile else [], activation_checkpointing=sys.argv[2] if compile else "none",
         )
         tokens = torch.randint(0, 255, (32, 33), generator=torch.Generator().manual_seed(1))
         engine.fit(module, DataLoader(tokens, batch_size=4))
@@ -44,12 +44,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "fsdp_spawn"])
-def test_one_process_compiles_and_all_compute_the_same(strategy, tmp_path, monkeypatch):
+def test_one_process_compiles_and_all_compute_the_same(strategy, activation_checkpointing, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
-    finished = run_command([sys.executable, script, strategy], timeout_s=280, cwd=tmp_path)
+    finished = run_command([sys.executable, script, strategy, activation_checkpointing], timeout_s=280, cwd=tmp_path)
     assert finished.returncode == 0, finished.output
     states = torch.load(tmp_path / "states.pt", weights_only=True)
     torch.testing.assert_close(states[True], states[False], rtol=0, atol=1e-5)

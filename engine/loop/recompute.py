@@ -1,0 +1,88 @@
+"""`activation_checkpointing=`: the module's blocks compute their activations again in backward, while a trainer runs.
+
+Where a strategy puts something of its own around a block's forward (compilation, the cut of a pipeline), it has the
+block wrapped before that; else the blocks are wrapped once the strategy has set the module up.
+"""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from ..strategies.recompute import Recomputed, blocks_to_recompute
+
+__all__ = ["RecomputeBlocks"]
+
+
+class RecomputeBlocks(Callback):
+    """Has the blocks of a module computed again in backward while it trains.
+
+    Args:
+        kind: ``"full"`` or ``"selective"``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._wrapped: dict[nn.Module, Recomputed] = {}
+        self._is_seen = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Tells the strategy."""
+        if stage == "fit":
+            trainer.strategy.recompute = self.wrap  # type: ignore[attr-defined]
+
+    def wrap(self, block: nn.Module) -> None:
+        """Has a block computed again."""
+        self._wrapped[block] = Recomputed(block, self.kind)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wraps the blocks that the strategy has not wrapped."""
+        if not getattr(trainer.strategy, "recomputes_blocks", False):
+            for block in blocks_to_recompute(pl_module):
+                if block not in self._wrapped:
+                    self.wrap(block)
+        for recomputed in self._wrapped.values():
+            recomputed.is_on = True
+        rank_zero_info(
+            f"activation_checkpointing={self.kind!r}: on this rank {len(self._wrapped)} blocks ({self._names()})"
+            " compute their activations again in backward."
+        )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets what the sanity check has called."""
+        self._is_seen = getattr(trainer.strategy, "compile", None) is not None  # which hides the calls
+        for recomputed in self._wrapped.values():
+            recomputed.was_called = False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
+        """Checks after the first batch that there was something to compute again.
+
+        Raises:
+            RuntimeError: no block has run its forward.
+        """
+        if self._is_seen:
+            return
+        self._is_seen = True
+        if self._wrapped and not any(recomputed.was_called for recomputed in self._wrapped.values()):
+            raise RuntimeError(
+                f"activation_checkpointing={self.kind!r} saves no memory: training_step has not called the forward"
+                f" of any block ({self._names()}). Give {type(pl_module).__name__} a method shard_units() that returns"
+                " the sub-modules it calls, or leave activation_checkpointing out."
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the module as it was."""
+        self._detach(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the module as it was."""
+        self._detach(trainer)
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(recomputed.block_name for recomputed in self._wrapped.values()))
+
+    def _detach(self, trainer: Trainer) -> None:
+        # What something else stands around is needed again by a further `fit`.
+        self._wrapped = {block: wrapped for block, wrapped in self._wrapped.items() if not wrapped.detach()}
+        vars(trainer.strategy).pop("recompute", None)
