@@ -1,4 +1,4 @@
-"""What is watched and logged; rank 0 writes."""
+"""Callbacks that watch and log a run; rank 0 writes."""
 
 from .communication import CommunicationMonitor
 from .console import ConsoleLogger, default_progress_bar

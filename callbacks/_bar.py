@@ -25,7 +25,7 @@ _NUM_SAMPLES = 100
 
 
 class Progress:
-    """How far a loader has been gone through.
+    """The progress through a loader.
 
     Args:
         description: what is done with its batches.
@@ -46,7 +46,7 @@ class Progress:
         self._samples = deque([(time.monotonic(), self.completed)], maxlen=_NUM_SAMPLES)
 
     def advance_to(self, completed: int) -> None:
-        """So many batches are done."""
+        """Notes that so many batches are done."""
         self.completed = completed
         self._samples.append((time.monotonic(), completed))
         (began_s, first), (ended_s, last) = self._samples[0], self._samples[-1]

@@ -1,4 +1,4 @@
-"""How many samples and tokens a batch has, found without reading from the device."""
+"""Counts the samples and tokens of a batch without reading from the device."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass

@@ -1,4 +1,4 @@
-"""What the monitors share: when to log, one sum over the ranks, and that rank 0 writes."""
+"""The base class of the monitors: when to log, one sum over the ranks, and that rank 0 writes."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -38,7 +38,7 @@ class IntervalCallback(Callback):
         raise NotImplementedError
 
     def log_if_due(self, trainer: Trainer) -> None:
-        """To be called after each batch: measures once an interval of optimizer steps is over."""
+        """Measures once an interval of optimizer steps is over; to be called after each batch."""
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         step = trainer.global_step
         # Whole intervals are compared, not the remainder: with several optimizers `global_step` moves by more than one.

@@ -65,7 +65,7 @@ def _figures(trainer: Any, end: RunEnd) -> str:
 
 
 def _model_checkpoints(trainer: Any) -> list[ModelCheckpoint]:
-    """Those that say what they saved; a stand-in for one, of its class alone, does not."""
+    """The callbacks that say what they saved; a stand-in for one, of its class alone, does not."""
     found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return [callback for callback in found if hasattr(callback, "last_model_path")]
 
@@ -167,7 +167,7 @@ def _builds_itself(module: LightningModule) -> bool:
 
 
 def _class_of(module: LightningModule) -> type:
-    """Its class; not the one that `fully_shard` has made of it."""
+    """Returns the module's class; not the one that `fully_shard` has made of it."""
     return next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed."))
 
 

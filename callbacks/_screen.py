@@ -1,4 +1,4 @@
-"""Where a progress bar is drawn: lines at the bottom of a terminal, an output of a notebook's cell, or nowhere.
+"""The place where a progress bar is drawn: lines at the bottom of a terminal, an output of a notebook's cell, or none.
 
 Several processes write to one terminal: rank 0 with its bar, the other ranks, the workers of loaders, libraries in C++.
 So nobody keeps count of where the cursor is. The bar is drawn below the cursor, which then goes back to an empty line
@@ -22,7 +22,7 @@ from ._streams import WholeLines, is_terminal
 __all__ = ["BottomLines", "CellOutput", "PlainOutput", "Screen", "can_draw", "screen_of"]
 
 _ERASE = "\r\x1b[J"
-"""To the beginning of the line, and away with all from there to the end of the screen."""
+"""The escape codes that go to the beginning of the line and erase all from there to the end of the screen."""
 _REDRAW_S = 1.0
 """Time between two drawings where nothing else asks for one."""
 
@@ -39,7 +39,7 @@ class Screen(Protocol):
     """Time from one drawing to the next, at least."""
 
     def guard(self, *, is_drawn_here: bool) -> None:
-        """From now on the lines that this process prints don't mix with the bar or the lines of other processes.
+        """Keeps the lines that this process prints apart from the bar and the lines of other processes, from now on.
 
         Args:
             is_drawn_here: whether it is this process that draws the bar.
@@ -99,7 +99,7 @@ class CellOutput:
         self._lines = WholeLines()
 
     def guard(self, *, is_drawn_here: bool) -> None:
-        """In forked processes the kernel sends each part of a line by itself."""
+        """Sends whole lines only: in forked processes the kernel sends each part of a line by itself."""
         self._lines.guard(terminals_only=False)
 
     def release(self) -> None:
@@ -153,7 +153,7 @@ class BottomLines:
         self._redrawing: _Redrawing | None = None
 
     def guard(self, *, is_drawn_here: bool = True) -> None:
-        """From now on the lines that this process prints erase the bar, whichever rank has drawn it."""
+        """Makes the lines that this process prints erase the bar from now on, whichever rank has drawn it."""
         self._is_drawn_here = is_drawn_here
         self._lines.guard(terminals_only=True)
 
@@ -192,7 +192,7 @@ class BottomLines:
             self._write(_ERASE + "".join(f"\n{row}" for row in self._rows) + f"\x1b[{len(self._rows)}A\r")
 
     def _write(self, text: str) -> None:
-        """One call of the system, as the terminal lets no other process's text into that."""
+        """Writes in one call of the system, as the terminal lets no other process's text into that."""
         with suppress(OSError):  # a terminal that was closed ends no training
             self._file.flush()
             os.write(self._file.fileno(), text.encode(self._file.encoding, errors="replace"))

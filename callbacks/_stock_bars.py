@@ -8,7 +8,7 @@ __all__ = ["BarState", "StockBars", "num_train_batches"]
 
 @dataclasses.dataclass(frozen=True)
 class BarState:
-    """How far a stage is, by the names that tqdm has for it."""
+    """The progress of a stage, by the names that tqdm has for it."""
 
     desc: str
     """Name of the stage: Epoch, Validation, Testing or Predicting."""
@@ -34,13 +34,13 @@ class StockBars:
 
     @property
     def train_progress_bar(self) -> BarState:
-        """How far the last epoch of training is, or was."""
+        """The progress of the latest epoch of training, which may be over."""
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return BarState("Epoch", done, num_train_batches(self.trainer, done))
 
     @property
     def val_progress_bar(self) -> BarState:
-        """How far the last validation is, or was: that of `validate` if this was called last, else that of `fit`."""
+        """The progress of the latest validation: that of `validate` if this was called last, else that of `fit`."""
         trainer = self.trainer
         is_alone = trainer.state.fn == "validate"
         loop = trainer.validate_loop if is_alone else trainer.fit_loop.epoch_loop.val_loop
@@ -48,13 +48,13 @@ class StockBars:
 
     @property
     def test_progress_bar(self) -> BarState:
-        """How far the last test is, or was."""
+        """The progress of the latest test, which may be over."""
         loop = self.trainer.test_loop
         return BarState("Testing", loop.batch_progress.current.ready, _total(loop.max_batches))
 
     @property
     def predict_progress_bar(self) -> BarState:
-        """How far the last prediction is, or was."""
+        """The progress of the latest prediction, which may be over."""
         loop = self.trainer.predict_loop
         return BarState("Predicting", loop.batch_progress.current.ready, _total(loop.max_batches))
 

@@ -38,7 +38,7 @@ class WholeLines:
         """Held while lines are written."""
 
     def guard(self, *, terminals_only: bool) -> None:
-        """From now on the streams take whole lines; half a line waits for its end.
+        """Makes the streams take whole lines from now on; half a line waits for its end.
 
         Args:
             terminals_only: leave streams alone that go to a file.
@@ -82,7 +82,7 @@ class _Guarded:
 
     stream: TextIO
     write: Callable[[str], int]
-    """As it was."""
+    """The stream's `write` as it was."""
     replaced: Callable[[str], int] | None
     """The stream's own `write`, if other code had set one before; None: the class's."""
     writer: Callable[[str], int] | None = None

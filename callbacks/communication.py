@@ -47,7 +47,7 @@ class CommunicationMonitor(IntervalCallback):
         self._times = False  # whether this step's times are taken
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Has the strategy count."""
+        """Makes the strategy count."""
         strategy: Any = trainer.strategy
         if stage != "fit" or trainer.world_size == 1:
             return
@@ -97,7 +97,7 @@ class CommunicationMonitor(IntervalCallback):
         self.log_if_due(trainer)
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """This rank's figures; no collectives."""
+        """Returns this rank's figures; no collectives."""
         num_steps = trainer.global_step - self._first_step
         sent = _sent(trainer)
         sent.subtract(self._sent_before)

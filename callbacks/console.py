@@ -55,7 +55,7 @@ class ConsoleLogger(StockBars, LightningProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Asked by `LightningModule.print`."""
+        """Whether it prints; `LightningModule.print` asks it."""
         return self._enabled
 
     @property
@@ -94,7 +94,7 @@ class ConsoleLogger(StockBars, LightningProgressBar):
             self._print(f"validation after step {trainer.global_step}", self._evaluated(trainer))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """What `LightningModule.print` calls."""
+        """Prints if enabled; `LightningModule.print` calls it."""
         if self._enabled:
             print(*args, **{"flush": True, **kwargs})
 
@@ -118,7 +118,7 @@ class ConsoleLogger(StockBars, LightningProgressBar):
         return f"{speed}  eta {timedelta(seconds=round(max(0, last - trainer.global_step) / steps_per_s))}"
 
     def _evaluated(self, trainer: Trainer) -> str:
-        """What the evaluation logged: the metrics whose value is another object than before it."""
+        """Describes the metrics that the evaluation logged: those whose value is another object than before it."""
         known, self._known = self._known, {}
         metrics = trainer.callback_metrics
         return self._values({name: value for name, value in metrics.items() if known.get(name) is not value})

@@ -61,7 +61,7 @@ class ProgressBar(StockBars, LightningProgressBar):
         self._read_step = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process's terminal."""
+        """Returns the state without what belongs to this process's terminal."""
         live = ("_screen", "_renderer", "_shown", "_training")
         return {**self.__dict__, **dict.fromkeys(live)}
 
@@ -95,7 +95,7 @@ class ProgressBar(StockBars, LightningProgressBar):
             self._screen.guard(is_drawn_here=trainer.is_global_zero)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the last row where something ended the run before its end."""
+        """Keeps the last row where something ended the run before its end."""
         self._finish()
         self._close()
 
@@ -248,7 +248,7 @@ class ProgressBar(StockBars, LightningProgressBar):
         self._finish()
 
     def _epoch(self, trainer: Trainer) -> str:
-        """Counted from 1, as `ConsoleLogger` does."""
+        """Names the epoch, counted from 1, as `ConsoleLogger` does."""
         known = trainer.max_epochs is not None and trainer.max_epochs > 0
         return f"Epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if known else "")
 
@@ -302,6 +302,6 @@ class ProgressBar(StockBars, LightningProgressBar):
 
 
 def _of_loaders(name: str, index: int, loaders: Any) -> str:
-    """With the loader's number where there are several."""
+    """Returns the name, with the loader's number where there are several."""
     num_loaders = len(loaders) if isinstance(loaders, list) else 1
     return name if num_loaders == 1 else f"{name} {index + 1}/{num_loaders}"

@@ -25,7 +25,7 @@ __all__ = ["ReplicaError", "ReplicaGuard"]
 
 _FIRST_STEPS = 2
 _INTERVAL_STEPS = 50
-"""How often to check where `log_every_n_steps=0` says that nothing is logged."""
+"""Optimizer steps between two checks where `log_every_n_steps=0` says that nothing is logged."""
 
 log = logging.getLogger("polyphase.callbacks")
 

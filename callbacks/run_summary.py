@@ -20,7 +20,7 @@ __all__ = ["RunSummary"]
 
 
 class _Figures(NamedTuple):
-    """What a rank has counted while it trained."""
+    """The figures that a rank has counted while it trained."""
 
     num_samples: int | None
     waited_s: float | None
@@ -144,5 +144,5 @@ def _wait_for_device(trainer: Trainer) -> None:
 
 
 def _monitored_peaks(trainer: Any) -> list[int]:
-    """What a `MemoryMonitor` has seen before it reset torch's counter."""
+    """Returns the peaks that each `MemoryMonitor` has seen before it reset torch's counter."""
     return [c.largest_bytes for c in trainer.callbacks if isinstance(c, MemoryMonitor)]

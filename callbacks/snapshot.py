@@ -68,7 +68,7 @@ class Snapshot(Callback):
 
     @property
     def state_key(self) -> str:
-        """By which its state is found in a checkpoint."""
+        """The key of this callback's state in a checkpoint."""
         return "Snapshot"
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Snapshot(Callback):
         self._best = dict(state_dict)
 
     def snapshot_folder(self, trainer: Trainer) -> str:
-        """Where the snapshots of `trainer` are."""
+        """Returns the folder of the snapshots of `trainer`."""
         if self.dirpath is not None:
             return self.dirpath
         root = trainer.default_root_dir
@@ -172,7 +172,7 @@ class Snapshot(Callback):
             self._best = {"path": path, "value": float(value)}
 
     def _superfluous(self, snapshots: list[Any], newest: str) -> list[str]:
-        """What is neither among the last few, nor to be kept for ever, nor the best; `newest` is on its way.
+        """Returns those neither among the last few, nor to be kept for ever, nor the best; `newest` is on its way.
 
         Args:
             snapshots: those of this run and of the ones it continues, the newest first: no other is removed.
@@ -188,10 +188,10 @@ class Snapshot(Callback):
 
 
 def _epochs_done(trainer: Any) -> int:
-    """How many epochs have come to their end; not one that `max_steps` has cut short, in which a longer run goes on."""
+    """Counts the finished epochs; not one that `max_steps` has cut short, in which a longer run goes on."""
     return trainer.fit_loop.epoch_progress.current.processed - trainer.fit_loop.is_cut_short
 
 
 def default_snapshot() -> Snapshot:
-    """What ``resume="auto"`` brings where no snapshots were asked for."""
+    """Returns the callback that ``resume="auto"`` adds where no snapshots were asked for."""
     return Snapshot()

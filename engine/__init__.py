@@ -1,4 +1,4 @@
-"""How a module is run: one engine, every strategy by flag.
+"""Runs a module: one engine, every strategy by flag.
 
 Each name is imported when it is first asked for: torch and Lightning come with `Engine`, and the command often needs
 neither.

@@ -22,10 +22,10 @@ from .strategies.doorbell import Sign, ring
 __all__ = ["main", "watch"]
 
 LONGEST_S = 60.0
-"""How long the host may be silent; ranks have found out by then, and have written their reports."""
+"""The longest silence of the host; ranks have found out by then, and have written their reports."""
 _PERIOD_S = 2.0
 _LAST_WORDS_S = 10.0
-"""How long the ranks have between SIGTERM and SIGKILL."""
+"""The time that the ranks have between SIGTERM and SIGKILL."""
 
 
 def main(words: list[str]) -> None:

@@ -63,7 +63,7 @@ _WORDS = {
     **{f"limit_{stage}_batches": f"{_BATCHES}, or None" for stage in ("train", "val", "test", "predict")},
     "overfit_batches": f"{_BATCHES}",
 }
-"""What an argument can be, where its annotation says too little."""
+"""Descriptions of an argument's allowed values, where its annotation says too little."""
 
 _BATCHES_OF = "You have passed invalid value {value} for {name}"
 _LIGHTNING_SAYS = {
@@ -80,7 +80,7 @@ _LIGHTNING_SAYS = {
     "profiler": "When passing string value for the `{name}` parameter of `Trainer`, it can only be one of",
     "devices": "`{name}` must be an int, a string, a sequence of ints, but you passed",
 }
-"""How Lightning's own messages begin, which scripts and tests look for; ours end with them."""
+"""Beginnings of Lightning's own messages, which scripts and tests look for; ours end with them."""
 
 _ANY_CASE = ("gradient_clip_algorithm", "profiler")
 """Closed sets that Lightning takes in capitals too."""
@@ -90,7 +90,7 @@ _TIME = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*")
 _TWO_DIGITS = re.compile(r"\s*\d+:\d\d:\d\d:\d\d\s*")
 
 _TOO_MANY_DEVICES = 100_000
-"""On one node; Lightning makes a list of them."""
+"""The least number of devices on one node that is refused; Lightning makes a list of them."""
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -233,7 +233,7 @@ def _texts(hint: Any) -> list[str]:
 
 
 def _described(name: str, hint: Any) -> str:
-    """What an annotation allows, in words: ``True, False or None``."""
+    """Describes in words what an annotation allows: ``True, False or None``."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     words = dict.fromkeys(word for option in options for word in _words(name, option))
     *others, last = [word for word in words if not (word == "a whole number" and "a number" in words)]

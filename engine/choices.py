@@ -65,7 +65,7 @@ PrecisionName = Literal[
     32,
     64,
 ]
-"""As Lightning takes them; `transformer-engine` with single, ddp and its own strategies."""
+"""Precisions as Lightning takes them; `transformer-engine` with single, ddp and its own strategies."""
 
 CompressionName = Literal["none", "auto", "bf16", "fp16", "int8", "powersgd", "sign", "topk"]
 """Compressions without options."""
@@ -80,16 +80,16 @@ Offload = Literal["activations", "optimizer", "parameters"]
 """What can wait in host memory; `optimizer` only with `parameters`."""
 
 NonFinitePolicy = Literal["warn", "error", "ignore"]
-"""What to do about a loss or gradient norm that is infinite or NaN."""
+"""Responses to a loss or gradient norm that is infinite or NaN."""
 
 UnevenPolicy = Literal["pad", "join", "drop"]
-"""When an epoch ends where ranks have different numbers of batches."""
+"""Policies for the end of an epoch in which ranks have different numbers of batches."""
 
 CheckpointFormat = Literal["auto", "file", "directory"]
-"""What a checkpoint is written as."""
+"""Forms in which a checkpoint is written."""
 
 ClipAlgorithm = Literal["norm", "value"]
-"""How gradients are clipped."""
+"""Methods of gradient clipping."""
 
 ProfilerName = Literal["simple", "advanced", "pytorch", "xla"]
 """Lightning's profilers by name."""

@@ -44,7 +44,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Has `peak_bytes` begin anew."""
+    """Starts the measurement of `peak_bytes` anew."""
     module = module_of(device)
     if hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats(device)

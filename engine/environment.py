@@ -49,7 +49,7 @@ _SECRET = "POLYPHASE_JOB_SECRET"
 _PARENT = "POLYPHASE_PARENT_PID"
 _STACKS = "PYTHONFAULTHANDLER"
 _kept_secrets: list[str] = []
-"""At most one: that of the job whose other ranks this process has started."""
+"""The secret of the job whose other ranks this process has started: one, or none."""
 
 
 def is_started_again() -> bool:
@@ -58,7 +58,7 @@ def is_started_again() -> bool:
 
 
 def restart_count() -> int:
-    """How often the launcher has started this job again."""
+    """The number of times that the launcher has started this job again."""
     return max(int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM"))
 
 
@@ -101,7 +101,7 @@ def port_is_ours(environment: Any) -> Iterator[bool]:
 
 @contextmanager
 def listening_on(interface: str | None) -> Iterator[None]:
-    """Has gloo and TensorPipe listen on a network interface in here; None: what the user has set, or loopback."""
+    """Makes gloo and TensorPipe listen on a network interface in here; None: what the user has set, or loopback."""
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     with _restored(*names):
         for name in names:
@@ -116,13 +116,13 @@ def shows_all_frames() -> bool:
 
 @contextmanager
 def keeping_interface() -> Iterator[None]:
-    """Has the interface on which gloo listens be afterwards what it was before."""
+    """Restores the interface on which gloo listens, at the end."""
     with _restored("GLOO_SOCKET_IFNAME"):
         yield
 
 
 def listen_on_loopback() -> None:
-    """Has gloo listen on the loopback interface from now on, unless the user has named another.
+    """Makes gloo listen on the loopback interface from now on, unless the user has named another.
 
     Otherwise it takes the one that has the address of the machine's name.
     """
@@ -130,7 +130,7 @@ def listen_on_loopback() -> None:
 
 
 def listen_towards(address: str) -> None:
-    """Has gloo listen on the interface from which `address` is reached, from now on, unless the user has named one.
+    """Makes gloo listen on the interface from which `address` is reached, from now on, unless the user has named one.
 
     Otherwise it takes the address of the machine's own name, which Debian writes down as 127.0.1.1: the other machines
     would look for it on themselves.
@@ -178,7 +178,7 @@ def share_job_secret() -> None:
 
 
 def keep_job_secret() -> None:
-    """Has this process know the secret of those that it starts in `child_environment`: it is a rank of the same job."""
+    """Keeps the secret of those processes that this one starts in `child_environment`: it is a rank of the same job."""
     if not os.environ.get(_SECRET) and not _kept_secrets:
         _kept_secrets.append(secrets.token_hex(32))
 
@@ -220,7 +220,7 @@ def given_seed() -> int | None:
 
 @contextmanager
 def _restored(*names: str) -> Iterator[None]:
-    """Has these variables be afterwards what they were before."""
+    """Restores these variables at the end."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

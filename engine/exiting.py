@@ -1,4 +1,4 @@
-"""How a process ends that can't be taken down: its threads may be in calls that never return.
+"""The end of a process that can't be taken down: its threads may be in calls that never return.
 
 Nobody is left behind: neither the processes that it has started for itself (workers of data loaders in the user's code
 don't notice that they are alone), nor the ranks of the job, which get the time to say where they were.
@@ -19,7 +19,7 @@ __all__ = ["LAST_WORDS_S", "await_ranks", "end_tree", "exit_at_once", "started_r
 
 _FLUSH_S = 1.0
 LAST_WORDS_S = 5.0
-"""How long the ranks that this process has started have, once it ends itself."""
+"""The time that the ranks started by this process have to end, once it ends itself."""
 _TICK_S = 0.05
 
 started_ranks: dict[int, subprocess.Popen] = {}

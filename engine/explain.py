@@ -1,4 +1,4 @@
-"""What the strategies find in a model: the units that are sharded as one, and the layers that are split."""
+"""The parts that strategies find in a model: the units that are sharded as one, and the layers that are split."""
 
 import importlib
 import os

@@ -99,7 +99,7 @@ class Flag:
     """A flag taken apart: ``name:value,key=text,...``."""
 
     name: str
-    """What stands before the colon."""
+    """The text before the colon."""
     value: str | None = None
     """The one bare argument, such as the rank in ``powersgd:2``."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -126,7 +126,7 @@ def choose(kind: str, given: str, allowed: Collection[str], near: str | None = N
 
 
 def did_you_mean(given: str, allowed: Iterable[str], shown: Callable[[str], str] = repr, *, cutoff: float = 0.6) -> str:
-    """What to add to an error: a blank and a question for the closest of `allowed`, or nothing if none is close.
+    """Returns the hint to add to an error: a blank and a question for the closest of `allowed`; empty if none is close.
 
     Args:
         given: by the user.

@@ -52,7 +52,7 @@ class HostGroup:
 
     @property
     def rank(self) -> int:
-        """This one's place among them."""
+        """The index of this rank in the group."""
         return 0 if self.size == 1 else dist.get_rank(self._group)
 
     def gathered(self, mine: Any) -> list[Any]:

@@ -125,7 +125,7 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _command(words: list[str]) -> list[str]:
-    """What is started, in torchrun's words."""
+    """Returns the words of torchrun that say what is started."""
     if not words:
         raise ValueError("launch has nothing to start: name a script, or -m and a module, behind --.")
     if words[0] == "polyphase":

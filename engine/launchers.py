@@ -1,4 +1,4 @@
-"""Who has started the processes of a run, and the numbers that say which of them this one is.
+"""The launcher of a run's processes, and the numbers that say which of them this one is.
 
 Whatever says that there are several processes makes them one run, or is refused by name: N lone runs that write into
 one folder would all end with exit code 0. Lightning knows torchrun, SLURM and LSF; the others are here.
@@ -27,7 +27,7 @@ class _Names(NamedTuple):
     size: str
     rank: str
     local_rank: str
-    """Among those of this machine."""
+    """The variable of the rank among the processes of this machine."""
     local_size: str
 
 
@@ -37,7 +37,7 @@ _MPI = {
     "MVAPICH": _Names(*(f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
     "mpiexec": _Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""They come before SLURM: where one of them starts processes within its allocation, SLURM's numbers are not theirs."""
+"""Launchers that come before SLURM: if one starts processes within its allocation, SLURM's numbers are not theirs."""
 _OTHERS = {
     "LSF": _Names(*(f"JSM_NAMESPACE_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
     # submitit's own processes are all on one machine; on others it is SLURM that starts them.
@@ -47,7 +47,7 @@ _OTHERS = {
 _JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HYDRA_JOBID", "SUBMITIT_LOCAL_JOB_ID", "PBS_JOBID")
 """Variables that all processes of a job have in common, and no other job has."""
 _PORTS = range(20_000, 30_000)
-"""Below those that systems give away by themselves."""
+"""Ports below those that systems give away by themselves."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -157,30 +157,30 @@ class LaunchedEnvironment(ClusterEnvironment):
         return started_by() in {*_MPI, *_OTHERS} and not LSFEnvironment.detect()
 
     def world_size(self) -> int:
-        """Processes in all."""
+        """The number of processes."""
         return self._size
 
     def global_rank(self) -> int:
-        """Number of this process."""
+        """The rank of this process."""
         return self._rank
 
     def local_rank(self) -> int:
-        """Its number among those of its node."""
+        """The rank of this process within its node."""
         return self._local_rank
 
     def node_rank(self) -> int:
-        """Number of its node."""
+        """The rank of its node."""
         return self._node_rank
 
     def set_world_size(self, size: int) -> None:
-        """Lightning says it once more."""
+        """Does nothing: Lightning sets what is known from the launcher."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Lightning says it once more."""
+        """Does nothing: Lightning sets what is known from the launcher."""
 
 
 def environment_of_launcher(plugins: list[Any], num_nodes: int) -> list[Any]:
-    """One to add to the plugins, where a launcher has started this process that Lightning does not know."""
+    """Returns a cluster environment for the plugins, if a launcher unknown to Lightning has started this process."""
     if not LaunchedEnvironment.detect() or any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
     return [LaunchedEnvironment(str(started_by()), num_nodes)]

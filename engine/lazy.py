@@ -32,7 +32,7 @@ class Reference:
     """A class or function named ``"module:name"``; its module is imported when it is first called."""
 
     path: str
-    """Absolute, or relative to `package` with a leading dot."""
+    """The module and the name, absolute, or relative to `package` with a leading dot."""
     package: str = ""
 
     def load(self) -> Any:
@@ -41,5 +41,5 @@ class Reference:
         return getattr(importlib.import_module(module, self.package or None), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls what it names."""
+        """Calls the class or function that it names."""
         return self.load()(*args, **kwargs)

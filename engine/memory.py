@@ -1,4 +1,4 @@
-"""What a rank holds of a model in training, beside activations: counted from its tensors."""
+"""The memory that a rank needs for a model in training, beside activations: counted from its tensors."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What can be said about a module before any process starts."""
+"""Checks of a module before any process starts."""
 
 import types
 from collections.abc import Iterator

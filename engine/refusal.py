@@ -1,4 +1,4 @@
-"""What is refused before any process starts: one kind of error, which the command shows as one line."""
+"""Refuses a run before any process starts: one kind of error, which the command shows as one line."""
 
 import os
 import tempfile
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 _LOOKED_UP = ("auto", "fresh", "best", "hpc", "last")
-"""What stands for a checkpoint without being the path of one."""
+"""Words that stand for a checkpoint without being the path of one."""
 
 
 class RefusedError(ValueError, MisconfigurationException):
-    """What was asked for can't be run; both ours and Lightning's kind of error."""
+    """The run that was asked for is impossible; both ours and Lightning's kind of error."""
 
 
 class MissingCheckpointError(RefusedError, FileNotFoundError):
@@ -37,12 +37,12 @@ class MissingCheckpointError(RefusedError, FileNotFoundError):
 
 
 class NoModuleError(RefusedError, TypeError):
-    """What is to be run is no `LightningModule`; Lightning has it as a TypeError."""
+    """The object to be run is no `LightningModule`; Lightning has it as a TypeError."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Has what the engine's own code raises in here be a `RefusedError`; errors of the user's stay as they are."""
+    """Turns errors that the engine's own code raises in here into a `RefusedError`; the user's stay as they are."""
     try:
         yield
     except (ValueError, MisconfigurationException) as error:

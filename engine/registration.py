@@ -1,4 +1,4 @@
-"""What registering a strategy and a comm hook from outside the package have in common."""
+"""The check that registering a strategy and a comm hook from outside the package have in common."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -39,7 +39,7 @@ def check_new_name(kind: str, name: str, made: Any, taken: Mapping[str, Any], re
 
 
 def _path_of(thing: Any) -> str:
-    """Where a class or function is defined, also if it is only referred to."""
+    """Returns the module and the name of a class or function, also if it is only referred to."""
     if isinstance(thing, Reference):
         return thing.path
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', repr(thing))}"

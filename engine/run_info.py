@@ -1,4 +1,4 @@
-"""What a run is: in the words of its header, and as the flat values by which loggers tell runs apart."""
+"""The description of a run: in the words of its header, and as the flat values by which loggers tell runs apart."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def _batch(trainer: Any) -> str | None:
 
 
 def log_folder(trainer: Any) -> str | None:
-    """Where the first logger writes, by its own word; None if it has none. Rank 0's is the one that counts."""
+    """Returns the folder of the first logger that names one; None if none does. Rank 0's is the one that counts."""
     for logger in trainer.loggers:
         # Lightning: TensorBoardLogger and CSVLogger have a log_dir, all loggers a save_dir, which may be None.
         folder = getattr(logger, "log_dir", None) or logger.save_dir
@@ -87,7 +87,7 @@ def shown_path(path: str) -> str:
 
 
 def run_parameters(trainer: Any) -> dict[str, Any]:
-    """How an engine was made: its flags, layout, versions and the git commit of the working directory.
+    """Returns the settings of an engine: its flags, layout, versions and the git commit of the working directory.
 
     Returns:
         Numbers, texts, booleans and None, by names that begin with ``polyphase/``.

@@ -23,12 +23,12 @@ _States = list[dict[str, Tensor]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What `Engine.verify` found."""
+    """The result of `Engine.verify`."""
 
     differences: tuple[float, ...]
     """Largest absolute difference of any tensor after each optimizer step."""
     tolerance: float
-    """What counts as equal."""
+    """The largest difference that counts as equal."""
     step: int | None = None
     """The first step after which a tensor differs by more; None if none does."""
     tensor: str | None = None
@@ -107,7 +107,7 @@ class Recorder(Callback):
 
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
-    """Has GPUs compute in float32, and convolve by algorithms that depend on nothing but their input.
+    """Makes GPUs compute in float32, and convolve by algorithms that depend on nothing but their input.
 
     By default cuDNN rounds to TF32, and may choose another algorithm for another batch size: both differ by more than
     what counts as equal.

@@ -1,4 +1,4 @@
-"""What this cluster's wire carries, and which compression a module trains fastest under there."""
+"""The speed of this cluster's network, and the compression under which a module trains fastest there."""
 
 import dataclasses
 import json
@@ -16,13 +16,13 @@ NUM_STEPS = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WireReport:
-    """What `Engine.wire` found."""
+    """The result of `Engine.wire`."""
 
     num_ranks: int
     links: dict[str, Link]
-    """By collective."""
+    """Latency and bandwidth between the ranks, by collective."""
     forecasts: list[Forecast]
-    """Of a step under each compression."""
+    """Forecasts of a step, one for each compression."""
     recommended: str
     """The compression to set; may be ``"none"``."""
 
@@ -45,7 +45,7 @@ class WireReport:
 
     @classmethod
     def read(cls, path: Path) -> "WireReport":
-        """What `ReportWriter` wrote."""
+        """Reads the report that `ReportWriter` wrote."""
         found = json.loads(path.read_text())
         return cls(
             num_ranks=found["num_ranks"],

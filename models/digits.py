@@ -115,15 +115,15 @@ class Digits(LightningDataModule):
         }
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled."""
+        """The loader of the training part, shuffled."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader:
-        """In order."""
+        """The loader of the validation part, in order."""
         return self._loader("val")
 
     def test_dataloader(self) -> DataLoader:
-        """In order."""
+        """The loader of the test part, in order."""
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader:

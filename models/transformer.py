@@ -60,7 +60,7 @@ class MLP(nn.Module):
         _normal(self.down, self.residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Position by position."""
+        """Applies both layers position by position."""
         return self.down(functional.gelu(self.up(x)))
 
 

@@ -212,7 +212,7 @@ def _about(path: str, manifest: Manifest, num_tensors: int) -> dict[str, str]:
 
 
 def _progress(files: Files) -> dict[str, str]:
-    """What Lightning's part says."""
+    """Reads the progress of training, as lines by their headings, from Lightning's part and the ranks' own."""
     from .opening import load_file
 
     try:
@@ -234,7 +234,7 @@ def _said(rest: dict[str, Any], ranks: list[Any]) -> dict[str, str]:
 
 
 def _trained_on(ranks: list[Any]) -> dict[str, str]:
-    """Of each training loader, which part of the epoch's order was trained on, by how many ranks."""
+    """Describes for each training loader which part of the epoch's order was trained on, and by how many ranks."""
     said = {}
     for number, loader in enumerate(ranks[0].get("data", {}).get("loaders", [])):
         if "ledger" in loader:
@@ -258,7 +258,7 @@ def _problems(path: str) -> list[str]:
 
 
 def _unopenable(path: str) -> list[str]:
-    """Why a file can't be opened: also that opening it would run code, which is not done here."""
+    """Lists why a file can't be opened: also that opening it would run code, which is not done here."""
     from .whole import whole_tensors
 
     try:
@@ -310,7 +310,7 @@ def _complain(error: Exception, status: int) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """In place of a page of usage: what is wrong, and the flag that was probably meant."""
+        """Raises an error in place of printing the usage: what is wrong, and the flag that was probably meant."""
         found = re.search(r"unrecognized arguments: (--[\w-]+)", message)
         hint = did_you_mean(found[1], self._option_string_actions, str) if found else ""
         raise ValueError(f"{message}.{hint}\nAll options: {self.prog} --help")

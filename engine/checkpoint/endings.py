@@ -1,4 +1,4 @@
-"""What a checkpoint can be exported as; torch is not needed to say it."""
+"""The formats that a checkpoint can be exported as; torch is not needed to list them."""
 
 __all__ = ["SUFFIXES"]
 

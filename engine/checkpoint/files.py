@@ -19,7 +19,7 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
 
 
 class NotAPlainFileError(ValueError):
-    """What stands under a file's name is a link, a folder, a device or a pipe: it is not opened."""
+    """A file is not opened, since it is a link, a folder, a device or a pipe, or larger than allowed."""
 
 
 def is_plain_name(name: Any) -> bool:
@@ -37,7 +37,7 @@ class Files:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.fs, self.path = resolve(path)
         self.url = os.fspath(path)
-        """As it was given: with the protocol, which `path` does not have."""
+        """The path as it was given: with the protocol, which `path` does not have."""
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.written: dict[str, tuple[int, int]] = {}
 
@@ -82,7 +82,7 @@ class Files:
             yield stream
 
     def read(self, name: str, most_bytes: int | None = None) -> bytes:
-        """All of a file.
+        """Reads all of a file.
 
         Raises:
             NotAPlainFileError: it is a link, a folder, a device or a pipe, or larger than `most_bytes`.
@@ -96,7 +96,7 @@ class Files:
         return content
 
     def check(self, name: str, size: int, crc: int) -> str | None:
-        """What is wrong with a file; None if nothing is."""
+        """Checks the size and the checksum of a file; returns what is wrong, None if nothing is."""
         try:
             return self._check(name, size, crc)
         except FileNotFoundError:
@@ -154,7 +154,7 @@ class _Checked:
         return self._stream.fileno()
 
     def close(self) -> None:
-        """Left to whoever opened it."""
+        """Does nothing: whoever opened the stream closes it."""
 
 
 def resolve(path: str | os.PathLike[str]) -> tuple[AbstractFileSystem, str]:

@@ -24,31 +24,31 @@ class Entry(NamedTuple):
     """Newer: of a format that this version does not know. Unfinished is what a save or a removal has left that did not
     end, or has not ended yet."""
     manifest: Manifest | None = None
-    """None if it is no checkpoint."""
+    """The checkpoint's manifest; None if it is no checkpoint."""
     problem: str = ""
-    """Why it is none."""
+    """The reason that it is no checkpoint."""
     newer_sequence: int | None = None
-    """Of one of a newer format: its place in the order of saves, if it says so."""
+    """The place in the order of saves of a checkpoint of a newer format, if it says so."""
 
     @property
     def name(self) -> str:
-        """Without the folder."""
+        """The last part of the path, without the folder."""
         return os.path.basename(self.path)
 
 
 class Pruned(NamedTuple):
-    """What `prune` did, or would do."""
+    """The result of `prune`: what it did, or would do."""
 
     removed: list[str]
     kept: list[str]
     renamed: list[str]
     """Checkpoints that were whole, but had not got their names when their process was killed."""
     notes: list[str]
-    """What is wrong with the others, and why it was left alone."""
+    """Messages about checkpoints that are damaged or unfinished, and why they were left alone."""
 
 
 def survey(folder: str | os.PathLike[str]) -> list[Entry]:
-    """What is in a folder: its checkpoints, the newest first, and then directories and `.ckpt` files that are none."""
+    """Lists a folder's checkpoints, the newest first, and then directories and `.ckpt` files that are none."""
     fs, root = resolve(folder)
     fs.invalidate_cache(root)
     found = []
@@ -65,7 +65,7 @@ def survey(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _entry_of_file(path: str) -> Entry | None:
-    """Of a file of ours; None of any other, one that is in order and Lightning's among them."""
+    """The entry of a file of ours, or a damaged `.ckpt`; None for any other, such as an intact one of Lightning's."""
     if is_leftover(path):
         return Entry(path, "unfinished", problem="is being saved, or was when its process was killed")
     if not is_archive(path):
@@ -157,7 +157,7 @@ def _newest_valid(found: dict[str, Manifest], notes: list[str]) -> set[str]:
 
 
 def _prune_unfinished(folder: str | os.PathLike[str], dry_run: bool) -> tuple[list[str], list[str], list[str]]:
-    """What was never finished goes; returns what was removed, what got its name, and why the others were left."""
+    """Removes what was never finished; returns what was removed, what got its name, and why the others were left."""
     left = [entry.path for entry in survey(folder) if entry.kind == "unfinished"]
     if not left:
         return [], [], []

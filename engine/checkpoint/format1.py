@@ -49,7 +49,7 @@ class _Name(NamedTuple):
 
 
 class _Object:
-    """What the pickle makes of a name."""
+    """Stands for the object that the pickle would build by calling a class or function; nothing is called."""
 
     def __init__(self, name: _Name, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments = name.text, arguments

@@ -1,4 +1,4 @@
-"""Which run has saved a checkpoint, which runs it continues, and which checkpoints of a folder are therefore its own.
+"""The run that saved a checkpoint, the runs it continues, and the checkpoints of a folder that are therefore its own.
 
 A run keeps its id where ``resume="auto"`` goes on with it. Of a run that begins with a checkpoint of another's, the ids
 of that one and of all before it are its lineage. All of it holds for files and for directories.
@@ -25,7 +25,7 @@ class RunId(NamedTuple):
     """Ids of the runs that it continues, the oldest first, and its own."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
+        """Returns the ids as plain values, for a checkpoint."""
         return {"id": self.id, "lineage": list(self.lineage)}
 
 
@@ -53,7 +53,7 @@ class Snapshot(NamedTuple):
 
 
 class Ledger:
-    """What a run knows of its folder, from one look at its start: it reads no manifest again.
+    """The snapshots of a run, and the number of its next save, from one look at its folder: it reads no manifest again.
 
     Kept by rank 0. A save adds to it on a thread of its own.
 
@@ -96,13 +96,13 @@ class Ledger:
             self._snapshots.pop(path, None)
 
     def snapshots(self) -> list[Snapshot]:
-        """Those that are this run's to remove, the newest first."""
+        """The snapshots that are this run's to remove, the newest first."""
         with self._lock:
             return sorted(self._snapshots.values(), key=lambda found: (found.sequence, found.step), reverse=True)
 
 
 def free_suffix(run: RunId, entries: Sequence[Entry]) -> str:
-    """What to end the names of a run's snapshots with, so that none is called like one of another run's."""
+    """Returns a suffix for the names of a run's snapshots, so that none is called like one of another run's."""
     others = [
         os.path.basename(entry.path)
         for entry in entries

@@ -16,7 +16,7 @@ __all__ = ["keep_lock", "lock"]
 
 _LOCK = ".lock"
 _SAYS = "process "
-"""What our lock files begin with."""
+"""The first word in each lock file of ours."""
 
 
 class _Held(NamedTuple):

@@ -41,11 +41,11 @@ __all__ = [
 MANIFEST = "MANIFEST.json"
 README = "README.md"
 REST = "rest.pt"
-"""What is not sharded: Lightning's own state, by `torch.save`."""
+"""The file of the state that is not sharded: Lightning's own, by `torch.save`."""
 RANKS = "ranks.pt"
-"""What each rank says of itself, in rank order."""
+"""The file of each rank's own state, in rank order."""
 TENSORS = "tensors.json"
-"""Where which tensor is; since format 2."""
+"""The index of the tensors: the file and position of each; since format 2."""
 METADATA = ".metadata"
 """The same in format 1: a pickle of `torch.distributed.checkpoint`."""
 
@@ -71,12 +71,12 @@ class NewerFormatError(CheckpointError):
     """A checkpoint was written by a newer version, which has to be installed to open it."""
 
     sequence: int | None = None
-    """As in `Manifest`; None if it does not say."""
+    """The number of the save, as in `Manifest`; None if the checkpoint does not say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What `MANIFEST.json` says."""
+    """The content of `MANIFEST.json`."""
 
     name: str
     """Name under which the directory was published."""
@@ -105,12 +105,12 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """The size of all files."""
         return sum(size for size, _ in self.files.values())
 
     @property
     def order(self) -> tuple[int, int, float]:
-        """Larger is newer."""
+        """The key to sort checkpoints by; the larger one is newer."""
         return self.sequence, self.step, self.time
 
     def missing_files(self) -> list[str]:
@@ -174,7 +174,7 @@ def _of_file(path: str | os.PathLike[str], name: str) -> Manifest:
 
 
 def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:
-    """What the bytes of a manifest say.
+    """Checks the bytes of a manifest and returns their content.
 
     Args:
         content: of the file.

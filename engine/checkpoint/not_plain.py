@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that would run code if it was opened."""
+"""Messages about checkpoints that would run code if they were opened."""
 
 import pickle
 import re
@@ -13,7 +13,7 @@ class NotPlainError(CheckpointError, pickle.UnpicklingError):
 
     @classmethod
     def of(cls, path: object, refused: Exception) -> "NotPlainError":
-        """That of the checkpoint `path`, which torch has refused to open."""
+        """Returns the error about the checkpoint `path`, which torch has refused to open."""
         return cls(
             f"The checkpoint {path} holds objects that are no plain values: {_first_line(refused)} If you trust it,"
             " pass weights_only=False, or name the classes: torch.serialization.add_safe_globals([...])."
@@ -21,7 +21,7 @@ class NotPlainError(CheckpointError, pickle.UnpicklingError):
 
 
 def not_plain(refused: Exception) -> str:
-    """What is said when one is saved that torch will refuse to open."""
+    """Returns the warning for a checkpoint that is saved, but that torch will refuse to open."""
     return (
         "The checkpoint holds objects that are no plain values, so it will open with weights_only=False only, or after"
         f" torch.serialization.add_safe_globals([...]): {_first_line(refused)}"
@@ -29,6 +29,6 @@ def not_plain(refused: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What torch refused, without its advice."""
+    """Returns the line that says what torch refused, without its advice."""
     found = re.search(r"(Unsupported|Trying to load unsupported|Can only create) [^\n]*?(?= was not|\n|$)", str(error))
     return f"{(found[0] if found else str(error).splitlines()[0]).rstrip('.')}."

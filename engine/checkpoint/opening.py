@@ -23,7 +23,7 @@ __all__ = ["Wants", "check_content", "load_file", "open_directory", "wrong_files
 
 
 class Wants(NamedTuple):
-    """Which parts of a checkpoint a rank reads; the fields are the arguments of `Saver.load`."""
+    """The parts of a checkpoint that a rank reads; the fields are the arguments of `Saver.load`."""
 
     template: Callable[[str], Tensor | None] = lambda key: None
     leave_out: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Wants(NamedTuple):
 
 
 def wrong_files(path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Which files are not as the manifest says, among this rank's share of them; and what the manifest lacks."""
+    """Lists the files in this rank's share that are not as the manifest says, and those that the manifest lacks."""
     missing = [f"{name} is missing in the manifest" for name in manifest.missing_files()] if share[0] == 0 else []
     return missing + check_files(path, manifest, share)
 
@@ -93,7 +93,7 @@ def _check_present(keys: list[str], index: Index) -> None:
 
 @contextmanager
 def _making_sense(path: str, weights_only: bool | None = None) -> Iterator[None]:
-    """Whatever goes wrong within is the checkpoint's fault; and says which one it is."""
+    """Turns any error within into one of the checkpoint, which it names."""
     try:
         yield
     except NotPlainError:

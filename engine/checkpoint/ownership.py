@@ -20,22 +20,22 @@ _LIGHTNING = b"pytorch-lightning_version"
 """A key that every checkpoint of Lightning's has; it stands in the pickle as it is."""
 _PICKLE_MOST_BYTES = 1 << 30
 _NAMED = 3
-"""How many foreign files a message names."""
+"""The number of foreign files that a message names, at most."""
 
 
 class Standing(NamedTuple):
-    """What is at a path."""
+    """The kind of file or directory at a path, and whether it is one of ours."""
 
     kind: Literal["free", "ours", "damaged", "foreign"]
     """Damaged: files that only a save writes, without a manifest in order. They may be moved away, not deleted."""
     about: str = ""
-    """What it is, if it is foreign."""
+    """A description of it, if it is foreign."""
     extras: tuple[str, ...] = ()
-    """What a directory holds that is not ours."""
+    """Names of the entries of a directory that are not ours."""
 
 
 def standing_at(path: str | os.PathLike[str]) -> Standing:
-    """What is at `path`, local or a URL; nothing in it is unpickled or changed."""
+    """Finds out whether `path`, local or a URL, is free, ours or foreign; nothing in it is unpickled or changed."""
     fs, place = resolve(path)
     if not isinstance(fs, LocalFileSystem):
         return _of_folder(fs, place, path) if fs.isdir(place) else _of_remote_file(fs, place)

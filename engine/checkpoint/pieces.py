@@ -62,7 +62,7 @@ class Pieces:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's, that writes each block of a tensor of which this rank has several."""
+    """Torch's planner, which here writes each block of a tensor of which this rank has several."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Called with what is to be saved."""
@@ -70,13 +70,13 @@ class SavePlanner(DefaultSavePlanner):
         self.state_dict = _in_pieces(self.state_dict)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is to be written."""
+        """Returns the value to be written."""
         found = self.state_dict[index.fqn]
         return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_object(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """torch's, that reads each block of a tensor of which this rank has several."""
+    """Torch's planner, which here reads each block of a tensor of which this rank has several."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         """Called with the tensors that are to be read."""
@@ -84,7 +84,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict = _in_pieces(self.state_dict)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where to read to."""
+        """Returns the tensor to read into."""
         found = self.state_dict[index.fqn]
         return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_tensor(index)
 
@@ -111,7 +111,7 @@ def _is_strided(tensor: Any) -> bool:
 
 
 def _mine(size: int, dim: int, mesh: Any, placements: Any) -> Tensor:
-    """Which indices along `dim` this rank has, in the order of its memory."""
+    """Returns the indices along `dim` that this rank has, in the order of its memory."""
     indices = torch.arange(size)
     for axis, placement in enumerate(placements):
         if getattr(placement, "dim", None) == dim:
@@ -124,7 +124,7 @@ def _mine(size: int, dim: int, mesh: Any, placements: Any) -> Tensor:
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
-    """(index, place in memory, length) of each run of successive indices."""
+    """Returns (index, place in memory, length) of each run of successive indices."""
     if not len(indices):
         return []
     breaks = (indices.diff() != 1).nonzero().flatten() + 1

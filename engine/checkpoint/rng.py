@@ -19,7 +19,7 @@ _numpys: tuple[bytes, list[Any]] = b"", []
 
 
 def get_random_state() -> dict[str, Any]:
-    """What `set_random_state` takes; loads with ``weights_only=True``."""
+    """Returns the states of the random generators for `set_random_state`; loads with ``weights_only=True``."""
     state = {"python": random.getstate(), "numpy": _of_numpy(), "torch": torch.get_rng_state()}
     if (used := in_use()) is not None:
         kind, module = used
@@ -33,7 +33,7 @@ def of_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_numpy() -> list[Any]:
-    """NumPy's part; not read again (50 us, in each window of accumulated gradients) where nobody has drawn from it."""
+    """Returns NumPy's state; not read again (50 us, in each accumulation window) where nobody has drawn from it."""
     global _numpys
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     is_twister = type(generator) is np.random.MT19937
@@ -48,7 +48,7 @@ def _of_numpy() -> list[Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Goes on where `get_random_state` was called."""
+    """Sets the random generators to a state of `get_random_state`."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, keys, *rest = state["numpy"]
@@ -60,7 +60,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def draw_alone(rank: int) -> None:
-    """Has this rank draw other random numbers than the others from now on, the same in each run that is seeded.
+    """Makes this rank draw other random numbers than the others from now on, the same in each run that is seeded.
 
     Rank 0 goes on as it is. The others start from what all have in common, if they were seeded alike.
     """

@@ -25,18 +25,18 @@ log = logging.getLogger("polyphase.engine")
 
 
 class RunRecord(NamedTuple):
-    """What is known of the run that was last in a folder."""
+    """The record of the run that was last in a folder."""
 
     run: str
     lineage: tuple[str, ...]
     has_saved: bool
     """Whether there was a checkpoint in the folder."""
     step: int
-    """Of the newest one that the run knew."""
+    """The optimizer step of the newest checkpoint that the run knew."""
     batches: dict[str, Any]
     """Ranks, layout and accumulation, of which the global batch follows."""
     loggers: tuple[dict[str, Any], ...] = ()
-    """Its loggers, and the positions of their logs when it began."""
+    """The run's loggers, and the positions of their logs when it began."""
 
 
 def read_record(folder: str, root: str) -> RunRecord | None:

@@ -45,7 +45,7 @@ log = logging.getLogger("polyphase.engine")
 
 
 class _Job(NamedTuple):
-    """What a save writes, all of it in host memory."""
+    """The content of one save, all of it in host memory."""
 
     path: str
     tensors: dict[str, Tensor]
@@ -72,7 +72,7 @@ class Saver:
         self._notes: list[str] = []
         self._has_checked_rest = False
         self.ranks: HostGroup | None = None
-        """By what the ranks agree; None: a gloo group of their own. Without one rank 0 writes everything."""
+        """The group in which ranks agree; None: their own gloo group. If it has no process group, rank 0 writes all."""
         self.newest: str | None = None
         """The last checkpoint that was published."""
         self.on_published: Callable[[str, Manifest], None] | None = None
@@ -159,7 +159,7 @@ class Saver:
         )
 
     def _tell_notes(self) -> None:
-        """On the trainer's thread, where a warning that the user made an error does not undo a save."""
+        """Warns on the trainer's thread, where a warning that the user made an error does not undo a save."""
         notes, self._notes = self._notes, []
         for note in notes:
             rank_zero_warn(note)
@@ -238,13 +238,13 @@ class Saver:
             raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
 
     def note_file(self, path: str, text: str) -> None:
-        """Of a checkpoint that was written as one file, with the manifest `text`; called by all ranks."""
+        """Notes a checkpoint that was written as one file, with the manifest `text`; called by all ranks."""
         self.newest = path
         if self.on_published is not None and self._ranks().rank == 0:
             self.on_published(path, parse_manifest(text.encode(), path))
 
     def collect(self, mine: Any) -> list[Any]:
-        """As `gather`, on rank 0, tensors in host memory; the others' lists say nothing."""
+        """Gathers `mine` of all ranks on rank 0, tensors in host memory; the lists of the others mean nothing."""
         group = self._ranks()
         if group.size == 1:
             return [mine]
@@ -252,15 +252,15 @@ class Saver:
         return [unpacked(each) for each in everyones] if group.rank == 0 else everyones
 
     def gather(self, mine: Any) -> list[Any]:
-        """What all ranks have, in their order, on each of them."""
+        """Gathers `mine` of all ranks; returns the list, in rank order, on each of them."""
         return self._ranks().gathered(mine)
 
     def agree(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns on rank 0, on each of them; what it raises there, all raise."""
+        """Calls `function` on rank 0 and returns its result on each rank; what it raises there, all raise."""
         return _on_rank_0(self._ranks(), function)
 
     def _ranks(self) -> HostGroup:
-        """`ranks`, or the savers' own group, so that they never meet a collective of training.
+        """Returns `ranks`, or the savers' own group, so that they never meet a collective of training.
 
         Waits for the save in flight, whose ranks meet over the same connections.
         """
@@ -275,7 +275,7 @@ class Saver:
         return self._group
 
     def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in host memory that is used again and again."""
+        """Copies tensors to host memory that is used again and again."""
         if self._stager is not None:
             try:
                 return self._stager.stage(tensors)  # type: ignore[return-value]
@@ -321,7 +321,7 @@ class Saver:
         log.debug("saved %s in %.2f s", job.path, time.monotonic() - started)
 
     def _publish(self, job: _Job, files: Files, known: list[Any]) -> None:
-        """On rank 0, when all shards are written."""
+        """Writes the other files and publishes the checkpoint; on rank 0, when all shards are written."""
         with files.writing(REST) as stream:
             stream.write(job.rest)
         # Of ranks that were lost, what rank 0 says of itself: the places in the data are alike.
@@ -379,14 +379,14 @@ def _write_shards(tensors: dict[str, Tensor], files: Files, group: HostGroup) ->
 
 
 def _packed(value: Any) -> bytes:
-    """As it is now, whatever becomes of it."""
+    """Serialises a value as it is now, whatever becomes of it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def _on_rank_0(group: HostGroup, function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0; what it raises there is raised on all ranks."""
+    """Calls `function` on rank 0 and returns its result on all ranks; what it raises there is raised on all ranks."""
     result: Any = None
     error: Exception | None = None
     if group.rank == 0:

@@ -34,7 +34,7 @@ def _pack(tensor: Tensor) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` was given."""
+    """Returns the value that `packed` was given."""
     return mapped(_unpack, value, _Packed)
 
 

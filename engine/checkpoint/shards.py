@@ -30,7 +30,7 @@ from .tensor_index import Chunk, Index, check_index, index_bytes, parse_index, t
 __all__ = ["Reader", "Writer", "read_index", "tensors_in"]
 
 _NUM_FILES = 2
-"""Of each rank: one is written while the other's checksum is taken, or the disk is waited for."""
+"""The number of files of each rank: one is written while the other's checksum is taken, or the disk is waited for."""
 
 _SAFETENSORS = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
@@ -58,13 +58,13 @@ class Writer(StorageWriter):
         self._files = files
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Of torch's interface."""
+        """Implements `StorageWriter.reset`: there is nothing to reset."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Of torch's interface."""
+        """Implements `StorageWriter.set_up_storage_writer`: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Of torch's interface."""
+        """Implements `StorageWriter.prepare_local_plan`: returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -103,14 +103,14 @@ class Writer(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank, when all have written: says where everything is."""
+        """Writes the index of the tensors, on one rank, when all have written."""
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         with self._files.writing(TENSORS) as stream:
             stream.write(index_bytes(metadata, places))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Of torch's interface."""
+        """Implements `StorageWriter.validate_checkpoint_id`: any id is valid, since none is used."""
         return True
 
 
@@ -129,21 +129,21 @@ class Reader(StorageReader):
         self._index = index
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Of torch's interface."""
+        """Implements `StorageReader.reset`: there is nothing to reset."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is stored where."""
+        """Returns the shape, the dtype and the chunks of each tensor, as torch's metadata."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Of torch's interface."""
+        """Implements `StorageReader.set_up_storage_reader`: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Of torch's interface."""
+        """Implements `StorageReader.prepare_local_plan`: returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Of torch's interface."""
+        """Implements `StorageReader.prepare_global_plan`: returns the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -177,12 +177,12 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Of torch's interface."""
+        """Implements `StorageReader.validate_checkpoint_id`: any id is valid, since none is used."""
         return True
 
 
 def read_index(files: Files, manifest: Manifest) -> Index:
-    """Where which tensor is, checked against the manifest.
+    """Reads the index of the tensors and checks it against the manifest.
 
     Raises:
         CheckpointError: it makes no sense, or does not fit the files.
@@ -206,7 +206,7 @@ def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetad
 
 
 def _plain(tensor: Any) -> Tensor:
-    """On the host, dense, and with its values as they are seen."""
+    """Returns a tensor on the host, dense, and with its values as they are seen."""
     assert isinstance(tensor, Tensor), "only tensors are saved"
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
@@ -216,7 +216,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _dealt(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
-    """In files of about the same size; the widest dtypes first, so that all are aligned."""
+    """Distributes tensors over files of about the same size; the widest dtypes first, so that all are aligned."""
     buckets: list[list[_Piece]] = [[] for _ in range(_NUM_FILES)]
     sizes = [0] * _NUM_FILES
     for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
@@ -227,7 +227,7 @@ def _dealt(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
 
 
 def _header(pieces: list[_Piece]) -> bytes:
-    """Of safetensors: the header's size in 8 bytes, and JSON, padded to a multiple of 8."""
+    """Returns a file's safetensors header: its size in 8 bytes, and JSON, padded to a multiple of 8."""
     entries: dict[str, Any] = {}
     position = 0
     for piece in pieces:
@@ -248,7 +248,7 @@ def _header(pieces: list[_Piece]) -> bytes:
 
 
 def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tuple[Tensor, list[int]]:
-    """Of a chunk, those entries of its first dimension that are wanted, and where in them the wanted block begins."""
+    """Reads the wanted entries of a chunk's first dimension; returns them and where the wanted block begins in them."""
     offsets, sizes = list(item.storage_offsets), list(chunk.sizes)
     start = chunk.start
     if sizes:

@@ -18,15 +18,15 @@ from .files import resolve
 __all__ = ["HEAD", "MANIFEST_KEY", "OURS", "is_archive", "manifest_text", "size_of", "wrong_in"]
 
 OURS = "polyphase"
-"""Key of what Lightning's checkpoints do not have."""
+"""The key in a checkpoint under which stands what Lightning's do not have."""
 MANIFEST_KEY = "manifest"
-"""Key under that of the manifest's text."""
+"""The key of the manifest's text, under `OURS`."""
 
 HEAD = b"PK\x03\x04"
-"""What every zip archive that is not empty begins with."""
+"""The first bytes of every zip archive that is not empty."""
 
 _SMALL_BYTES = 100
-"""Of records that say how a file was written, such as the order of bytes."""
+"""The largest size of records that say how a file was written, such as the order of bytes."""
 _BEGIN = b'{\n "name": '
 _MOST_BYTES = 1 << 20
 _PICKLE_MOST_BYTES = 1 << 30
@@ -44,13 +44,13 @@ def is_archive(path: str | os.PathLike[str]) -> bool:
 
 
 def size_of(path: str | os.PathLike[str]) -> int:
-    """Bytes of a file."""
+    """The size of a file in bytes."""
     fs, place = resolve(path)
     return int(fs.size(place))
 
 
 def manifest_text(path: str | os.PathLike[str]) -> bytes | None:
-    """What a file says of itself; None if it is no checkpoint of ours, or damaged where that would stand."""
+    """Returns the text of a file's manifest; None if it is no checkpoint of ours, or damaged where that would stand."""
     try:
         with _reading(path) as stream:
             if stream is None or stream.read(len(HEAD)) != HEAD:
@@ -62,7 +62,7 @@ def manifest_text(path: str | os.PathLike[str]) -> bytes | None:
 
 
 def wrong_in(path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with a file of `torch.save`; nothing of one in another form, which is not looked at.
+    """Lists what is wrong with a file of `torch.save`; nothing for one in another form, which is not looked at.
 
     Args:
         path: local or a URL.
@@ -128,7 +128,7 @@ def _text_in(archive: zipfile.ZipFile) -> bytes | None:
 
 @contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """None if it is no file that can be read to its end: no folder, pipe or device."""
+    """Opens a file; yields None if it is none that can be read to its end: a folder, pipe or device."""
     fs, place = resolve(path)
     is_file = os.path.isfile(place) if isinstance(fs, LocalFileSystem) else fs.isfile(place)
     if not is_file:

@@ -65,7 +65,7 @@ _STAGING = ".saving-"
 _REPLACED = ".replaced-"
 _LINK = ".link-"
 LEFTOVERS = (_STAGING, _REPLACED)
-"""What the names of directories begin with that are only there while a checkpoint is saved or removed."""
+"""Prefixes of the names of directories that are only there while a checkpoint is saved or removed."""
 _LEFTOVER = re.compile(r"\.(saving|replaced)-[0-9a-f]{1,12}")
 _LEFT_LINK = re.compile(r"\.link-[0-9a-f]{12}")
 
@@ -216,7 +216,7 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def _remove_among_others(path: str | os.PathLike[str], extras: tuple[str, ...]) -> None:
-    """Removes the files of a checkpoint, and not the `extras` beside them; nothing, if that is no checkpoint."""
+    """Removes the files of a checkpoint, and not the `extras` beside them; does nothing if that is no checkpoint."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
@@ -229,7 +229,7 @@ def _remove_among_others(path: str | os.PathLike[str], extras: tuple[str, ...]) 
 
 
 def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with the files of a checkpoint, or with its only one; each is read once.
+    """Lists what is wrong with the files of a checkpoint, or with its only one; each is read once.
 
     Args:
         path: of the directory, or the file.

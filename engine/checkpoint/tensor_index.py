@@ -1,4 +1,4 @@
-"""Where which tensor is in a checkpoint: `tensors.json`, of which torch.distributed.checkpoint's metadata is made.
+"""The index of a checkpoint's tensors: `tensors.json`, of which torch.distributed.checkpoint's metadata is made.
 
 Nothing of it is believed: dtypes come from a list, chunks lie within their tensor and their file, do not overlap, and
 cover all of it. So no memory is asked for that the files could not fill.
@@ -35,13 +35,13 @@ class Chunk(NamedTuple):
     """A block of a tensor, and where its bytes are."""
 
     offsets: tuple[int, ...]
-    """Where it begins in the tensor."""
+    """The position in the tensor at which the block begins, by dimension."""
     sizes: tuple[int, ...]
     file: str
     start: int
-    """Of its first byte in the file."""
+    """The position of its first byte in the file."""
     num_bytes: int
-    """In the file: of format 1, those of a file within the file."""
+    """The size in the file: in format 1 of a file within the file."""
 
 
 class StoredTensor(NamedTuple):
@@ -158,7 +158,7 @@ def _overlap(chunks: list[Chunk]) -> bool:
 
 
 def to_metadata(index: Index) -> Metadata:
-    """What torch.distributed.checkpoint plans with."""
+    """Returns the index as the metadata with which torch.distributed.checkpoint plans."""
     return Metadata(
         {
             key: TensorStorageMetadata(

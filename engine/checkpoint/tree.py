@@ -88,7 +88,7 @@ def marks(rest: Any) -> list[str]:
 
 
 def merged(everyones: list[Any]) -> Any:
-    """One nested value with all that several ranks have, who agree on what more than one of them has."""
+    """Merges the nested values of several ranks into one; ranks agree on what more than one of them has."""
     first = everyones[0]
     if isinstance(first, dict):
         keys = dict.fromkeys(key for each in everyones for key in each)

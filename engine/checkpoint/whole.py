@@ -28,7 +28,7 @@ __all__ = ["names_in", "part_of", "read_file", "refusal_of", "whole_checkpoint",
 
 
 _NOT_OURS = ".safetensors"
-"""Of a path with this ending torch.load takes the file for one of safetensors; of a stream it looks at the content."""
+"""The ending of paths that torch.load takes for files of safetensors; of a stream it looks at the content."""
 
 
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
@@ -44,7 +44,7 @@ def write_file(checkpoint: dict[str, Any], path: str) -> None:
 
 
 def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *, lazily: bool = False) -> Any:
-    """What a file of `torch.save` holds, on the CPU.
+    """Reads a file of `torch.save` and returns its content, on the CPU.
 
     Args:
         path: local or a URL.
@@ -65,7 +65,7 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
 
 
 def refusal_of(path: str) -> str | None:
-    """What to say of a file on a disk that will open with ``weights_only=False`` only; no tensor is read."""
+    """Returns a warning about a local file that opens with ``weights_only=False`` only, else None; reads no tensor."""
     fs, place = resolve(path)
     if not isinstance(fs, LocalFileSystem) or place.endswith(_NOT_OURS) or not is_archive(place):
         return None
@@ -96,7 +96,7 @@ def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = Fal
 
 
 def whole_tensors(path: str) -> tuple[dict[str, Any], list[Any], dict[str, Tensor]]:
-    """What a file holds, its tensors not read yet: all but them, what each rank said, and the tensors by their keys.
+    """Opens a file, its tensors not read yet: returns all but them, what each rank said, and the tensors by their keys.
 
     Raises:
         CheckpointError: it is damaged, or would run code if it was opened.
@@ -123,7 +123,7 @@ def _by_names(checkpoint: dict[str, Any], names: list[list[str]]) -> dict[str, A
 def part_of(
     checkpoint: dict[str, Any], template: Callable[[str], Tensor | None], *, rank: int, needs_optimizers: bool
 ) -> dict[str, Any]:
-    """What one of several ranks needs of a file that was opened lazily, in the form of `numbered`.
+    """Reads the part that one of several ranks needs of a file that was opened lazily, in the form of `numbered`.
 
     Args:
         checkpoint: as `read_file` gives it, of a file of ours; it is taken apart.

@@ -1,4 +1,4 @@
-"""What can be said of a command line without torch: names of flags and classes, and values that are texts or numbers.
+"""Checks a command line without torch: names of flags and classes, and values that are texts or numbers.
 
 It refuses only what would be refused later anyway; what it can't judge it lets pass. So a mistake is told at once, in
 a line, and a run pays some milliseconds for it.
@@ -36,7 +36,7 @@ class Word(NamedTuple):
     """A flag with its value."""
 
     name: str
-    """Without ``--`` and without ``trainer.``."""
+    """The flag's name, without ``--`` and without ``trainer.``."""
     value: str | None
     written: str
     """The flag as it was written, with its dashes."""
@@ -120,7 +120,7 @@ def _check_name(command: str, name: str, written: str, flags: dict[str, FlagRow]
 
 
 def _check_argument(word: Word, chosen: dict[str, str]) -> None:
-    """``--model.lr 0.1``, where the class of ``--model`` is known by now."""
+    """Checks ``--model.lr 0.1``, where the class of ``--model`` is known by now."""
     head, _, key = word.name.partition(".")
     if re.fullmatch(_CLASS, chosen.get(head, "")):
         try:
@@ -238,7 +238,7 @@ KINDS: dict[str, Callable[[FlagRow, str], object]] = {
     "compression": lambda row, value: parse_compression(value),
     "devices": _devices,
 }
-"""How each kind of value is checked."""
+"""Maps each kind of value to the function that checks it."""
 
 
 def _registers_there() -> bool:

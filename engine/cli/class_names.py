@@ -57,7 +57,7 @@ def _check_short_name(kind: str, name: str) -> None:
 
 
 def missing_module(module: str, class_name: str) -> str:
-    """What to say of a module that is not there: where it was searched, and what it may have been meant to be."""
+    """Returns the error about a module that is not there: where it was searched, and which one may have been meant."""
     first = module.partition(".")[0]
     if first != module and classes.find_module(first) is not None:
         return f"No module named {module!r}: there is {first!r}, but it has no such part."
@@ -73,7 +73,7 @@ def missing_module(module: str, class_name: str) -> str:
 
 
 def no_argument(class_name: str, name: str, names: Sequence[str]) -> str:
-    """What to say of an argument that a class does not have."""
+    """Returns the error about an argument that a class does not have."""
     hint = did_you_mean(name, names)
     there = "" if hint else f" It has {', '.join(names[:12])}." if names else " It has no arguments."
     return f"{class_name} has no {name!r}.{hint}{there}"

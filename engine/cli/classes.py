@@ -1,4 +1,4 @@
-"""Which classes there are in a user's files, read from their source: nothing of it is imported or run."""
+"""The classes in a user's files, read from their source: nothing of it is imported or run."""
 
 import ast
 import dataclasses
@@ -19,14 +19,14 @@ _SKIPPED = {"build", "dist", "node_modules", "site-packages", "tests", "test", "
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a Python file defines at its top level."""
+    """The definitions at the top level of a Python file."""
 
     path: str
     classes: dict[str, ast.ClassDef]
     imported: dict[str, str]
     """``module:name`` by the name here; the module with its leading dots."""
     names: frozenset[str]
-    """All names, those two included."""
+    """All names, those of `classes` and `imported` included."""
     is_open: bool
     """Whether it may have more names than these: by ``import *``, ``__getattr__``, ``globals()``."""
 
@@ -116,7 +116,7 @@ def kind_of(name: str, source: Source, depth: int = 6) -> str | None:
 
 
 def _origin(name: str, source: Source) -> tuple[str, Source] | None:
-    """Where an imported name comes from."""
+    """Returns the original name of an imported class and the file that defines it; None where that is not looked up."""
     module, _, original = source.imported.get(name, "").partition(":")
     if not module:
         return None

@@ -1,4 +1,4 @@
-"""Which command it is, and what it needs: what can be answered without torch is answered at once."""
+"""Finds the command and imports only what it needs: what can be answered without torch is answered at once."""
 
 import importlib
 import os

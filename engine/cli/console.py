@@ -1,4 +1,4 @@
-"""How the command ends where it can't go on."""
+"""The end of a command that can't go on: an error and exit code 2."""
 
 import sys
 from typing import NoReturn

@@ -35,19 +35,19 @@ class FlagRow:
     """One flag of the command."""
 
     name: str
-    """As it is written behind ``--``."""
+    """The name as it is written behind ``--``."""
     kind: str
-    """Of value: a name of `check.KINDS`."""
+    """The kind of its value: a name of `check.KINDS`."""
     meaning: str
     default: str
-    """As it is shown; ``""`` for none."""
+    """The default as it is shown; ``""`` for none."""
     example: str
     group: str = ""
     """One of `GROUPS`, or nothing."""
     choices: tuple[str, ...] = ()
-    """All texts that it can be, where they are few."""
+    """All texts that the value can be, where they are few."""
     commands: tuple[str, ...] = tuple(COMMANDS)
-    """Those that have it."""
+    """The commands that have it."""
 
 
 _WHAT, _HOW, _LONG, _BATCHES, _STEP, _SAVING, _SHOWN = GROUPS
@@ -71,7 +71,7 @@ RUN_FLAGS = (
     FlagRow("tolerance", "number", "largest difference of a weight", "1e-05", "1e-4", _WHAT, commands=("verify",)),
     FlagRow("compressions", "any", "those to compare", "all", "[none,bf16]", _WHAT, commands=("wire",)),
 )
-"""What is no argument of the engine."""
+"""Flags that are no arguments of the engine."""
 
 _BAR = "show a progress bar"
 _LIMIT = "batches of each epoch at most: a number, or a share such as 0.1"

@@ -64,7 +64,7 @@ def _lines(row: FlagRow) -> list[str]:
 
 
 def _arguments(kind: str, name: str) -> list[str]:
-    """What a class's constructor takes, as far as its source tells."""
+    """Lists the arguments of a class's constructor, as far as its source tells."""
     module, _, class_name = name.rpartition(".")
     path = classes.find_module(module) if module else classes.models_file()
     source = classes.read(path) if path else None

@@ -10,7 +10,7 @@ from .console import exit_with
 __all__ = ["FILES", "main"]
 
 FILES = ("README.md", "my_data.py", "my_model.py", "run.yaml", "test_project.py", "train.py")
-"""What is written; the folder `project` has each of them, with the ending ``.txt``."""
+"""Names of the files that are written; the folder `project` has each of them, with the ending ``.txt``."""
 
 HELP = """\
 usage: polyphase init DIR

@@ -1,4 +1,4 @@
-"""What runs a model: LightningCLI with the engine as its trainer and short flags. Here torch is imported."""
+"""The command that runs a model: LightningCLI with the engine as its trainer and short flags. It imports torch."""
 
 import importlib
 import os
@@ -33,7 +33,7 @@ _SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
 class _CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, `verify` and `wire`."""
+        """Returns Lightning's subcommands, `verify` and `wire`."""
         own = {"model", "train_dataloaders", "datamodule"}
         return {**LightningCLI.subcommands(), "verify": own, "wire": own}
 

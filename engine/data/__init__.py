@@ -1,4 +1,4 @@
-"""Which sample goes where: the user's order, dealt to the ranks, and where in it a run is."""
+"""The order of samples: the user's, dealt to the ranks, and the position of a run in it."""
 
 from .batch_size import check_batch_sizes, check_loader
 from .copied import copied

@@ -31,7 +31,7 @@ __all__ = [
 
 _IN_ORDER = (SequentialSampler, list, tuple, range)
 _TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, torchdatas.RandomSampler)
-"""What draws from torch's generators alone, and after its first item from one of its own."""
+"""Samplers that draw from torch's generators alone, and after their first item from one of their own."""
 
 
 def generator_of(sampler: Any) -> torch.Generator | None:
@@ -92,7 +92,7 @@ def is_same_state(state: Any, other: Any) -> bool:
 
 @contextmanager
 def left_alone(sampler: Any) -> Iterator[None]:
-    """What is drawn within leaves the global generators, and the sampler's own, as they were."""
+    """Restores the global generators, and the sampler's own, at the end, whatever is drawn within."""
     before = state_before(sampler)
     try:
         yield
@@ -131,7 +131,7 @@ def state_of_seed(seed: int, epoch: int, sampler_state: Any) -> dict[str, Any]:
 
 
 class Record:
-    """What one pass over a sampler yielded so far.
+    """The items that one pass over a sampler has yielded so far.
 
     Args:
         before: `state_before` the pass; None until it is known.
@@ -308,7 +308,7 @@ class Passes:
         self._num = 0
 
     def begin(self, epoch: int, record: Any, *, replaces_latest: bool = False) -> None:
-        """Another one begins, or takes the place of the latest, of which nothing was read."""
+        """Notes a pass that begins, or that takes the place of the latest, of which nothing was read."""
         if replaces_latest and epoch == self._epoch:
             self._of_epoch[self._num - 1] = record
             return
@@ -321,7 +321,7 @@ class Passes:
         self._num += 1
 
     def resume(self, num_before: int) -> None:
-        """As many went before those of the epoch that is gone on with."""
+        """Sets the number of passes that went before those of the epoch that is resumed."""
         self.num_before = num_before
 
     def num_until(self, epoch: int, number: int) -> int:

@@ -17,7 +17,7 @@ __all__ = ["EvenBatches", "check_length", "evaluated_order", "even_batches_of", 
 
 
 class EvenBatches(Sampler[Any]):
-    """This rank's batches.
+    """This rank's batches in evaluation.
 
     Where the last window has fewer items than there are ranks, those without one get a *ghost*: an item that another
     rank has as well, to be run for its collectives only. `num_real` says from which batch on.
@@ -124,7 +124,7 @@ def check_length(order: Any) -> None:
 
 
 def evaluated_order(loader: DataLoader, batch_sampler: Any) -> tuple[Any, int | None]:
-    """What one process evaluates, and in batches of how many; None for items that go to the ranks as they are.
+    """Returns the order that one process evaluates and its batch size, None for items that go to the ranks as they are.
 
     Args:
         loader: the user's.

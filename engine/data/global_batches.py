@@ -54,7 +54,7 @@ class GlobalBatches(Sampler[list[Any]]):
             )
 
     def cut_into(self, micro_batch_size: int) -> None:
-        """From the next pass on, micro-batches of at most so many samples."""
+        """Cuts global batches into micro-batches of at most so many samples, from the next pass on."""
         self._micro_batch_size = check_count("micro_batch_size", micro_batch_size)
 
     @property
@@ -72,7 +72,7 @@ class GlobalBatches(Sampler[list[Any]]):
         return num_batches // self.per_step * self.size
 
     def samples(self, index: int) -> Samples:
-        """Of the micro-batch of that index in the epoch, those done before a resumption counted in."""
+        """Counts the samples of the micro-batch `index` of the epoch, where those done before a resumption count in."""
         window, cut = divmod(index - self.sampler.num_done, self.per_step)
         size = min(self.size, len(self.sampler.sampler) - self.sampler.start - window * self.size)  # type: ignore[arg-type]
         num_cuts = self._num_cuts(size)
@@ -125,7 +125,7 @@ class InOneRow:
         return getattr(self.batches, "sampler", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Of whatever in it wants to know."""
+        """Tells the epoch to the batch sampler and the sampler within it, where they have `set_epoch`."""
         for part in (self.batches, self._inner):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)

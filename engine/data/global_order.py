@@ -19,16 +19,16 @@ __all__ = ["GlobalOrder", "Samples"]
 
 
 class Samples(NamedTuple):
-    """How many samples a batch has."""
+    """The number of samples in a batch."""
 
     mine: int
-    """On this rank; 0 for one that only fills up."""
+    """The number on this rank; 0 for a batch that only fills up."""
     all: int
-    """On all ranks together."""
+    """The number on all ranks together."""
 
 
 _NOT_OURS = ("state_dict", "load_state_dict")
-"""Of a user's sampler, what would be wrong of its order as it is dealt."""
+"""Attributes of a user's sampler that are not passed on: they would be wrong for its order as it is dealt."""
 
 
 class GlobalOrder(DistributedSamplerWrapper):
@@ -123,7 +123,7 @@ class GlobalOrder(DistributedSamplerWrapper):
         self._at_end = None
 
     def go_on_at(self, position: int, num_done: int) -> None:
-        """Has the next pass begin in mid-epoch; see `resume`."""
+        """Lets the next pass begin in mid-epoch; see `resume`."""
         self._start, self._num_done, self._resumes = position, num_done, True
 
     def count_done(self, num_done: int) -> None:
@@ -137,7 +137,7 @@ class GlobalOrder(DistributedSamplerWrapper):
 
     @property
     def num_done(self) -> int:
-        """What counts as done of the epoch, in the unit of whoever counted."""
+        """The amount of the epoch that counts as done, in the unit of whoever counted."""
         return self._num_done
 
     def __len__(self) -> int:
@@ -174,14 +174,14 @@ class GlobalOrder(DistributedSamplerWrapper):
         return (self.passes.latest or self.begin()).up_to(1)[0]
 
     def samples(self, index: int) -> Samples:
-        """Of an order of batches: those of this rank's batch of that index in the epoch, and of all ranks' together."""
+        """Counts the samples of a dealt batch by its index in the epoch: this rank's, and those on all ranks."""
         first = self._start + (index - self._num_done) * self.num_replicas
         order = (self.passes.latest or self.begin()).up_to(first + self.num_replicas)
         sizes = [len(batch) for batch in order[first : first + self.num_replicas]]
         return Samples(sizes[self.rank] if self.rank < len(sizes) else 0, sum(sizes))
 
     def state(self, epoch: int, number: int) -> dict[str, Any]:
-        """What another run needs to draw a pass again, or the one that comes next if that has not begun; plain values.
+        """Returns the plain values with which another run draws a pass again, or the next one if that has not begun.
 
         Args:
             epoch: the present one, or the one after it.

@@ -91,7 +91,7 @@ class LengthBucketing(Sampler[list[int]]):
         return indices + list(range(len(indices), len(self)))
 
     def _cut(self) -> list[int]:
-        """Where each batch ends, of samples in descending order of length."""
+        """Returns the position after the last sample of each batch, among samples in descending order of length."""
         lengths, ends = self.lengths.sort(descending=True)[0], [0]
         while ends[-1] < len(lengths):
             ends.append(ends[-1] + self.max_tokens // int(lengths[ends[-1]]))

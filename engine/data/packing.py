@@ -90,7 +90,7 @@ class PackSequences:
 
 
 def block_diagonal_mask(position_ids: Tensor) -> Tensor:
-    """Which positions see which: those of their own sequence, themselves and before.
+    """Returns the mask of the positions that each position sees: those of its own sequence, itself and before.
 
     Args:
         position_ids: [rows, length], 0 where a sequence begins.
@@ -104,7 +104,7 @@ def block_diagonal_mask(position_ids: Tensor) -> Tensor:
 
 
 def cu_seqlens(position_ids: Tensor) -> Tensor:
-    """Where each sequence begins in the rows one after the other, and the end: int32, [sequences + 1].
+    """Returns the start of each sequence in the rows one after the other, and the end: int32, [sequences + 1].
 
     Args:
         position_ids: [rows, length], 0 where a sequence begins.

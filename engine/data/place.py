@@ -1,4 +1,4 @@
-"""Where a run is in its training data: what a checkpoint says of each loader, and how another run goes on there."""
+"""The position of a run in its training data: a checkpoint's state of each loader, and how another run continues."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = ["Pass", "decides", "order_of"]
 
 
 _KNOWN = {"before": {"global": None, "sampler": None}, "sampler": None, "whole": False, "num_passes": 0}
-"""Of an order that was not seen, but is the same whenever the epoch is done again."""
+"""The state of an order that was not observed, but is the same whenever the epoch is done again."""
 
 
 def order_of(loader: DataLoader) -> GlobalOrder | None:
@@ -29,7 +29,7 @@ def order_of(loader: DataLoader) -> GlobalOrder | None:
 
 
 def decides(loader: DataLoader) -> Any:
-    """What says which samples are trained on together: the sampler, or a batch sampler of the user's own."""
+    """Returns the sampler that says which samples are trained on together, or the user's own batch sampler."""
     batches: Any = loader.batch_sampler
     decides_itself = is_own(batches) and not isinstance(batches, GlobalBatches)
     return batches if decides_itself else getattr(batches, "sampler", loader.sampler)
@@ -65,17 +65,17 @@ class Pass:
     world_size: int
     """Number of ranks that share the loader's order; 1 where each rank has a sampler of its own."""
     position: int = 0
-    """Where this run began in the epoch's order."""
+    """The position in the epoch's order at which this run began."""
     batches: int = 0
     """Number of this rank's batches that count as done before that."""
     ledger: list[dict[str, int]] = dataclasses.field(default_factory=list)
-    """Who was trained on what before that."""
+    """The ranges of the order that were trained on before that, and by how many ranks."""
     cycles: bool = True
     """Whether the loader, if it is shorter than another, begins again within the epoch."""
     began_again: bool = False
-    """Whether it already had, before that."""
+    """Whether it had already begun again, before that."""
     watched: Watched | None = None
-    """What was seen of the order, where the loader is the user's own."""
+    """The wrapper that has noted the order, where the loader is the user's own."""
 
     @classmethod
     def resumed(cls, loader: DataLoader, world_size: int, state: dict[str, Any]) -> "Pass":
@@ -120,7 +120,7 @@ class Pass:
             order.count_done(batches if self._dealt is not None else batches * _per_rank(self.loader))
 
     def state_dict(self, epoch: int, batches: int, *, begins: bool = False) -> dict[str, Any]:
-        """Where the epoch is when this rank has done `batches` batches of it, those before the resumption included.
+        """Returns the position after `batches` batches of the epoch on this rank, those before the resumption included.
 
         Args:
             epoch: the present one, or the one after it.

@@ -113,7 +113,7 @@ class SeededLoader(DataLoader):
 
 
 class _SeededStatefulLoader(SeededLoader):
-    """torchdata's, which also makes an iterator where it is asked for its state."""
+    """A seeded `StatefulDataLoader`: torchdata's also makes an iterator where it is asked for its state."""
 
     def state_dict(self) -> dict[str, Any]:
         with self._reading_samples():

@@ -57,7 +57,7 @@ def num_shards_of(dataset: Any) -> int | None:
 
 
 def why_not(dataset: Any) -> str | None:
-    """Why a data set can't be read shard by shard; None if it can."""
+    """Returns why a data set can't be read shard by shard; None if it can."""
     name = type(dataset).__name__
     if hasattr(dataset, "__len__"):
         return f"{name} has a `__len__`, which an epoch that is dealt anew would not have"
@@ -203,7 +203,7 @@ class Shards(StandIn):
         return {**place, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next iterator go on at a place."""
+        """Lets the next iterator go on at a place."""
         self._loaded = state
 
     def deal(self, left: list[Shard], num_workers: int) -> list[list[Shard]]:
@@ -295,7 +295,7 @@ def _block(size: int, num_ranks: int, rank: int) -> slice:
 
 @contextmanager
 def _alone(worker: Any) -> Iterator[None]:
-    """Has a data set in a worker not share its samples with other workers: the engine has dealt the shards."""
+    """Stops a data set in a worker from sharing its samples with other workers: the engine has dealt the shards."""
     if worker is None:
         yield
         return

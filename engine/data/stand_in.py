@@ -17,7 +17,7 @@ class StandIn(IterableDataset[Any]):
     """
 
     _lacks: ClassVar[tuple[str, ...]] = ()
-    """Attributes of the user's that it does not have."""
+    """Names of attributes of the user's data set that this one does not have."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -35,7 +35,7 @@ class StandIn(IterableDataset[Any]):
 
 @contextmanager
 def reading(loader: DataLoader, dataset: Any) -> Iterator[None]:
-    """Has the iterators and workers that `loader` makes in here read `dataset`; afterwards it has the user's again.
+    """Lets the iterators and workers that `loader` makes in here read `dataset`; afterwards it has the user's again.
 
     Args:
         loader: changed for the time.

@@ -94,7 +94,7 @@ def set_epoch(dataset: Any, epoch: int | None) -> None:
 
 
 def why_no_state(dataset: Any) -> str | None:
-    """Why a `StatefulDataLoader` could not ask a data set for its state; None where it could, or there is none.
+    """Returns why a `StatefulDataLoader` could not ask a data set for its state; None where it could, or there is none.
 
     litdata's wants arguments that only litdata's own loader has.
     """
@@ -139,7 +139,7 @@ class Remembering(DataLoader):
     """
 
     num_kept: Callable[[], int]
-    """How many states are asked for at most."""
+    """The number of latest states that may be asked for."""
     _states: dict[int, dict[str, Any] | None]
     _present: dict[str, Any] | None = None
     _leftover: "_Leftover | None" = None
@@ -303,7 +303,7 @@ class _Leftover:
         return not first or (self._has_first and is_same_state(self._dataset.state_dict(), self._first))
 
     def clear(self) -> None:
-        """Has the data set begin at its start."""
+        """Sets the data set back to its start."""
         self._dataset.load_state_dict(self._initial)
 
 
@@ -362,7 +362,7 @@ class _Draws:
             self._num_fetched += 1
 
     def state(self) -> dict[str, Any]:
-        """After the latest batch: the generators when the pass began, and before the next batch, once it is fetched."""
+        """Returns the generators as the pass began and, once it is fetched, before the batch after the latest one."""
         start = self._start if self._has_drawn else None
         self._state = {"start": start, "next": None, "draws_on": self._draws_on}
         return self._state

@@ -83,7 +83,7 @@ class DrawingStream(StandIn):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next iterator go on at a place."""
+        """Lets the next iterator go on at a place."""
         is_ours = isinstance(state, dict) and _MARK in state
         self._loaded = state if is_ours else {"state": state, "count": 0, "ended": False, "start": None, "now": None}
 
@@ -104,7 +104,7 @@ class DrawingLoader(DataLoader):
             return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """torchdata makes an iterator for it, where there is none."""
+        """Returns torchdata's state, for which that makes an iterator where there is none."""
         with reading(self, DrawingStream(self.dataset)):
             return super().state_dict()  # type: ignore[misc]
 

@@ -96,7 +96,7 @@ class Agreeing(DataLoader):
     """
 
     agree: Callable[[bool], list[bool]]
-    """What each rank says, given what this one says; all ranks call it together."""
+    """Gathers a flag of each rank: takes this rank's and returns all, in rank order; all ranks call it together."""
     length: int | None
     """The largest number of batches of a rank; None if one of them doesn't know."""
     num_real: float

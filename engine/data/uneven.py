@@ -24,11 +24,11 @@ UNEVEN = {
     "join": "until the last rank is through; the others take part in its collectives and run nothing (ddp only)",
     "drop": "until the first rank is through; what the others have left is not trained on",
 }
-"""How far an epoch goes, by policy."""
+"""Descriptions of the end of an epoch, by policy."""
 
 _NOTHING = object()
 _NONE_LEFT, _UNSEEN = -1, -2
-"""In place of a number of samples."""
+"""Values that stand in place of a number of samples."""
 _NUM_KEPT = 4
 """Batches whose sizes are asked for at most: the present one, and some that are fetched ahead."""
 
@@ -41,7 +41,7 @@ class Together(DataLoader):
     policy: Literal["pad", "join", "drop"]
     rank: int
     say: Callable[[int], list[int]]
-    """What each rank says, given what this one says; all ranks call it together."""
+    """Gathers a number of each rank: takes this rank's and returns all, in rank order; all ranks call it together."""
     length: int | None
     """Number of batches, if all ranks know theirs."""
     num_done: Callable[[], int]
@@ -49,7 +49,7 @@ class Together(DataLoader):
     _sizes: dict[int, list[int]]
 
     def samples(self, index: int) -> Samples:
-        """Of a batch of the epoch.
+        """Returns the number of samples in a batch of the epoch, on this rank and on all together.
 
         Raises:
             ValueError: a rank can't see how many samples its own has.

@@ -24,7 +24,7 @@ class _Seen(Record):
 
 
 class Watched:
-    """What is iterated in place of a loader, which stays as it is: sampler, batch sampler, workers.
+    """Iterates a loader and notes its order; the loader stays as it is: sampler, batch sampler, workers.
 
     Args:
         loader: the user's.
@@ -90,7 +90,7 @@ class Watched:
         return seen.ends[index] - (seen.ends[index - 1] if index else 0)
 
     def state(self, epoch: int, number: int) -> dict[str, Any]:
-        """As `GlobalOrder.state`."""
+        """Returns the same as `GlobalOrder.state`."""
         seen = self.passes.of(epoch, number)
         before = None if seen is None else seen.before
         return {
@@ -163,10 +163,10 @@ class _NotedIterator:
 
 
 class WatchedLoaders(CombinedLoader):
-    """What a `CombinedLoader` is from the first iterator of a run to its end."""
+    """A `CombinedLoader` from the first iterator of a run to its end: iterates `watched` in place of the user's own."""
 
     watched: list[Any]
-    """In the order of `flattened`: what is iterated."""
+    """The iterables that are read, in the order of `flattened`."""
 
     def __iter__(self) -> "WatchedLoaders":
         # Lightning: CombinedLoader.__iter__, which hands them to the iterator of its mode.
@@ -179,7 +179,7 @@ class WatchedLoaders(CombinedLoader):
         return self
 
     def reset(self) -> None:
-        """Called at the end of a run: what it was before."""
+        """Called at the end of a run: turns this back into what it was before."""
         super().reset()
         self.__class__ = CombinedLoader  # type: ignore[assignment]
         del self.watched

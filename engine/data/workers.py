@@ -1,4 +1,4 @@
-"""What a loader's workers draw at random, such as augmentation: a run that is resumed goes on with it.
+"""The random states of a loader's workers, for augmentation and the like: a run that is resumed goes on with them.
 
 torch seeds each worker of a loader when it starts; after that its generators are where the main process does not see
 them. Here a batch brings along the state that its worker was left in, if anything was drawn for it. The workers of a
@@ -52,18 +52,18 @@ class Workers:
         self._after: dict[int, tuple[int, dict[int, _State]]] = {}
         self._given: dict[str, Any] | None = None
         self._iterator: _Iterator | None = None
-        """Of workers that stay."""
+        """The iterator whose workers stay after an epoch (`persistent_workers`)."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_epoch": None, "_num_kept": None, "_iterator": None}
 
     def resume(self, loader: DataLoader, state: dict[str, Any] | None) -> None:
-        """Has the next iterator of `loader` go on where `state_after` said; not if it has other workers."""
+        """Lets the next iterator of `loader` go on where `state_after` said; not if it has other workers."""
         if state is not None and {name: state[name] for name in _layout_of(loader)} == _layout_of(loader):
             self._given = state
 
     def iterator(self, loader: DataLoader) -> "_Iterator":
-        """What iterates `loader` in place of torch's own."""
+        """Returns the iterator over `loader` that stands in for torch's own."""
         loader.check_worker_number_rationality()  # torch: as DataLoader._get_iterator does
         given, self._given = self._given, None
         iterator = _Iterator(loader, self, given)
@@ -116,7 +116,7 @@ class Workers:
             del self._after[oldest]
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any] | None:
-        """Of all workers, plain values; None where they begin anew, or it is not known.
+        """Returns the states of all workers, as plain values; None where they begin anew, or it is not known.
 
         Args:
             epoch: the present one, or the one after it.
@@ -149,7 +149,7 @@ def _layout_of(loader: DataLoader) -> dict[str, Any]:
 
 
 class _Iterator(_MultiProcessingDataLoaderIter):
-    """torch's, which takes the states off the batches.
+    """Torch's iterator, which here takes the states off the batches.
 
     Args:
         loader: that is iterated.
@@ -222,7 +222,7 @@ class _State:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "_State":
-        """From what `plain` gave."""
+        """Rebuilds a state from what `plain` gave."""
         version, keys, gauss = state["python"]
         name, numpys, *rest = state["numpy"]
         numpys = np.array(numpys, dtype=np.uint32).tobytes()
@@ -230,7 +230,7 @@ class _State:
         return cls(state["torch"].numpy().tobytes(), (name, numpys, *rest), (version, tuple(keys), gauss), own)
 
     def plain(self) -> dict[str, Any]:
-        """As `get_random_state` has it."""
+        """Returns the state in the form of `get_random_state`."""
         torchs, (name, keys, *rest), pythons = self.content
         return {
             "python": pythons,
@@ -241,7 +241,7 @@ class _State:
 
 
 class _InWorker:
-    """What runs in the workers in the place of the user's collate_fn and worker_init_fn, around them."""
+    """Runs in the workers, around the user's collate_fn and worker_init_fn, in their place."""
 
     def __init__(self, loader: DataLoader, given: dict[str, Any] | None) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn

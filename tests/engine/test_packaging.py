@@ -22,6 +22,11 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("callbacks", "engine", "models")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+PLAINLY_DESCRIBED = (
+    *("callbacks/**/*.py", "models/**/*.py", "engine/*.py"),
+    *(f"engine/{room}/**/*.py" for room in ("checkpoint", "cli", "data")),
+)
+"""Files whose docstrings begin with the thing itself, not with its relation to another one."""
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -157,3 +162,28 @@ def test_inside_a_package_imports_are_relative(path):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith(own)
     ]
     assert not absolute
+
+
+@pytest.mark.parametrize("files", PLAINLY_DESCRIBED)
+def test_no_docstring_begins_with_what_of_or_by(files):
+    paths = sorted(ROOT.glob(files))
+    assert paths
+    assert not [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in paths
+        for line, text in _docstrings(ast.parse(path.read_text()))
+        if text.lstrip().startswith(("What ", "Of ", "By "))
+    ]
+
+
+def _docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring of a module, class or function, and of each text below an assignment."""
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        body = node.body if isinstance(getattr(node, "body", None), list) else []
+        owners = [node if isinstance(node, described) else None, *body]
+        for owner, statement in zip(owners, body, strict=False):
+            if owner is node or isinstance(owner, (ast.Assign, ast.AnnAssign)):
+                match statement:
+                    case ast.Expr(ast.Constant(str(text))):
+                        yield statement.lineno, text
