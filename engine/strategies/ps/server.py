@@ -107,13 +107,13 @@ class Server:
 
     @property
     def held_bytes(self) -> int:
-        """Of parameters, what is sent of them, and optimizer state; not of gradients that wait for a step."""
+        """The bytes of parameters, their copies and optimizer state that it holds; without waiting gradients."""
         queues = [queue for queue in self._queues if queue is not None]
         copies = [copy for queue in queues for copy in queue.copies or ()]
         return sum(queue.shard.held_bytes for queue in queues) + sum(copy.nbytes for copy in copies)
 
     def staleness(self) -> dict[int, int]:
-        """The number of times a worker got parameters, by the gradients that the slowest was behind it."""
+        """The number of times a worker got parameters, by the gradients the slowest was behind it."""
         with self._lock:
             return dict(self._seen)
 
