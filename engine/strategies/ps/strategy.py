@@ -221,7 +221,7 @@ class PS(LayoutStrategy, DDPStrategy):
 
     @property
     def staleness(self) -> dict[int, int]:
-        """The number of times a worker got parameters, by the steps the slowest was behind; of rank 0's server."""
+        """Number of times a worker got parameters, by the steps the slowest was behind it; of rank 0's server."""
         return {} if self._server is None else self._server.staleness()
 
     @property
