@@ -19,7 +19,7 @@ def summarize(
     total_flops: int,
     **summarize_kwargs: Any,
 ) -> None:
-    """What the default `RichModelSummary` calls in place of its own; the arguments are those of that one."""
+    """Prints the summary that the default `RichModelSummary` prints; called in its place, with the same arguments."""
     if total_flops:
         RichModelSummary.summarize(
             summary_data,
