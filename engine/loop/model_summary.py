@@ -19,7 +19,7 @@ def summarize(
     total_flops: int,
     **summarize_kwargs: Any,
 ) -> None:
-    """Prints the summary that the default `RichModelSummary` prints; called in its place, with the same arguments."""
+    """Prints a model's summary; called by the default `RichModelSummary` in place of its own, with its arguments."""
     if total_flops:
         RichModelSummary.summarize(
             summary_data,
