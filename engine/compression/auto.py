@@ -24,7 +24,7 @@ __all__ = ["Auto"]
 _SETTLING_STEPS = 2
 """DDP rebuilds its buckets after the first step, and the second one is the first to use them."""
 _TOLERANCE = 0.05
-"""What a method further down the list must gain on those above it."""
+"""The share of a step's time that a method further down the list must gain on those above it."""
 
 
 class Auto(CommHook):

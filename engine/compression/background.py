@@ -16,7 +16,7 @@ from ..exiting import exit_at_once
 __all__ = ["Background"]
 
 _PATIENCE_S = 2.0
-"""How long a process that exits waits for its thread."""
+"""The seconds that a process that exits waits for its thread."""
 
 
 class Background:

@@ -1,4 +1,4 @@
-"""What a compression is here: straight-line code that averages a bucket over the ranks and sends less for it.
+"""Base of compressions: straight-line code that averages a bucket over the ranks and sends less for it.
 
 Phases of each bucket, all of them beside backward: 1. note which gradients are not finite (local); 2. `average`, the
 method's own collectives; 3. note whether the average is finite (local). On the CPU they run in a thread, bucket after
@@ -63,7 +63,7 @@ class CommHook(ABC):
         self.moments: list[tuple[int, Any, Any]] | None = None
         self.send_dtype: torch.dtype | None = None
         self.of = "gradient"
-        """What is averaged."""
+        """The kind of values that are averaged: ``"gradient"``, or ``"change"`` of weights."""
         self.is_checked = False
         """Whether `check` has seen the module that is trained."""
         self._scaler: torch.amp.GradScaler | None = None
@@ -91,7 +91,7 @@ class CommHook(ABC):
         raise NotImplementedError(f"{self.name} has no reduce-scatter")
 
     def memories(self) -> dict[str, Memory]:
-        """What it remembers, by name. Under ``"residuals"`` is what each rank has not sent yet; all else is the same on
+        """Returns its memories by name. ``"residuals"`` is what each rank has not sent yet; all else is the same on
         all ranks."""
         return {}
 

@@ -1,4 +1,4 @@
-"""What ranks had not sent yet, for another number or layout of them."""
+"""Deals the residuals, which ranks had not sent yet, to another number or layout of ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How long a step would take under another compression: measured links, measured computation, and what is sent.
+"""Forecasts a step's time under another compression: measured links, measured computation, and what is sent.
 
 Each collective is timed with a small and a large message, which gives a latency and a bandwidth (Hockney 1994). Each
 method is run on buckets like the real ones, without a wire, which gives its computation and its messages. The rest of a
@@ -26,7 +26,7 @@ _LONG_ENOUGH_S = 0.2
 _NUM_TOGETHER = 4
 """Messages on their way at once while a bandwidth is measured."""
 _NUM_RUNS = 4
-"""Of each method; the fastest counts."""
+"""The number of runs of each method; the fastest counts."""
 
 
 class Link(NamedTuple):
@@ -34,15 +34,15 @@ class Link(NamedTuple):
 
     latency_s: float
     bytes_per_s: float
-    """Of what each rank hands to the collective."""
+    """The bytes are those that each rank hands to the collective."""
 
     def time_s(self, num_bytes: float) -> float:
-        """How long the collective takes, in seconds, if each rank hands it `num_bytes`."""
+        """Returns how long the collective takes, in seconds, if each rank hands it `num_bytes`."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 class Step(NamedTuple):
-    """What was seen of real steps: in seconds since the end of the step before."""
+    """The measured times of real steps, in seconds since the end of the step before."""
 
     ready_s: list[float]
     """When the gradients of each bucket were there."""
@@ -54,12 +54,12 @@ class Step(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What a step would be under one compression."""
+    """The forecast of a step under one compression."""
 
     compression: str
     step_s: float
     sent_bytes: int
-    """By each rank and step."""
+    """The bytes that each rank sends in each step."""
 
 
 def measure_links(wire: Wire, device: torch.device) -> dict[str, Link]:

@@ -39,7 +39,7 @@ class _Piece(NamedTuple):
     """Parameters that are quantised together. Of each, every rank averages as many, whatever bucket it is in."""
 
     places: list[slice]
-    """Of each in its run."""
+    """The place of each parameter in its run."""
     sizes: list[int]
     """Numbers that each rank averages, filled up to whole blocks."""
     num_ranks: int
@@ -67,7 +67,7 @@ class _Piece(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """What to add before rounding down."""
+    """Random numbers that are added before rounding down."""
 
     rows: Tensor
     """Uniform in [0, 1), each row the one before it but for one number: [_NUM_ROWS, block]."""
@@ -143,7 +143,7 @@ class Int8(LossyHook):
         return pieces
 
     def _num_bytes(self, pieces: list[_Piece]) -> list[int]:
-        """Of what each rank gets of each piece."""
+        """Returns the number of bytes that each rank gets of each piece."""
         return [sum(piece.sizes) // self.block * (self.block + 4) for piece in pieces]
 
     def _payload(self, num_rows: int, pieces: list[_Piece], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
@@ -213,7 +213,7 @@ def dequantize(packed: Tensor, block: int, values: Tensor) -> None:
 
 
 def _mean(packed: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """Of the rows of bytes, in their order: [1, n]."""
+    """Returns the mean of the rows of bytes, added in their order: [1, n]."""
     n = packed.size(1) // (block + 4) * block
     scales = aligned(packed[:, n:], torch.float32).to(dtype).div_(packed.size(0))
     numbers = packed[:, :n].view(torch.int8)

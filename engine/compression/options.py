@@ -1,4 +1,4 @@
-"""What may follow the colon of each compression's flag: the arguments of its comm hook, read without torch."""
+"""The options that may follow the colon of each compression's flag: its comm hook's arguments, read without torch."""
 
 import dataclasses
 

@@ -110,7 +110,7 @@ class ParsedCompression:
 
     name: str
     arguments: Mapping[str, Any]
-    """Of the hook's constructor."""
+    """Arguments of the hook's constructor."""
     dtype: str
     """``"fp16"``, ``"bf16"`` or ``""``."""
 

@@ -68,7 +68,7 @@ class TopK(LossyHook):
                 average.index_add_(0, torch.cat([whole, chosen]), values, alpha=1 / wire.size)
 
     def _places(self, total: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Of the values that all ranks send, and of those that this one has chosen."""
+        """Returns the places of the values that all ranks send, and of those that this one has chosen."""
         offsets = itertools.accumulate(bucket.numels, initial=0)
         whole, chosen = ([torch.empty(0, dtype=torch.int64, device=total.device)] for _ in range(2))
         for member, part, offset in zip(bucket.members, total.split(bucket.numels), offsets, strict=False):

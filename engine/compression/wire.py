@@ -26,7 +26,7 @@ class Sent(NamedTuple):
 
     collective: str
     bucket: int
-    """Of gradients, or under sharded strategies the unit of the module."""
+    """Number of the bucket of gradients, or under sharded strategies of the unit of the module."""
 
 
 class Wire:

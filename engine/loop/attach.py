@@ -64,16 +64,16 @@ def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 _LAST_SAVE_S = 5.0
-"""How long a rank that failed waits for the save in flight, which is its peers' as well."""
+"""The seconds that a rank that failed waits for the save in flight, which is its peers' as well."""
 
 
 class LoopTrainer(Trainer):
     """A trainer that saves in the background, and names a failed rank before any callback can wait for the others."""
 
     heartbeat: Heartbeat
-    """Where this process is in its run."""
+    """The position of this process in its run."""
     hang_timeout_s: float | None = None
-    """How long a rank may stand in one place."""
+    """The seconds that a rank may stand in one place; None for ever."""
     _flags: Mapping[str, Any] = {}
     _run_summary: Callback | None = None
     _ended_by: BaseException | None = None

@@ -88,7 +88,7 @@ class BatchSizes:
         return Samples(1, num_ranks)
 
     def samples_of_step(self, first: int, num_batches: int) -> Samples | None:
-        """Of so many batches from the one given; None if the end of the data is not known."""
+        """The number of samples of `num_batches` batches from `first` on; None if the end of the data is not known."""
         if self._trainer.num_training_batches == float("inf") or isinstance(self.loader, Together):
             return None
         if self._of_step[0] != first:
@@ -108,7 +108,7 @@ class BatchSizes:
 
     @property
     def present(self) -> int | None:
-        """What micro-batches have at most where they are cut from global batches; None where they are not."""
+        """The largest size of micro-batches that are cut from global batches; None where they are not cut from them."""
         batches = self._batches
         if self.wanted is None or batches is None:
             return None

@@ -97,7 +97,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         )
 
     def _open_file(self, path: Any, weights_only: bool | None) -> None:
-        """By the strategy, as Lightning does; of ours, each rank takes its part."""
+        """Opens a checkpoint by the strategy, as Lightning does; of ours, each rank takes its part."""
         if path and self.is_portable:
             self.saver.check_file(str(path))
         if path and self.is_portable and self._is_sharded and is_checkpoint(path):

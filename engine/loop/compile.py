@@ -34,7 +34,7 @@ LOGGING = "self.log stays outside of the graph"
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PATIENCE_S = 300.0
-"""How long a process waits for the first one of its node to have compiled the same graph."""
+"""The seconds that a process waits for the first one of its node to have compiled the same graph."""
 
 _RUNS = itertools.count()  # all processes of a job make as many
 

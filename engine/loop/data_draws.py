@@ -24,7 +24,7 @@ class DataDraws:
         self.trainer: Any = trainer
         self._at_step: list[dict[str, Any]] | None = None
         self._own: dict[int, OwnGenerators] = {}
-        """By the identity of the data set, which it keeps alive."""
+        """Generators by the identity of the data set, which they keep alive."""
         self._resumed: list[tuple[Any, dict[str, Any]]] = []
 
     def begin_run(self) -> None:

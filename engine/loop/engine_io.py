@@ -1,4 +1,4 @@
-"""How checkpoints that are files are written, opened and removed, by the interface that Lightning's strategies call."""
+"""Writes, opens and removes checkpoints that are files, by the interface that Lightning's strategies call."""
 
 from typing import Any
 

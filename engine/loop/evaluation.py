@@ -130,7 +130,7 @@ EvaluationLoop.__name__ = _EvaluationLoop.__name__  # by which a profile names i
 
 
 class _Evaluation:
-    """What the batches of one evaluation need, looked up once."""
+    """The objects and methods that the batches of one evaluation need, looked up once."""
 
     def __init__(self, loop: _EvaluationLoop) -> None:
         trainer: Any = loop.trainer

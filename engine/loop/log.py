@@ -128,7 +128,7 @@ class Log:
             log.warning(_SYNCED, name)
 
     def _update(self, results: _ResultCollection, item: _ResultMetric, value: Any, batch_size: int | None) -> bool:
-        """What a validated call does; False for a value that Lightning must look at."""
+        """Updates a value as a call that was validated does; False for a value that Lightning must look at."""
         # Lightning: LightningModule.log, _ResultCollection.log and _ResultMetric.update.
         before = item._forward_cache
         if not item.is_tensor:

@@ -1,4 +1,4 @@
-"""Where a run writes: a log folder of its own, also where several begin at the same moment in the same place."""
+"""The folders a run writes to: a log folder of its own, also where several begin at the same moment and place."""
 
 import os
 from collections.abc import Iterable

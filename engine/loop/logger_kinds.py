@@ -1,4 +1,4 @@
-"""How each of Lightning's loggers goes on: where it logs to, how far it has come, how later points are taken back.
+"""Resumes each of Lightning's loggers: where it logs to, how far it has come, how later points are taken back.
 
 The loggers stay the user's objects: their attributes are set before they make what they write with, and their files are
 cut. Lightning's private names are used here alone, with a comment where each of them is.

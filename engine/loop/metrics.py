@@ -1,4 +1,4 @@
-"""What `self.log` was given becomes numbers when somebody reads it, not at every step.
+"""Turns what `self.log` was given into numbers when somebody reads it, not at every step.
 
 Lightning rebuilds the dicts behind `callback_metrics`, `logged_metrics` and `progress_bar_metrics` after every batch,
 and reads each progress-bar value from the device then. The properties rebuild them anyway whenever they are read, so it
@@ -39,7 +39,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
     """Lightning's, with metrics collected on demand."""
 
     results: _ResultCollection | None = None
-    """Where the batch that runs now logs to; None between batches, and in loops that are Lightning's own."""
+    """The results that the batch that runs now logs to; None between batches, and in loops that are Lightning's own."""
     shares: Shares | None = None
     """Which ranks have something to evaluate, where the engine shares it out."""
     is_met_by_all = True
@@ -50,14 +50,14 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.said: set[str] = set()
-        """What was warned of already."""
+        """The warnings that were given already: names of logged values, and messages."""
         self.overwritten: list[tuple[_ResultMetric, Any]] = []
         """Places that the batch that runs now has logged to, each with what the last step left there."""
         self._read: set[str] = set()  # which of the three dicts were read in it
         self._is_behind = False  # whether a batch ended since the dicts were brought up to date
 
     def begin_batch(self, results: _ResultCollection, batch: Any, dataloader_idx: int | None = None) -> None:
-        """What Lightning's `on_batch_start` does, for a loop that knows its results."""
+        """Begins a batch as Lightning's `on_batch_start` does, for a loop that knows its results."""
         self._first_loop_iter = self._first_loop_iter is None
         results.batch = batch
         results.batch_size = None

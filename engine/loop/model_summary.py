@@ -19,7 +19,7 @@ def summarize(
     total_flops: int,
     **summarize_kwargs: Any,
 ) -> None:
-    """What the default `RichModelSummary` calls in place of its own; the arguments are those of that one."""
+    """Prints a model's summary; called by the default `RichModelSummary` in place of its own, with its arguments."""
     if total_flops:
         RichModelSummary.summarize(
             summary_data,

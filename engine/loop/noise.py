@@ -1,4 +1,4 @@
-"""What Lightning logs at each start is not shown while an engine is made or runs: the run's header says it in one line.
+"""Hides Lightning's messages at each start while an engine is made or runs: the run's header says it in one line.
 
 Messages of these kinds only, by their words and below the level of a warning. Whoever sets the level of the loggers
 ``lightning.pytorch`` or ``lightning.fabric`` to DEBUG asked for Lightning's messages, and gets them all.

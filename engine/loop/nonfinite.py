@@ -20,7 +20,7 @@ __all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
 NONFINITE_POLICIES = ("warn", "error", "ignore")
 
 _INTERVAL_STEPS = 50
-"""How often to read where `log_every_n_steps=0` says that nothing is logged."""
+"""The steps between two reads where `log_every_n_steps=0` says that nothing is logged."""
 
 log = logging.getLogger("polyphase.engine")
 

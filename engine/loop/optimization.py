@@ -52,7 +52,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self.has_loss = False
         """Whether `training_step` has returned one."""
         self.num_skipped = 0
-        """How often it has returned None."""
+        """The number of times that it has returned None."""
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """One micro-batch, and the optimizer step where it ends a window."""
@@ -65,7 +65,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         return self.optim_progress.optimizer.step.total.completed
 
     def run_flat(self, hooks: Hooks, batch_idx: int, arguments: tuple[Any, ...], ends_window: bool) -> dict[str, Any]:
-        """What `run` does, by way of the hooks that are there.
+        """Runs a micro-batch as `run` does, but calls only the hooks that are there.
 
         Args:
             hooks: of this run.
@@ -105,7 +105,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         return self.result(output, self._batch_idx)
 
     def result(self, output: Any, batch_idx: int) -> ClosureResult:
-        """What `training_step` returned, with a loss that can be added to those of the step's other micro-batches."""
+        """Returns `training_step`'s result, with a loss that can be added to those of the other micro-batches."""
         trainer = self.trainer
         if output is None and trainer.world_size > 1:
             raise RuntimeError(

@@ -36,7 +36,7 @@ class RepeatStep(Exception):  # noqa: N818 - no error: leaves the optimizer's st
 
 
 class OutOfMemory:
-    """What a run with micro-batches of whatever size fits does about it.
+    """Repeats a step that lacked memory in smaller micro-batches, in a run that takes whatever size of them fits.
 
     Args:
         trainer: whose strategy can take part in the collectives of a step that failed on this rank.

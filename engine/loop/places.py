@@ -159,7 +159,7 @@ class Places:
                 order.settle()
 
     def state_dict(self, batches: int, *, begins: bool = False, is_cut_short: bool = False) -> dict[str, Any]:
-        """Where this rank's training data is after `batches` batches of the epoch, plain values all.
+        """Returns this rank's position in the training data after `batches` batches of the epoch, in plain values.
 
         Args:
             batches: of the present epoch.

@@ -31,7 +31,7 @@ __all__ = ["as_numbers", "is_waiting", "reduce_results"]
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """What one rank has logged under one name."""
+    """The value that one rank has logged under one name."""
 
     op: str
     value: float | None
@@ -40,7 +40,7 @@ class _Message:
     """Sum of the batch sizes, where there is a mean to be computed."""
     is_synced: bool
     meta: dict[str, Any] | None = None
-    """How it was logged, for ranks that have nothing to log."""
+    """The metadata of the logged value, for ranks that have nothing to log."""
 
 
 def _is_synced(item: _ResultMetric) -> bool:

@@ -1,4 +1,4 @@
-"""What `fit`, `validate`, `test` and `predict` were called with: checked before any process starts.
+"""Checks the arguments of `fit`, `validate`, `test` and `predict` before any process starts.
 
 The messages begin as Lightning's do, and go on with what to do.
 """

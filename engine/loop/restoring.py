@@ -1,4 +1,4 @@
-"""What a checkpoint says, made to fit the run that opens it."""
+"""Fits the content of a checkpoint to the run that opens it."""
 
 from collections.abc import Callable
 from typing import Any, Literal

@@ -24,7 +24,7 @@ _START_AFRESH = f"To start afresh all the same, pass resume={FRESH!r}: nothing i
 
 
 class Seen(NamedTuple):
-    """What stands in the folder of snapshots."""
+    """The content of the folder of snapshots."""
 
     candidates: list[str]
     """Checkpoints that a run can go on from, the newest first."""
@@ -105,7 +105,7 @@ class RunHistory:
     # --- while it saves
 
     def about(self) -> dict[str, Any]:
-        """What a manifest says of the run; of its number, rank 0's counts."""
+        """Returns a manifest's fields about the run; of its number, rank 0's counts."""
         number = 0 if self._ledger is None else self._ledger.next_sequence()
         return {"run": self.run.id, "lineage": self.run.lineage, "sequence": number}
 

@@ -1,4 +1,4 @@
-"""What tells runs apart where they are compared: the name of the log's folder, and the hyperparameters in it.
+"""Tells runs apart where they are compared, by the name of the log's folder and the hyperparameters in it.
 
 How the run was made, see `run_parameters`, is logged beside the values that the module and the data module have saved:
 by the default logger always, by those of the user's where Lightning logs such values. ``hparams.yaml`` (all that a

@@ -145,7 +145,7 @@ class SavingConnector(_CheckpointConnector):
         return getattr(self.trainer.strategy, "state_is_sharded", False)
 
     def _about(self, kind: Kind, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What the manifest says."""
+        """Returns the content of the manifest."""
         return {
             "step": checkpoint["global_step"],
             "epoch": checkpoint["epoch"],

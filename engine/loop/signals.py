@@ -36,9 +36,9 @@ log = logging.getLogger("polyphase.engine")
 _END_OF_STEP = 2**32 - 1
 """After all batches of a validation."""
 _PERIOD_S = 1.0
-"""How often a rank looks whether another one was asked to stop."""
+"""The seconds between two looks of a rank whether another one was asked to stop."""
 _FAREWELL_S = 30.0
-"""How long rank 0 waits for a rank that does not get to its stop; a snapshot would wait for it as well."""
+"""The seconds that rank 0 waits for a rank that does not get to its stop; a snapshot would wait for it as well."""
 
 
 class Agreement:

@@ -48,7 +48,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     data_wait_s: float | None = 0.0
     """Seconds that training has waited for batches; None after epochs in Lightning's own loop, which does not say."""
     left_of_batch: Literal["end", "nothing"] | None = None
-    """What the run that is resumed had still to do of its last batch: what follows it, or nothing, if that is known."""
+    """The work that the interrupted run had left of its last batch: what follows it, or nothing; None: not known."""
     is_between_steps = False
     random_before_validation: dict[str, Any] | None = None
     _batches_at_step = 0
@@ -217,7 +217,7 @@ TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # by which a profile n
 
 
 def why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
-    """What keeps a loop from being run flat; None if nothing does."""
+    """Returns the reason why a loop can't be run flat; None if it can."""
     if not isinstance(trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
         return "a profiler, which times every call"
     if isinstance(fetcher, _DataLoaderIterDataFetcher):
@@ -255,7 +255,7 @@ def fetch(fetcher: _DataFetcher) -> Any:
 
 
 class _Epoch:
-    """What one epoch needs, looked up once."""
+    """The objects and methods that one epoch needs, looked up once."""
 
     def __init__(self, loop: TrainingEpochLoop, fetcher: _DataFetcher) -> None:
         trainer: Any = loop.trainer
@@ -369,7 +369,7 @@ class _Epoch:
         return response == -1
 
     def _end(self, is_last: bool, ends_window: bool, has_schedulers: bool) -> None:
-        """What follows a batch: logging, validation, schedulers that wait for it, signals."""
+        """Ends a batch: logging, validation, schedulers that wait for it, signals."""
         trainer, loop, connector = self._trainer, self._loop, self._connector
         every = trainer.log_every_n_steps
         # Lightning: _LoggerConnector.should_update_logs

@@ -96,7 +96,7 @@ class Replay:
         """Where; in the run; here."""
         self.norms: list[tuple[str, float, float]] = []
         self.is_certain: dict[str, Tensor] = {}
-        """By parameter: where its gradients were larger than what rounding makes of a zero."""
+        """Maps each parameter to where its gradients were larger than what rounding makes of a zero."""
 
     def run(self, steps: Sequence[Sequence[Step]]) -> None:
         """Trains the copy.

@@ -1,4 +1,4 @@
-"""What each micro-batch counts for in its optimizer step.
+"""Weighs the loss of each micro-batch in its optimizer step.
 
 The step's gradient shall be that of the mean over everything that its micro-batches hold, on all ranks: over samples,
 or over whatever `training_step` counts and returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With
@@ -37,17 +37,17 @@ class StepWeights:
         self._trainer: Any = trainer
         self._first = -1
         self._estimate: Any = None
-        """Of T."""
+        """The estimate of T; None before the first micro-batch of a step."""
         self._is_known = False
         """Whether that is the number itself."""
         self._samples: dict[int, int] = {}
-        """Of all ranks together, by micro-batch of the step."""
+        """The samples of all ranks together, by micro-batch of the step."""
         self._is_summed = False
         """Whether the gradients are of losses times their weights, divided by nothing."""
         self._has_weights = False
         """Whether `training_step` has said what the last micro-batch counts for."""
         self._weights: dict[int, Tensor] = {}
-        """Of this rank's, as `training_step` has it. (An optimizer may ask for a loss several times.)"""
+        """This rank's weights, as `training_step` has them. (An optimizer may ask for a loss several times.)"""
 
     def weigh(
         self,
@@ -156,7 +156,7 @@ class StepWeights:
         return self._trainer.data_size if averages else 1
 
     def _together(self, samples: Samples) -> int:
-        """Of those ranks."""
+        """The number of samples of the ranks whose gradients are averaged."""
         return samples.mine if self._num_ranks == 1 else samples.all
 
     def _planned_length(self, batch_idx: int) -> int:

@@ -39,7 +39,7 @@ class Anchor:
 
     @property
     def held_bytes(self) -> int:
-        """Of the anchor itself, and its momentum."""
+        """The bytes of the anchor itself, and of its momentum."""
         momenta = [value for state in self._outer.state.values() for value in state.values()]
         return sum(tensor.nbytes for tensor in (*self._flats, *momenta) if isinstance(tensor, Tensor))
 

@@ -53,10 +53,10 @@ class CompressingStrategy(ParallelStrategy):
     """Whether what is sent for gradients and parameters is to be counted without a comm hook, too."""
 
     why_not_counted: str | None = None
-    """What it does that can't be counted, as a clause; None if there is nothing."""
+    """A clause that says what the strategy does that can't be counted; None if there is nothing."""
 
     why_no_repeat: str | None = None
-    """What keeps a rank that ran out of memory from taking part in the rest of the step; None if nothing does."""
+    """The reason why a rank that ran out of memory can't take part in the rest of the step; None if it can."""
 
     def may_repeat(self) -> None:
         """Called before training where steps may be done again because a rank ran out of memory."""
@@ -78,7 +78,7 @@ class CompressingStrategy(ParallelStrategy):
         raise NotImplementedError
 
     why_no_join: str | None = "whose ranks take part in each other's forward passes"
-    """What keeps a rank from taking part in a micro-batch without running the module; None if nothing does."""
+    """The reason why a rank can't take part in a micro-batch without running the module; None if it can."""
 
     def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
         """Takes part in a micro-batch of the other ranks.
@@ -103,18 +103,18 @@ class CompressingStrategy(ParallelStrategy):
 
     @property
     def averaging(self) -> CommHook | None:
-        """What averages the gradients and counts; None where torch does, uncounted."""
+        """The comm hook that averages the gradients and counts; None where torch does, uncounted."""
         return self.comm_hook
 
     @property
     def wires(self) -> list[Wire]:
-        """What everything goes through that is counted; empty before training."""
+        """The wires of all that is counted; empty before training."""
         hook = self.averaging
         return [] if hook is None or hook.wire is None else [hook.wire]
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """Of `16-mixed`; others have none."""
+        """The loss scaler of `16-mixed`; other precisions have none."""
         return getattr(self.precision_plugin, "scaler", None)
 
     def optimizer_step(

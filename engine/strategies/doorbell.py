@@ -27,7 +27,7 @@ class Sign(Enum):
 
 
 _servers: dict[int, socket.socket] = {}
-"""By process id, as a fork has its own."""
+"""The listening socket of each process, by process id, as a fork has its own."""
 
 
 def own_port(address: str) -> int:

@@ -53,7 +53,7 @@ class DP(SingleDeviceStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """Where parameters and optimizer state are."""
+        """The device that holds parameters and optimizer state."""
         return self.parallel_devices[0] if self.parallel_devices else super().root_device
 
     def setup(self, trainer: Trainer) -> None:
@@ -124,7 +124,7 @@ class _Step(nn.Module):
         self.context = context
 
     def forward(self, *arguments: Any, **named: Any) -> list[tuple[Any, list[dict[str, Any]], int]]:
-        """What the step returned, its calls of `log`, and its number of samples."""
+        """Returns what the step returned, its calls of `log`, and its number of samples."""
         calls: list[dict[str, Any]] = []
 
         def log(*args: Any, **kwargs: Any) -> None:

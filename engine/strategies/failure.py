@@ -54,23 +54,23 @@ from .uncaught import Failure, on_uncaught
 __all__ = ["SEEN", "Report", "announce", "say"]
 
 SEEN = f"{FIRST_FAILURE}/seen"
-"""How many ranks' watchdogs have seen it there, if it is an exception. A counter says for how long to wait, no more:
-who writes to it who is no rank makes a rank wait for less, or until it has waited long enough."""
+"""Counter of the ranks whose watchdogs have seen the failure, if it is an exception. It only says for how long to wait:
+a writer that is no rank makes a rank wait for less, or until it has waited long enough."""
 
 _GRACE_S = 2.0
-"""How long a rank that stops because of another waits for its launcher to see the other's exit first."""
+"""The time that a rank that stops because of another waits for its launcher to see the other's exit first."""
 _TELLING_S = 10.0
-"""How long it waits before that for the other to have said what happened."""
+"""The time that it waits before that for the other to have said what happened."""
 _COLLECT_S = 1.0
-"""How long the first rank that failed waits for the others' tracebacks."""
+"""The time that the first rank that failed waits for the others' tracebacks."""
 _HOST_S = 3.0
-"""How long it waits for the others' watchdogs to have seen its failure, where its process may have the store."""
+"""The time that it waits for the others' watchdogs to have seen its failure, where its process may have the store."""
 _POLL_S = 0.05
 _TOLD = f"{FIRST_FAILURE}/told"
 _NUMBER, _HEARD = f"{FIRST_FAILURE}/number", f"{FIRST_FAILURE}/heard"
 """Counters of the ranks that have left their tracebacks, and of those that know that all is said."""
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
-"""What the errors say that a peer's end causes."""
+"""Matches the messages of the errors that a peer's end causes."""
 
 
 def announce(
@@ -180,7 +180,7 @@ def _tell(
 
 
 def _collected(job: JobStore, ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """What those of `ranks` say that fail as well, within a moment."""
+    """Collects what those of `ranks` say that fail as well, within a moment."""
     keys = {f"{FIRST_FAILURE}/{rank}": rank for rank in ranks}
     try:
         _await(job, _NUMBER, len(ranks), _COLLECT_S)
@@ -236,7 +236,7 @@ def _has_told(job: JobStore) -> bool:
 
 
 def _say_where(rank: int, report: "Report | None") -> None:
-    """What a rank that has not met the others says before Python prints the traceback."""
+    """Prints where the report is, for a rank that has not met the others, before Python prints the traceback."""
     if report is not None:
         report.write()
         say(rank, f"failed. The failure report, with all frames: {report.where}")

@@ -26,7 +26,7 @@ _PYTHON = os.path.dirname(os.__file__)
 
 _FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]*)", line \d+, in .*')
 _MARKS = re.compile(r"[ |]*[~^][~^ ]*")
-"""What Python puts under a line of code to show a part of it."""
+"""Matches the line that Python puts under a line of code to mark a part of it."""
 
 
 class _Frame(NamedTuple):

@@ -176,7 +176,7 @@ class FSDP(MeshStrategy):
         return True
 
     def _shard_mesh(self) -> Any:
-        """Where units are sharded; the comm hook averages over the replicas in FSDP2's place."""
+        """The mesh over which units are sharded; the comm hook averages over the replicas in FSDP2's place."""
         return self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
 
     def _is_laid_out(self, model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Where this process is in its run.
+"""The position of this process in its run: phase, step, batch, and the line of code that its thread is at.
 
 No collective, no lock and no call on the hot path: the loops assign `phase`, and all else is read, by the watchdog's
 thread, from the counters that the loops keep anyway and from the stack of their thread.
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 class Heartbeat:
-    """Where this process is in its run.
+    """The position of this process in its run: phase, step and batch.
 
     Args:
         trainer: whose counters say the rest.
@@ -55,7 +55,7 @@ class Heartbeat:
         the loops."""
         self._thread = 0
         self.known: Callable[[], dict[int, dict[str, Any]]] | None = None
-        """Where all ranks are, as far as is known here; None where no watchdog runs."""
+        """Returns the positions of all ranks, as far as they are known here; None where no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "known": None}  # a copy of a trainer is in no run
@@ -76,7 +76,7 @@ class Heartbeat:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
         return self._trainer.global_rank
 
     @property
@@ -88,7 +88,7 @@ class Heartbeat:
 
     @property
     def run_id(self) -> str | None:
-        """Of the run, as the manifests of its checkpoints have it; None before it is known."""
+        """The id of the run, as the manifests of its checkpoints have it; None before it is known."""
         trainer: Any = self._trainer
         return trainer.run_history.run.id or None
 
@@ -170,7 +170,7 @@ def describe(report: dict[str, Any] | None) -> str:
 
 
 def _pending(stack: list[Call]) -> str | None:
-    """Where the thread with this stack waits for other ranks: mostly a function of `torch.distributed`; or None."""
+    """Names the call in which the thread with this stack waits for other ranks, mostly torch.distributed's; or None."""
     for number, call in enumerate(stack):
         module, name = call.module, call.name
         if (module, name) == (_SAVER, "finish"):

@@ -45,7 +45,7 @@ from .stored_weights import make_room
 __all__ = ["end_group_at_exit", "make_launcher"]
 
 _INTERRUPTED_S = 3.0
-"""How long workers have to end after Ctrl-C."""
+"""The time that workers have to end after Ctrl-C."""
 _TICK_S = 0.05
 _STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop, as shells have it."""
@@ -177,7 +177,7 @@ def _port_reserved(environment: Any) -> Iterator[None]:
 
 
 _before: list[Any] = []
-"""What this process did on SIGTERM before it started workers that are still there."""
+"""The SIGTERM handlers that this process had before it started workers that are still there."""
 
 
 @contextmanager
@@ -201,7 +201,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
 
     returns_predictions = True
-    """What Lightning's own launchers of workers refuse to do."""
+    """Whether `predict` may return its outputs, which Lightning's own launchers of workers refuse."""
     _is_stopping = False
     _failures = ""
     """Folder to which workers write what they raise."""
@@ -337,7 +337,7 @@ def _finish_experiments(trainer: Trainer | None) -> None:
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:
-    """What `current_epoch` and `global_step` are read from, and a second `fit` goes on from."""
+    """The progress that `current_epoch` and `global_step` are read from, and that a second `fit` continues."""
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     return {
         "epochs": epochs.epoch_progress,

@@ -1,4 +1,4 @@
-"""What all multi-process strategies share: a layout, who has which samples, and what else the engine asks them."""
+"""Base of all multi-process strategies: a layout, who has which samples, and what else the engine asks them."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class LayoutStrategy:
     data_ranks: HostGroup = EVERYONE
     """The same ranks, for plain values."""
     random_state_at_launch: dict[str, Any] | None = None
-    """Of the process that started this one as a worker."""
+    """The random state of the process that started this one as a worker."""
     schedules_itself = False
     """Whether `run_schedule` runs forward and backward of a batch, after the gradients are zeroed."""
     state_is_spread = False
@@ -71,7 +71,7 @@ class LayoutStrategy:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How samples are dealt."""
+        """The arguments by which a distributed sampler deals out samples."""
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 
     def check_module(self, module: torch.nn.Module) -> None:
@@ -84,12 +84,12 @@ class LayoutStrategy:
         """The same of what it is trained on; called again with each loader of the module's or a data module's."""
 
     def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What this rank saves of a state dict of the module: what another one saves is on the meta device."""
+        """Returns what this rank saves of a state dict of the module: what another one saves is on the meta device."""
         return state
 
     @property
     def held_bytes(self) -> int:
-        """Of what it holds of the model, beside the module and its optimizers."""
+        """The bytes that it holds of the model, beside the module and its optimizers."""
         return 0
 
     def keeps_state_of(self, parameter: Tensor) -> bool:
@@ -101,11 +101,11 @@ class LayoutStrategy:
         return nullcontext()
 
     def shared_state(self) -> dict[str, Any]:
-        """What the strategy goes on with beside weights and optimizers, the same on all ranks."""
+        """Returns the state that the strategy resumes from beside weights and optimizers, the same on all ranks."""
         return {}
 
     def state_of_rank(self) -> dict[str, Any]:
-        """What only this rank goes on with; called within `as_one`."""
+        """Returns the state that only this rank resumes from; called within `as_one`."""
         return {}
 
     def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class LayoutStrategy:
         """
 
     saving_ranks: HostGroup | None = None
-    """By what a checkpoint is agreed on where rank 0 has all of it; None: a gloo group in which each has its part."""
+    """The ranks that agree on a checkpoint of which rank 0 has all; None: a gloo group in which each has its part."""
 
     def settle(self) -> None:
         """Gives all ranks the same weights, where they may differ between steps; all call it after the same step."""
@@ -176,7 +176,7 @@ class LayoutStrategy:
         return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """What the ranks have that have samples of their own, unless another group is named; [number of them, ...]."""
+        """Gathers over the ranks that have samples of their own, unless another group is named; [ranks, ...]."""
         if group is None or group is dist.group.WORLD:  # Lightning: a module's all_gather names the latter
             group = self.data_group
         if tensor.is_meta:  # of another pipeline stage

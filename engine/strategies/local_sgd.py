@@ -76,7 +76,7 @@ class LocalSGD(DDP):
 
     @property
     def averaging(self) -> CommHook | None:
-        """What averages the changes of weights."""
+        """The comm hook that averages the changes of weights."""
         return self._hook
 
     @property
@@ -245,7 +245,7 @@ class LocalSGD(DDP):
 
     @property
     def held_bytes(self) -> int:
-        """Of the anchor, and its momentum."""
+        """The bytes of the anchor, and of its momentum."""
         return 0 if self._anchor is None else self._anchor.held_bytes
 
     # --- checkpoints

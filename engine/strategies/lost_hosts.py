@@ -23,11 +23,11 @@ HOST_LOST = "lost host"
 _PEER = re.compile(r"\[([0-9A-Fa-f:.]+)\]:\d+")
 """The other end of a connection, as gloo's errors have it."""
 _MUTE_S = 3.0
-"""How long a rank says nothing that is asked about: it speaks each second."""
+"""The silence of a rank after which it is asked about: it speaks each second."""
 _MOST_SILENT = 3
 """After so many machines that do not answer, no other one is asked: that takes seconds for each."""
 _DYING_S = 0.5
-"""How long the processes of a host take to end at once."""
+"""The time that the processes of a host that end at once may take."""
 _UNKNOWN = "the culprit is unknown: that host, or the network between"
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of one start of a job find each other, by a key-value store.
+"""Has the ranks of one start of a job find each other, by a key-value store.
 
 Where no launcher keeps a store, rank 0 opens one: on the loopback interface if all ranks are on one machine, by torch's
 own server otherwise. The ranks say in it that they are there, so that whoever waits knows for whom.
@@ -39,7 +39,7 @@ _servers: dict[tuple[str, int], Any] = {}
 """The stores that this process has opened, which others may need until it ends."""
 _number_of_meeting: dict[tuple[str, int], int] = {}
 _current: dict[int, JobStore] = {}
-"""By process id, as a fork is no rank of its parent's job."""
+"""The store of the job by process id, as a fork is no rank of its parent's job."""
 
 
 def current_job() -> JobStore | None:
@@ -181,6 +181,6 @@ def _say(store: Any, key: str, what: str) -> None:
 
 
 def _said(store: dist.Store, key: str, pattern: re.Pattern[bytes]) -> str | None:
-    """What stands under a key; None if that is nothing, or not what a rank of this job would write."""
+    """Reads the text under a key; None if there is none, or if it is not what a rank of this job would write."""
     content = opened(key, store.get(key)) if store.check([key]) else None
     return content.decode() if content is not None and pattern.fullmatch(content) else None

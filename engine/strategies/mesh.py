@@ -1,4 +1,4 @@
-"""What strategies share whose ranks form a mesh of several axes."""
+"""Base of the strategies whose ranks form a mesh of several axes."""
 
 from collections.abc import Callable
 from typing import Any

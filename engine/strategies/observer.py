@@ -12,7 +12,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 __all__ = ["delay_the_kill"]
 
 _LAST_WORDS_S = 4.0
-"""How long a process outlives one that it has started."""
+"""The time that a process outlives one that it has started."""
 
 
 def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:

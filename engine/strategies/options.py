@@ -1,4 +1,4 @@
-"""What may follow the colon of each strategy's flag. Torch is not needed to read or check it."""
+"""The options that may follow the colon of each strategy's flag. Torch is not needed to read or check them."""
 
 import dataclasses
 from typing import Any, Literal
@@ -30,7 +30,7 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DDPOptions:
-    """What follows the colon of the `ddp` flag."""
+    """The options of the `ddp` flag, which follow its colon."""
 
     find_unused_parameters: bool | None = None
     """Search the graph at each step for parameters without a gradient; needed if some are unused, slower if not."""
@@ -43,7 +43,7 @@ class DDPOptions:
     broadcast_buffers: bool = True
     """Send rank 0's buffers (BatchNorm's statistics) to all ranks before each forward."""
     timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
+    """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
         check_number("ddp:bucket_cap_mb", self.bucket_cap_mb, above=0)
@@ -52,14 +52,14 @@ class DDPOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """What strategies have in common that take a module unit by unit."""
+    """The options that strategies share which take a module unit by unit."""
 
     activation_checkpointing: bool = False
     """Keep only each unit's input for backward and compute its forward again."""
     meta_init: bool = False
     """Run `configure_model()` without allocating, and create each unit's weights when it is sharded or split."""
     timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
+    """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
         check_number("timeout_s", self.timeout_s, above=0)
@@ -67,7 +67,7 @@ class UnitOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FSDPOptions(UnitOptions):
-    """What follows the colon of the `fsdp` flag."""
+    """The options of the `fsdp` flag, which follow its colon."""
 
     reshard_after_forward: bool = True
     """Free each unit's whole parameters after its forward and gather them again for backward: least memory. False
@@ -81,7 +81,7 @@ class FSDPOptions(UnitOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HSDPOptions(FSDPOptions):
-    """What follows the colon of the `hsdp` flag: the sizes of the mesh, and all of `fsdp`'s options."""
+    """The options of the `hsdp` flag, which follow its colon: the sizes of the mesh, and all of `fsdp`'s options."""
 
     replicate: int | None = None
     """Number of replica groups; left out, what `shard` leaves over, or the number of nodes."""
@@ -91,7 +91,7 @@ class HSDPOptions(FSDPOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSGDOptions:
-    """What follows the colon of the `local_sgd` flag."""
+    """The options of the `local_sgd` flag, which follow its colon."""
 
     every: int = 16
     """H: optimizer steps from one exchange to the next."""
@@ -102,7 +102,7 @@ class LocalSGDOptions:
     bucket_cap_mb: float = 25.0
     """Size of what is exchanged at once, in MiB."""
     timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
+    """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
         check_count("every", self.every)
@@ -118,7 +118,7 @@ class LocalSGDOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiLoCoOptions(LocalSGDOptions):
-    """What follows the colon of the `diloco` flag."""
+    """The options of the `diloco` flag, which follow its colon."""
 
     outer_lr: float = 0.7
     """Learning rate of the outer SGD."""
@@ -142,7 +142,7 @@ class DiLoCoOptions(LocalSGDOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOptions:
-    """What follows the colon of the `pp` flag."""
+    """The options of the `pp` flag, which follow its colon."""
 
     stages: int | None = None
     """Number of ranks in a pipeline; left out, all processes, or what `replicate` or `shard` leaves over, or 2."""
@@ -153,7 +153,7 @@ class PPOptions:
     chunks: int | None = None
     """Stages on each rank; left out, 2 for `interleaved` and 1 for all others."""
     timeout_s: float = 1800.0
-    """How long a collective may wait for the other ranks, in seconds."""
+    """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
         check_number("pp:timeout_s", self.timeout_s, above=0)
@@ -174,7 +174,7 @@ class PPOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPDDPOptions(PPOptions):
-    """What follows the colon of the `pp+ddp` flag: `pp`'s options, with `replicate`."""
+    """The options of the `pp+ddp` flag, which follow its colon: `pp`'s options, with `replicate`."""
 
     replicate: int | None = None
     """Number of pipelines, each with samples of its own; left out, what `stages` leaves over."""
@@ -182,7 +182,7 @@ class PPDDPOptions(PPOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPFSDPOptions(PPOptions):
-    """What follows the colon of the `pp+fsdp` flag: `pp`'s options, with `shard`."""
+    """The options of the `pp+fsdp` flag, which follow its colon: `pp`'s options, with `shard`."""
 
     shard: int | None = None
     """Number of shards of each stage, each with samples of its own; left out, what `stages` leaves over."""
@@ -198,7 +198,7 @@ class PPFSDPOptions(PPOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SplitOptions:
-    """What the three flags have in common."""
+    """The options that the flags `tp`, `fsdp+tp` and `hsdp+tp` share."""
 
     tp: int | None = None
     """Number of ranks that share each layer; left out, all under `tp`, else those of a node, or 2 on one node."""
@@ -210,34 +210,34 @@ class _SplitOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TPOptions(_SplitOptions, UnitOptions):
-    """What follows the colon of the `tp` flag."""
+    """The options of the `tp` flag, which follow its colon."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FSDPTPOptions(_SplitOptions, FSDPOptions):
-    """What follows the colon of the `fsdp+tp` flag."""
+    """The options of the `fsdp+tp` flag, which follow its colon."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HSDPTPOptions(_SplitOptions, HSDPOptions):
-    """What follows the colon of the `hsdp+tp` flag."""
+    """The options of the `hsdp+tp` flag, which follow its colon."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PSOptions:
-    """What follows the colon of the `ps` flag."""
+    """The options of the `ps` flag, which follow its colon."""
 
     staleness: int = 0
-    """By how many steps a rank may be ahead of the slowest; 0 for synchronous training."""
+    """Number of steps that a rank may be ahead of the slowest; 0 for synchronous training."""
     patience: float = 0.5
     """With staleness > 0: how long a rank waits for the step that its own gradient is in before it goes on with older
     parameters, as a share of the time that its forward and backward take."""
     servers: int | None = None
     """Number of ranks, the first ones, that serve a share of the parameters each; left out, all. They train as well."""
     address: str | None = None
-    """Where the ranks listen: an IP address, a network or an interface; left out, this machine alone (loopback)."""
+    """IP address, network or interface on which the ranks listen; left out, this machine alone (loopback)."""
     timeout_s: float = 1800.0
-    """How long a rank may wait for the others, in seconds."""
+    """Seconds that a rank may wait for the others."""
 
     def __post_init__(self) -> None:
         check_count("ps:staleness", self.staleness, least=0)

@@ -1,4 +1,4 @@
-"""What the ranks of a run say of themselves, and whether they are still there.
+"""The reports that the ranks of a run write about themselves, and checks whether they are still there.
 
 Everything goes through the key-value store of the job, over a connection of its own: a thread that waits in the
 trainer's one would block it. Each rank writes its own keys, and reads the others' when it has reason to.
@@ -48,7 +48,7 @@ _FIELDS: dict[str, Fields] = {
     "verdict": {"text": str},
     "heard": {},
 }
-"""By kind of word, what it must have."""
+"""The fields that each kind of report must have."""
 
 
 def process_key(rank: int) -> str:
@@ -125,7 +125,7 @@ class Peers:
         return [rank for rank in self.others if rank not in self.processes]
 
     def beats(self) -> dict[int, dict[str, Any]]:
-        """Where the other ranks are, or were when they could last be read."""
+        """Returns the positions of the other ranks, or the last ones that could be read."""
         with suppress(RuntimeError):
             self.last.update(self.read("beat", self.others))
         return self.last

@@ -34,7 +34,7 @@ _RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
 """Ray: the end of the path of the script that its workers run."""
 
 _LAST_WORDS_S = 8.0
-"""How long a rank has to find out what has happened, and to write the report, before or after its parent ends."""
+"""The time that a rank has to find out what has happened, and to write the report, before or after its parent ends."""
 
 _reservations: list[socket.socket] = []
 """Keep the port at which the ranks meet, in all runs of this process."""
@@ -51,7 +51,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """
 
     _hang_timeout_s: float | None = None
-    """How long a rank may stand in one place; None for ever."""
+    """The seconds that a rank may stand in one place; None for ever."""
     _has_ended_them = False
     _can_lose: Callable[[int], bool] = staticmethod(lambda rank: False)
     """Which ranks the run can go on without: how they ended says nothing of it."""
@@ -75,7 +75,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @property
     def _first_rank(self) -> int:
-        """Of those on this machine."""
+        """The first of the ranks on this machine."""
         return self.cluster_environment.node_rank() * self.num_processes
 
     # Lightning: _SubprocessScriptLauncher._check_can_spawn_children, called before it starts the script by sys.argv[0].

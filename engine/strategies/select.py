@@ -32,12 +32,12 @@ import_all()
 
 
 class InvalidFlagError(ValueError, MisconfigurationException):
-    """What Lightning refuses by its own kind of error; both that and ours."""
+    """An error in a flag that Lightning refuses by its own kind of error; it is both that and ours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What to hand to `lightning.pytorch.Trainer`."""
+    """The arguments that `lightning.pytorch.Trainer` gets, and the comm hook."""
 
     strategy: Strategy | str
     devices: Any

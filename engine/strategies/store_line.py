@@ -53,7 +53,7 @@ class StoreLine:
         self.store: Any = store
         self.patience_s = PATIENCE_S
         self.waited_s = 0.0
-        """How long the call in flight has been waiting; time in which the machine slept does not count."""
+        """The seconds that the call in flight has been waiting; time in which the machine slept does not count."""
         self.gives_up: Callable[[], bool] = lambda: False
         """Asked once a second by the thread that waits for an answer: whether to wait no more."""
         self._losses: list[str] = [] if other is None else other._losses

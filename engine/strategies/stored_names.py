@@ -18,7 +18,7 @@ __all__ = ["names_of_transformers"]
 
 
 def names_of_transformers(module: nn.Module, keys: Collection[str], state: Collection[str]) -> dict[str, str | None]:
-    """By the key in a file, what `module` calls it, or None if transformers leaves it out; {} of other modules.
+    """Maps each key in a file to its name in `module`, or None if transformers leaves it out; {} of other modules.
 
     Args:
         module: a model of transformers, or any other.

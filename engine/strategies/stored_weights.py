@@ -35,7 +35,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Of a tensor in a file."""
+    """The place of a tensor in a file."""
 
     path: str
     key: str
@@ -75,7 +75,7 @@ def read_weights(
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """What `torch.empty` makes has no memory: parameters wait for their values in it, buffers are computed."""
+    """Has `torch.empty` make tensors without memory: parameters wait for their values in it, buffers are computed."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,7 +179,7 @@ def _own_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _matched(module: nn.Module, stored: Mapping[str, _Place], source: str) -> dict[Tensor, _Place]:
-    """Where each tensor of the module's state is stored; one that several modules share needs one of its names.
+    """Maps each tensor of the module's state to its place; one that several modules share needs one of its names.
 
     Raises:
         ValueError: tensors that are stored nowhere, keys that the module does not have, or other shapes.

@@ -39,7 +39,7 @@ class _SyncBatchNorm(_BatchNorm):
     """Batch norm over all ranks, by differentiable all-reduces. Input: [batch, channels, ...]."""
 
     process_group: Any = None
-    """Of the ranks that have samples of their own; None: all have."""
+    """The process group of the ranks that have samples of their own; None: all have."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         self.__dict__["_local_class"]._check_input_dim(self, input)

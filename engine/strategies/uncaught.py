@@ -24,7 +24,7 @@ _replaced: list[_Hook] = []
 
 
 class Failure(NamedTuple):
-    """What is known of an exception that has ended a run."""
+    """The facts that are known of an exception that has ended a run."""
 
     is_said: bool = False
     """The terminal has it already."""

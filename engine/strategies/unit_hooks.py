@@ -1,4 +1,4 @@
-"""What FSDP2 lets one put in the place of its collectives, unit by unit."""
+"""The collectives and hooks that replace FSDP2's own, unit by unit."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -37,7 +37,7 @@ _WORD: Fields = {"rank": int, "what": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
 """The largest number of remembered calls; all are forgotten when a module has made more different ones."""
 _POLL_S = (0.0002, 0.05)
-"""How often the others' answers are looked for: at first, and in the end."""
+"""The seconds between two looks for the others' answers: at first, and in the end."""
 _BEAT_S = 1.0
 
 _runs = itertools.count()
@@ -189,7 +189,7 @@ class UnitOrder:
         return job.first_failure() if job.has(FIRST_FAILURE) else None
 
     def _numbers(self) -> dict[int, int]:
-        """How many calls each rank has made, as far as is known."""
+        """Returns the number of calls that each rank has made, as far as is known."""
         places = {rank: report.get("units") for rank, report in self._known().items()}
         return {
             rank: place["number"]

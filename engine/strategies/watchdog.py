@@ -42,28 +42,28 @@ __all__ = ["Watchdog"]
 
 _PERIOD_S = 1.0
 _MEETING_PERIOD_S = 0.1
-"""Until the ranks have heard of each other, if they are not too many for the store."""
+"""The period until the ranks have heard of each other, if they are not too many for the store."""
 _MOST_BEATS_PER_S = 640.0
-"""Of all ranks together, until then; afterwards each has one per period."""
+"""The most beats of all ranks together, until then; afterwards each has one per period."""
 _STORE_LOST_S = 3.0
-"""How long a rank waits in a collective after the store is gone; its own error would say more."""
+"""The time that a rank waits in a collective after the store is gone; its own error would say more."""
 _ANSWER_S = 3.0
-"""How long the ranks have to answer. A process that holds Python's lock for that long can't."""
+"""The time that the ranks have to answer. A process that holds Python's lock for that long can't."""
 _VERDICT_S = 8.0
-"""How long a rank waits for the verdict, or for its own exception after another rank's."""
+"""The time that a rank waits for the verdict, or for its own exception after another rank's."""
 _SILENCE_S = (10.0, PATIENCE_S)
 """A peer of another machine counts as gone after the timeout, but not before the first nor later than the second."""
 _MUTE_S = 60.0
 """The same of one whose process lives: opening a large pickle holds Python's lock for tens of seconds."""
 _ENDING_S = 5.0
-"""How long another machine may be silent once this process was asked to end."""
+"""The time that another machine may be silent once this process was asked to end."""
 _PARENT_S = 8.0
-"""How long this process outlives the one that has started it: time to find out what has become of it."""
+"""The time that this process outlives the one that has started it, to find out what has become of it."""
 _SLOW_START = 3.0
-"""How much longer the place may stay the same until the second batch: downloads, checkpoints, compilation."""
+"""The factor of the time in one place until the second batch: downloads, checkpoints, compilation."""
 
 _COMING_S = 60.0
-"""How long the ranks that have come wait for the others at the least: these may still import what they need."""
+"""The least time that the ranks that have come wait for the others: these may still import what they need."""
 
 _runs = itertools.count()
 
@@ -135,7 +135,7 @@ class Watchdog:
             self._thread.join(_VERDICT_S)
 
     def known(self, **of_this: Any) -> dict[int, dict[str, Any]]:
-        """Where each rank is, as far as is known here; `of_this`: arguments of this one's report."""
+        """Returns the positions of all ranks, as far as is known here; `of_this`: arguments of this one's report."""
         peers = self.peers
         mine = {self.heartbeat.rank: {**this_process(), **self.heartbeat.report(**of_this)}}
         return {**peers.beats(), **mine} if peers else mine
@@ -164,7 +164,7 @@ class Watchdog:
         self._before = now
 
     def _stands(self) -> tuple[dict[str, Any], float]:
-        """Where this rank is, and for how long it has been there."""
+        """Returns the report of this rank's position, and for how long it has been there."""
         report, place = self.heartbeat.report(), self.heartbeat.place()
         if place != self._place or report["is_debugged"]:
             self._place, self._since, self._has_warned = place, self._clock, False
@@ -392,7 +392,7 @@ def _where(kind: str, known: dict[int, dict[str, Any]], ranks: list[int]) -> str
 
 
 def _gathered(peers: Peers, kind: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """What those of `ranks` publish that do so in time."""
+    """Returns what those of `ranks` publish that do so in time."""
     deadline = time.monotonic() + _ANSWER_S
     while True:
         found = peers.read(kind, ranks)

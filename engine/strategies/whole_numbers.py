@@ -79,7 +79,7 @@ def _grad_norm(module: nn.Module, norm_type: float | str, group_separator: str =
 
 
 def gradient_norms(module: nn.Module, norm_type: float, separator: str) -> dict[str, Tensor]:
-    """What Lightning's `grad_norm` returns: the norm of each gradient, and of all together."""
+    """Returns what Lightning's `grad_norm` does: the norm of each gradient, and of all together."""
     if norm_type <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {norm_type}")
     norms: dict[str, Tensor] = {}

@@ -31,7 +31,7 @@ _CAST = torch.ops.aten._to_copy.default
 def as_whole(
     optimizer: optim.Optimizer, closure: Callable[..., Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Callable[..., Any]]:
-    """What an optimizer's step is to run in, and the closure to call it with."""
+    """Returns the context that an optimizer's step runs in, and the closure to call it with."""
     if type(optimizer) in _ELEMENTWISE:
         return contextlib.nullcontext(), closure
     mode = _AsWhole()

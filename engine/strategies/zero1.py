@@ -83,7 +83,7 @@ class Zero1(DDP):
 
     @property
     def owners(self) -> Owners:
-        """Of the module's trained parameters; others are dealt when an optimizer first steps with them."""
+        """The owners of the module's trained parameters; others are dealt when an optimizer first steps with them."""
         if self._owners is None:
             assert self.lightning_module is not None
             self._owners = Owners(self.layout.world_size)
@@ -124,7 +124,7 @@ class Zero1(DDP):
         super().teardown()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """What torch calls before `optimizer.step`; gradients come with the closure, if there is one."""
+        """Called by torch before `optimizer.step`; gradients come with the closure, if there is one."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._set_aside(optimizer)
@@ -148,7 +148,7 @@ class Zero1(DDP):
             optimizer.state.pop(p, None)  # some make it before the first step, others load it all
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """What torch calls after `optimizer.step`: phase 3, all gradients back in their places."""
+        """Called by torch after `optimizer.step`: phase 3, all gradients back in their places."""
         for p, gradient in self._aside:
             p.grad = gradient
         self._aside.clear()

@@ -90,7 +90,7 @@ def is_users(frame: types.FrameType) -> bool:
 
 
 def users_line() -> str:
-    """Where in the user's code this was called: ``file.py:12, "x = x + skip"``."""
+    """Returns the line of the user's code that this call came from: ``file.py:12, "x = x + skip"``."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if is_users(frame):
             [summary] = traceback.StackSummary.extract(iter([(frame, line)]), limit=1)
@@ -128,9 +128,9 @@ class Absent(TorchFunctionMode):
         self.watches = False
         """Whether what this stage has computed shall not meet absent values any more."""
         self.meeting: str | None = None
-        """Where it first did."""
+        """The line of the user's code that met an absent value first; None until one did."""
         self.met = ""
-        """What it met there, if it was a parameter: its name."""
+        """The name of the parameter that it met there; empty if it met no parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -211,7 +211,7 @@ class Absent(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Where nothing is absent: operations run as if there were no mode."""
+        """Context in which nothing is absent: operations run as if there were no mode."""
         # torch: there is no public way to leave a mode for a while. One that the user has entered since stays.
         if torch.overrides._get_current_function_mode() is not self:
             yield
@@ -302,7 +302,7 @@ def _writes(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _moved(args: Any, kwargs: Any) -> Tensor:
-    """What a move to a device leaves of a value: where it is stays what it is."""
+    """Returns the value of a move to a device: the dtype changes as asked, the device does not."""
     tensor, *others = args
     others += kwargs.values()
     dtypes = [other for other in others if isinstance(other, torch.dtype)]

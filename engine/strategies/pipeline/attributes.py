@@ -119,11 +119,11 @@ class Readers:
 
     @property
     def written(self) -> set[Key]:
-        """What is known to be written, on any stage."""
+        """The attributes that are known to be written, on any stage."""
         return set(self._writers)
 
     def buffer_stages(self) -> dict[str, int]:
-        """By its name, a stage that has what was written into a buffer."""
+        """Maps the name of each buffer that is written to a stage that has what was written."""
         parts = dict(self._module.named_modules())
         return {
             f"{name}.{attribute}" if name else attribute: min(stages)

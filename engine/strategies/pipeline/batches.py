@@ -75,7 +75,7 @@ def _part(value: Any, size: int, rows: slice) -> Any:
 
 
 def _row_part(values: Any, size: int, rows: slice) -> Any:
-    """Of a list or tuple."""
+    """Cuts the rows of one part out of a list or tuple."""
     if hasattr(values, "_fields"):
         return type(values)(*(_part(value, size, rows) for value in values))
     if not _has_tensors(values):
@@ -103,7 +103,7 @@ def _error(size: int, what: str) -> ValueError:
 
 
 def merged(outputs: list[Any]) -> Any:
-    """What a step returned for each micro-batch as one: samples behind each other, means of scalars."""
+    """Merges what a step returned for each micro-batch: samples behind each other, means of scalars."""
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return first

@@ -10,7 +10,7 @@ __all__ = ["described"]
 
 
 def described(error: Exception, stage: int, micro_batch: str) -> str:
-    """What happened, where, and why it may have happened in a pipeline alone.
+    """Describes what happened, where, and why it may have happened in a pipeline alone.
 
     Args:
         error: with its traceback.

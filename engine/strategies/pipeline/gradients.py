@@ -28,7 +28,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 class SpreadGradients:
-    """Of this rank's part of a module.
+    """The gradients of this rank's part of a module, summed over the stages and averaged over the pipelines.
 
     Args:
         parameters: all of the module's, by name, in an order that is the same on all ranks.
@@ -129,7 +129,7 @@ class SpreadGradients:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """What this rank has of a gradient; zeros where it has none."""
+    """Returns this rank's part of a gradient; zeros where it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

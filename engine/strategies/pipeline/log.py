@@ -1,4 +1,4 @@
-"""What a step logs on the last stage, logged on all stages.
+"""The values that a step logs on the last stage, logged on all stages.
 
 While the micro-batches run, `self.log` only notes its arguments on the last stage. Then the values of all micro-batches
 become one, as `reduce_fx` says (a mean by default), are sent to the other stages, and every rank calls the real `log`.
@@ -24,7 +24,7 @@ from .share import Sharing
 __all__ = ["StepLog", "idle_text", "share_metrics", "unshare_metrics"]
 
 _SMALL_SHARE = 0.1
-"""Of the time; what the advice aims at."""
+"""The idle share of the time that the advice aims at."""
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
@@ -180,7 +180,7 @@ class _Computed:
 
 
 def idle_text(schedule: str, num_ranks: int, num_micro_batches: int, batch_size: int, chunks: int, idle: float) -> str:
-    """How long the ranks of a pipeline were idle, in words, and what would make it less.
+    """Says in words how long the ranks of a pipeline were idle, and what would make it less.
 
     With p ranks, c stages on each and m micro-batches the schedule alone leaves a rank idle for (p - 1) / (c m + p - 1)
     of the time; `zero-bubble` fills most of that.

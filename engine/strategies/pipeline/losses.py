@@ -1,4 +1,4 @@
-"""What the micro-batches of a batch count for, on the last stage.
+"""The losses and weights of the micro-batches of a batch, on the last stage.
 
 A batch counts as the mean of its micro-batches; or, where `training_step` returns ``{"loss": mean, "weight": count}``,
 each of them counts as it says. The sum of these is known after the last forward, when most backwards are over: the
@@ -15,7 +15,7 @@ __all__ = ["Losses"]
 
 
 class Losses:
-    """Of one batch.
+    """The losses and weights of the micro-batches of one batch.
 
     Args:
         weigh: says what a micro-batch counts for, given its weight; given None, what the batch's mean loss does.

@@ -1,4 +1,4 @@
-"""Where a batch in micro-batches is not what it is in one piece: what can be found out, and is said.
+"""Warnings of modules for which a batch in micro-batches is not what it is in one piece, as far as can be found out.
 
 BatchNorm normalises by the samples that it sees at a time. What else a forward writes into a buffer (the vectors of a
 spectral norm) is written for each micro-batch. And a loss that is no mean over the samples (it compares

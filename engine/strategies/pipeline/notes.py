@@ -43,7 +43,7 @@ class Written(NamedTuple):
     by_units: dict[Key, str]
     """Names of the units that have written each attribute."""
     around: dict[int, dict[Key, int]]
-    """By segment, what other code has written there: how often in place, or `_ANEW`, or `ABSENT`."""
+    """Maps each segment to what other code has written there: how often in place, or `_ANEW`, or `ABSENT`."""
     states: set[Key]
     """Attributes that are updated, rather than made anew: buffers, parameters, tensors in place, and numbers."""
 
@@ -174,7 +174,7 @@ def _sums(value: Tensor) -> tuple[float, ...]:
 
 
 def _times(before: Any, after: Any) -> int:
-    """How often a tensor was written in place; `_ANEW` if it is another one, or no tensor."""
+    """Returns how often a tensor was written in place; `_ANEW` if it is another one, or no tensor."""
     if _is_of_tensor(before) and _is_of_tensor(after) and before[0] == after[0]:
         return after[1] - before[1]
     return _ANEW

@@ -54,7 +54,7 @@ def _is_alone(optimizer: Optimizer, number: int) -> bool:
 
 
 def _stepped(optimizer: Optimizer, number: int, others: tuple[float, ...]) -> Tensor:
-    """How far the first parameter of a group goes, in steps in which the gradients of all others are so large."""
+    """Returns how far the first parameter of a group moves in steps in which all others' gradients have these sizes."""
     torch.manual_seed(0)
     copies = {id(p): _small(p) for group in optimizer.param_groups for p in group["params"]}
     first = copies[id(optimizer.param_groups[number]["params"][0])]

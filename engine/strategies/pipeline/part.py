@@ -92,11 +92,11 @@ class Cut:
     ) -> None:
         self.module, self.plan, self.device = module, plan, device
         self.job: Job | None = None
-        """What is being run."""
+        """The job that is being run; None between jobs."""
         self.active: Part | None = None
-        """By which stage."""
+        """The stage that runs it; None while none does."""
         self.failure: Exception | None = None
-        """What the user's step raised, which torch's schedules wrap."""
+        """The exception that the user's step raised, which torch's schedules wrap."""
         self.readers = Readers(
             module,
             plan,
@@ -105,7 +105,7 @@ class Cut:
             lambda: self.active is not None and self.active.is_live,
         )
         self.written: dict[int, Written] | None = None
-        """By stage, what it writes in a step, while that is noted; else None."""
+        """Maps each stage to what it writes in a step, while that is noted; else None."""
         self.filled = Filled()
         self.borrowed = Borrowed(module, allowed=lends)
         self.buffer_stages: dict[str, int] = {}
@@ -197,7 +197,7 @@ class Part(nn.Module):
         return len(plan.modules[part]) == 1 and any(self.stage in plan.holders[parameter] for parameter in own)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
-        """What this stage sends to the next one, or the loss.
+        """Returns what this stage sends to the next one, or the loss.
 
         Args:
             received: from the previous stage; none in a trial run.
@@ -378,7 +378,7 @@ class Part(nn.Module):
 
 
 def _origin(value: Any) -> str:
-    """Where the absent tensors in a value come from, in words."""
+    """Says in words where the absent tensors in a value come from."""
     names = dict.fromkeys(origin_of(tensor) for tensor in tensors_in(value) if tensor.is_meta)
     said = " and ".join(repr(name) for name in names if name)
     return f" (it comes from {said})" if said else ""

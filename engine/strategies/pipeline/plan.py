@@ -1,4 +1,4 @@
-"""Where a module is cut into pipeline stages, and which stage holds which parameter.
+"""The plan that cuts a module into pipeline stages and says which stage holds which parameter.
 
 The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class, or
 else of its longest `Sequential`, or `ModuleDict` of one class. Neighbouring units form a stage, balanced by the number
@@ -24,7 +24,7 @@ _SAY = "give the module a method pipeline_stages() that returns its parts, one l
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a module is cut."""
+    """The plan that cuts a module into pipeline stages."""
 
     stages: tuple[tuple[nn.Module, ...], ...]
     """The units of each stage, in the order of their calls."""

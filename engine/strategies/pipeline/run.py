@@ -72,7 +72,7 @@ class Runner:
         self._noted: set[tuple[str, bool]] = set()
         """Steps, in training or not, of which it is known what they write."""
         self._first: dict[tuple[str, bool], Shapes] = {}
-        """What these steps' first batch has shown, by step. In that batch the last stage ran by itself, too."""
+        """The shapes that the first batch of each step has shown. In that batch the last stage had a trial run, too."""
         self.clock = Clock(cut.device)
         self.wire = Wire(group)
         """Counts what stages hand over."""

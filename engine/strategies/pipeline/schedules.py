@@ -54,7 +54,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Clock:
-    """How long this rank computes, and how long its schedules take.
+    """Measures how long this rank computes, and how long its schedules take.
 
     Args:
         device: whose time it is.
@@ -143,5 +143,5 @@ class Stage(PipelineStage):
         return self.clock.span(super().backward_one_chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """What of backward gives the gradients of weights, where it is done by itself."""
+        """Computes the gradients of weights, where backward does that as a step of its own."""
         return self.clock.span(super().backward_weight_one_chunk, *args, **kwargs)

@@ -77,12 +77,12 @@ def shape_of(tensor: Tensor) -> Tensor:
 
 
 def zeros_of(shape: Tensor, device: torch.device) -> Tensor:
-    """Of that shape."""
+    """Returns zeros of that shape and dtype, on `device`."""
     return torch.zeros(shape.shape, dtype=shape.dtype, device=device).requires_grad_(shape.requires_grad)
 
 
 def forms_of(tensors: Sequence[Tensor]) -> list[tuple[list[int], torch.dtype]]:
-    """What must be the same in each micro-batch."""
+    """Returns the shapes and dtypes of tensors, which must be the same in each micro-batch."""
     return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""What the last stage has found, on all stages: loss, logged values, outputs.
+"""Broadcasts what the last stage has found to all stages: loss, logged values, outputs.
 
 Phases of `Sharing.of`, each a broadcast from the last stage:
 1. host to host, 8 bytes: which form the nested value has, by the number under which all ranks know it;
@@ -21,7 +21,7 @@ _MOST_FORMS = 64
 
 
 class Place(NamedTuple):
-    """Where in a nested value a tensor belongs."""
+    """The place of a tensor in a nested value."""
 
     number: int
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Sharing:
         self._forms: list[bytes] = []
 
     def of(self, value: Any = None) -> Any:
-        """What the source gives, on all ranks."""
+        """Returns the source's value on all ranks."""
         form, tensors = take_apart(value)
         content = self._known(pickle.dumps(form) if self._is_source else b"")
         if not self._is_source:

@@ -14,7 +14,7 @@ __all__ = ["buffer_stages", "on_first_stage"]
 
 
 def buffer_stages(module: nn.Module, plan: Plan) -> dict[str, int]:
-    """By each name of a buffer, the stage whose values of it count: all stages have one."""
+    """Maps each name of a buffer to the stage whose values of it count: all stages have one."""
     stages = {}
     for name, part in module.named_modules(remove_duplicate=False):
         # Metrics are updated on the last stage.

@@ -331,7 +331,7 @@ class Pipeline(MeshStrategy):
 
     @property
     def averaging(self) -> CommHook | None:
-        """What averages the gradients over the pipelines; None where there is one, or they are sharded."""
+        """The comm hook that averages gradients over the pipelines; None with one pipeline, or if they are sharded."""
         return self.comm_hook or self._counted
 
     # --- steps

@@ -32,17 +32,17 @@ from torch.futures import Future
 __all__ = ["ALLOWED", "Connection", "interface_of"]
 
 ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {}
-"""What a message may have called, by module and name; whoever serves adds to it."""
+"""The functions that a message may call, by module and name; each module that serves adds its own."""
 
 _SCHEME = "polyphase"
 _TICK_S = 0.2
-"""How often a rank that waits looks whether it still has to."""
+"""The time after which a waiting rank looks again whether it still has to wait."""
 _THREADS = 4
 """That answer the others; none of them ever waits."""
 _PATIENCE_S = 30.0
-"""How long the ranks wait for each other once all are there."""
+"""The time that the ranks wait for each other at the end, once all are there."""
 _numbers = itertools.count()
-"""Of this process's connections, which are those of all ranks."""
+"""Numbers the connections of this process, which are those of all ranks."""
 
 
 def interface_of(address: str) -> str:

@@ -46,7 +46,7 @@ class _Pull(NamedTuple):
 
 
 class _Queue:
-    """What has been pushed to a shard and waits for its step."""
+    """The gradients that have been pushed to a shard and wait for its step."""
 
     def __init__(self, shard: Shard, *, copies: bool) -> None:
         self.shard = shard
@@ -56,7 +56,7 @@ class _Queue:
         """Settings of a step whose gradients are ready, and wait for the norm of all shards' gradients."""
         self.norms: list[Future] = []
         self.copies: list[Tensor] | None = None
-        """Of the parameters, for those who ask."""
+        """Copies of the parameters, for the workers that ask for them."""
 
     def complete(self, *, holds: bool) -> float:
         """Makes the mean of what waits the gradients, and steps unless it `holds`; returns the square of their norm."""
@@ -107,13 +107,13 @@ class Server:
 
     @property
     def held_bytes(self) -> int:
-        """Of parameters, what is sent of them, and optimizer state; not of gradients that wait for a step."""
+        """The bytes of parameters, their copies and optimizer state that it holds; without waiting gradients."""
         queues = [queue for queue in self._queues if queue is not None]
         copies = [copy for queue in queues for copy in queue.copies or ()]
         return sum(queue.shard.held_bytes for queue in queues) + sum(copy.nbytes for copy in copies)
 
     def staleness(self) -> dict[int, int]:
-        """How often a worker got parameters when the slowest was so many gradients behind it."""
+        """The number of times a worker got parameters, by the gradients the slowest was behind it."""
         with self._lock:
             return dict(self._seen)
 

@@ -144,7 +144,7 @@ class Shard:
 
     @property
     def held_bytes(self) -> int:
-        """Of parameters and optimizer state."""
+        """The bytes of parameters and optimizer state that this shard holds."""
         states = [value for each in self._optimizer.state.values() for value in each.values()]
         return sum(tensor.nbytes for tensor in (*self.buffers, *states) if isinstance(tensor, Tensor))
 

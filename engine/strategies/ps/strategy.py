@@ -221,12 +221,12 @@ class PS(LayoutStrategy, DDPStrategy):
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How often a worker got parameters when the slowest was so many steps behind it; of rank 0's server."""
+        """Number of times a worker got parameters, by the steps the slowest was behind it; of rank 0's server."""
         return {} if self._server is None else self._server.staleness()
 
     @property
     def held_bytes(self) -> int:
-        """What this rank's server holds of parameters and optimizer state."""
+        """The bytes of parameters and optimizer state that this rank's server holds."""
         return 0 if self._server is None else self._server.held_bytes
 
     def _log_staleness(self) -> None:
@@ -305,7 +305,7 @@ class PS(LayoutStrategy, DDPStrategy):
         self.data_ranks.gathered(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` has, which can't be one that may be lost."""
+        """Returns what rank `src` has, which can't be a rank that may be lost."""
         everyones = self.data_ranks.gathered(obj if self.global_rank == src else None)
         if len(everyones) == 1:
             return obj
@@ -325,7 +325,7 @@ class PS(LayoutStrategy, DDPStrategy):
         return False not in everyones if all else True in everyones
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """What all living ranks have, stacked; gradients don't flow back."""
+        """Gathers the tensors of all living ranks, stacked; gradients don't flow back."""
         if not _is_everyone(group):
             return super().all_gather(tensor, group, sync_grads)
         if sync_grads:

@@ -24,11 +24,11 @@ __all__ = ["Clipping", "Worker"]
 
 
 _NEW_SHARE = 0.1
-"""Of the newest time in their mean."""
+"""The weight of the newest time in the running mean of compute times."""
 
 
 class Clipping(NamedTuple):
-    """How the mean gradient is to be clipped."""
+    """The way in which the mean gradient is clipped."""
 
     by: str
     """``"norm"`` or ``"value"``."""

@@ -31,7 +31,7 @@ __all__ = ["Experts", "find_experts"]
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _STYLES = {_UP: "packed_colwise", _DOWN: "rowwise"}
-"""What a plan of transformers calls the cuts that are made here."""
+"""Names that a plan of transformers has for the cuts that are made here."""
 
 
 class Experts(ParallelStyle):

@@ -51,12 +51,12 @@ class Entry:
     what: str
     """In words."""
     styles: Mapping[str, ParallelStyle]
-    """By the name of the sub-module."""
+    """Maps the name of each sub-module to its style."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is split over `num_ranks` ranks; prints as a table."""
+    """The plan of what is split over `num_ranks` ranks; prints as a table."""
 
     num_ranks: int
     entries: tuple[Entry, ...]
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def styles(self) -> dict[str, ParallelStyle]:
-        """By the name of the sub-module, parents before their children."""
+        """Maps the name of each sub-module to its style, parents before their children."""
         return {name: style for entry in self.entries for name, style in entry.styles.items()}
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What is asked of a plan."""
+    """The requirements of a derived plan: number of ranks, and which values are sharded or stay split."""
 
     num_ranks: int
     is_sharded: bool
@@ -95,12 +95,12 @@ class _Wanted:
 
     @property
     def last(self) -> ParallelStyle:
-        """Of the layer that ends a region, whose output is a sum over the ranks."""
+        """The style of the layer that ends a region, whose output is a sum over the ranks."""
         return RowwiseParallel(output_layouts=Shard(1) if self.by_sequence else None, use_local_output=False)
 
     @property
     def table(self) -> ParallelStyle:
-        """Of an embedding."""
+        """The style of an embedding."""
         return Table(self.by_sequence)
 
 
@@ -358,7 +358,7 @@ def _experts(module: nn.Module, wanted: _Wanted, left: _Left) -> Iterator[Entry]
 
 
 def _given(module: nn.Module, plan: Any) -> Iterator[Entry]:
-    """What a module's ``tensor_parallel_plan()`` says, with ``*`` in names made out."""
+    """Yields the entries of a module's ``tensor_parallel_plan()``, with ``*`` in names expanded."""
     method = f"{type(module).__name__}.tensor_parallel_plan()"
     if not isinstance(plan, Mapping) or not all(isinstance(style, ParallelStyle) for style in plan.values()):
         raise ValueError(
@@ -402,7 +402,7 @@ def _whole_share(module: nn.Module, entries: Iterable[Entry]) -> float:
 
 
 def _num_split(module: nn.Module, entries: Iterable[Entry]) -> int:
-    """How many numbers of the parameters are split."""
+    """Returns how many elements of the parameters are split."""
     split = {
         id(p): p.numel()
         for entry in entries

@@ -138,7 +138,7 @@ class Region(ParallelStyle):
         super().__init__()
         self.by_sequence = by_sequence
         self.instead: Callable[..., Any] | None = None
-        """What takes the place of the forward, given the forward, its arguments, and those by name."""
+        """The function that replaces the forward, given the forward, its arguments, and those by name; or None."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)

@@ -38,7 +38,7 @@ def torn_layers(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[
 
 
 def _cut(style: ParallelStyle | None, part: nn.Module, key: str, is_in_region: bool) -> str:
-    """How a style cuts a parameter, in words that are the same for what is cut in the same way."""
+    """Describes how a style cuts a parameter; the words are the same for what is cut in the same way."""
     if style is None or isinstance(style, Region):
         return "replica" if is_in_region else "whole"
     if isinstance(style, FusedColwise):
