@@ -258,7 +258,9 @@ _PROMISES = """
 **Seeds.** The order of samples is drawn as one process draws it: from the generator that you gave to the loader or the
 sampler, else from the global ones, which `seed_everything` seeds. Rank 0 hands the states to the other ranks as a pass
 begins. A checkpoint has these states. A run that is resumed needs the same data and the same sampler; it does not need
-the same seed.
+the same seed. Workers that stay (`persistent_workers=True`) are started anew by a run that goes on with other ranks,
+batches or workers; torch draws their seed first, so that the orders of later epochs are others. A sampler with
+replacement then draws other samples; all other samplers still give each sample once.
 
 **Augmentation.** With as many ranks and workers as before, a run that is resumed draws what the run that was not
 stopped draws: from Python's, NumPy's and torch's global generators, and from generators that the data set keeps (an
