@@ -13,7 +13,17 @@ from .place import Pass, decides, order_of
 from .replayed import digest_of_generators, loses_its_buffer, replayed
 from .sample_seeds import SeededLoader, SeededSamples, check_seedable, seed_samples
 from .shards import InShards, Shards, in_shards, left_of, why_not
-from .stateful import Remembering, as_stateful, epoch_of, is_stateful, keeps_place, remembering, set_epoch, told_by
+from .stateful import (
+    Remembering,
+    as_stateful,
+    epoch_of,
+    is_stateful,
+    keeps_place,
+    remembering,
+    set_epoch,
+    told_by,
+    would_begin,
+)
 from .stream_draws import drawing
 from .streams import Agreeing, agreeing, check_own_part, shard_of
 from .uneven import UNEVEN, Together, together
@@ -78,4 +88,5 @@ __all__ = [
     "together",
     "told_by",
     "why_not",
+    "would_begin",
 ]

@@ -26,6 +26,7 @@ __all__ = [
     "remembering",
     "set_epoch",
     "told_by",
+    "would_begin",
 ]
 
 _ARGUMENTS = (
@@ -59,6 +60,11 @@ def keeps_place(loader: Any) -> bool:
     if isinstance(loader, StatefulDataLoader):
         return isinstance(loader.dataset, IterableDataset) or is_stateful(loader.dataset)
     return is_stateful(loader)
+
+
+def would_begin(loader: Any) -> bool:
+    """Whether `loader` begins an iterator, which draws an order, to say where it is: torchdata's that has none."""
+    return isinstance(loader, StatefulDataLoader) and loader._iterator is None and not isinstance(loader, Remembering)
 
 
 def is_hugging_faces(dataset: Any) -> bool:

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from ..data import would_begin
 from .noise import making_loaders
 from .requests import why_empty
 
@@ -64,6 +65,16 @@ class FitLoop(_FitLoop):
         # Lightning: _FitLoop._load_combined_loader_states, called right before the first iterator is made.
         super()._load_combined_loader_states()
         self.trainer._data_connector.places.watch(self._combined_loader)  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Returns Lightning's state of the loop; a loader that has not begun, or is through, is not begun for it."""
+        loaders = self._combined_loader
+        if loaders is not None and any(map(would_begin, loaders.flattened)):
+            self._combined_loader = None
+        try:
+            return super().on_save_checkpoint()
+        finally:
+            self._combined_loader = loaders
 
     def _may_be_empty(self) -> bool:
         owners = (self.trainer.lightning_module, self.trainer.datamodule)  # type: ignore[attr-defined]

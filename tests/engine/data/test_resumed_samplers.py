@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,8 +19,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..tiny import Positions, SavesIn
-from .runs import assert_goes_on, train
+from ..tiny import Positions, SavesIn, engine
+from .runs import Trains, assert_goes_on, train
 
 SIZE = 14
 
@@ -158,6 +159,28 @@ LOADERS = {
 )
 def test_goes_on(name, at, hook, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, hook=hook)
+
+
+ASKED = {
+    **LOADERS,
+    "torchdata, in a worker": lambda: StatefulDataLoader(Positions(SIZE), 3, shuffle=True, num_workers=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
+@pytest.mark.parametrize("name", ASKED)
+def test_goes_on_from_a_checkpoint_that_was_saved_after_the_run(name, tmp_path):
+    """torchdata's loader, asked for its state when it has no iterator, begins one, which draws the next order."""
+    expected = train(ASKED[name])
+    first = [item for item in expected if item[0] == 0]
+    seed_everything(7, verbose=False)
+    module, run = Trains(), engine(max_epochs=3, max_steps=len(first))
+    run.fit(module, ASKED[name]())
+    before = torch.get_rng_state()
+    run.save_checkpoint(tmp_path / "saved")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert module.seen == first
+    assert train(ASKED[name], tmp_path / "saved") == expected[len(first) :]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
