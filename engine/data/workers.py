@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, get_worker_info
 
 # torch: how it seeds numpy in a worker.
@@ -28,6 +29,11 @@ from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_own_states
 
 __all__ = ["WithWorkers", "Workers", "has_workers"]
+
+_ENDED_EARLY = """\
+The checkpoint is saved after the run, whose persistent workers have ended with batches that nobody has read: what they
+drew for them is not known, so that a run that goes on may augment its samples otherwise. Save in a hook, or by a
+callback such as Snapshot."""
 
 
 def has_workers(loader: Any) -> bool:
@@ -125,7 +131,10 @@ class Workers:
         if epoch == self._of_epoch and batches in self._after:
             following, states = self._after[batches]
         elif epoch > self._of_epoch >= 0 and self._iterator is not None:
-            self._iterator.finish()
+            if self._iterator.has_ended_early:
+                rank_zero_warn(_ENDED_EARLY)
+            else:
+                self._iterator.finish()
             following, states = 0, self._states
         else:
             return None
@@ -184,6 +193,11 @@ class _Iterator(_MultiProcessingDataLoaderIter):
     @_worker_queue_idx_cycle.setter
     def _worker_queue_idx_cycle(self, turns: Any) -> None:
         self._turns, self._first = islice(turns, self._first, None), 0
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether the workers have ended, with the run, before all that they were asked for was read."""
+        return self._shutdown and self._tasks_outstanding > 0  # torch: set by _shutdown_workers
 
     def finish(self) -> None:
         """Waits for what the workers were asked for, and nobody will read: they have drawn for it."""

@@ -156,3 +156,23 @@ def test_each_rank_goes_on_with_its_own(tmp_path):
 
     whole = run(7)
     assert run(8, tmp_path / "saved") == [rank[2:] for rank in whole]
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_save_after_the_run_says_what_ended_workers_may_have_drawn(draws, tmp_path):
+    def load():
+        data = Augmented if draws else InOrder
+        more = {"longer": LOADER(data(30), persistent_workers=True), "shorter": LOADER(data(6))}
+        return combined("min_size", **more)
+
+    expected = train(load)
+    seed_everything(7, verbose=False)
+    run = engine(max_epochs=3, max_steps=3)
+    run.fit(Trains(), load())
+    with pytest.warns(UserWarning, match="whose persistent workers have ended with batches that nobody has read"):
+        run.save_checkpoint(tmp_path / "saved")
+    rest = train(load, tmp_path / "saved")
+    numbers = [[[item[0] for item in batch[name]] for name in batch] for *_, batch in rest]
+    assert numbers == [[[item[0] for item in batch[name]] for name in batch] for *_, batch in expected[3:]]
+    if not draws:
+        assert rest == expected[3:]
