@@ -74,10 +74,10 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 """Modes of `torch.compile`."""
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
-"""What blocks compute again in backward, rather than keep it."""
+"""How much of its activations a block computes again in backward, rather than keeping them."""
 
 Offload = Literal["activations", "optimizer", "parameters"]
-"""What can wait in host memory; `optimizer` only with `parameters`."""
+"""State that can wait in host memory; `optimizer` only with `parameters`."""
 
 NonFinitePolicy = Literal["warn", "error", "ignore"]
 """Responses to a loss or gradient norm that is infinite or NaN."""
