@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
 #include <thread>
 
 #include "memory.h"
@@ -45,11 +46,35 @@ inline Tensors flat(const std::vector<Tensors>& lists) {
   return all;
 }
 
+// Gloo's works of a group that may not be done. One that is waited for is let go of: it holds its tensors.
+struct UnderWay {
+  void add(const WorkPointer& work) {
+    const std::lock_guard lock(mutex);
+    works.erase(std::remove_if(works.begin(), works.end(), is_done), works.end());
+    works.push_back(work);
+  }
+  void forget(const WorkPointer& work) {
+    const std::lock_guard lock(mutex);
+    works.erase(std::remove(works.begin(), works.end(), work), works.end());
+  }
+  bool is_empty() {
+    const std::lock_guard lock(mutex);
+    return std::all_of(works.begin(), works.end(), is_done);
+  }
+  static bool is_done(const WorkPointer& work) { return work->isCompleted() && work->isSuccess(); }
+
+  std::mutex mutex;
+  std::vector<WorkPointer> works;
+};
+
 // A collective under way. It keeps its tensors, as NCCL's does.
 struct Collective final : c10d::Work {
-  Collective(WorkPointer gloo, c10::Stream stream, Clock done, Tensors inputs, Tensors outputs)
-      : gloo_(std::move(gloo)), stream_(stream), done_(std::move(done)), inputs_(std::move(inputs)),
-        outputs_(std::move(outputs)) {}
+  Collective(WorkPointer gloo, std::shared_ptr<UnderWay> under_way, c10::Stream stream, Clock done, Tensors inputs,
+             Tensors outputs)
+      : gloo_(std::move(gloo)), under_way_(std::move(under_way)), stream_(stream), done_(std::move(done)),
+        inputs_(std::move(inputs)), outputs_(std::move(outputs)) {
+    under_way_->add(gloo_);
+  }
 
   bool isCompleted() override { return gloo_->isCompleted(); }
   bool isSuccess() const override { return gloo_->isSuccess(); }
@@ -65,6 +90,7 @@ struct Collective final : c10d::Work {
   void blockCurrentStream() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override {
     const bool is_done = gloo_->wait(timeout);
+    if (is_done) under_way_->forget(gloo_);
     synchronize();
     return is_done;
   }
@@ -82,6 +108,7 @@ struct Collective final : c10d::Work {
 
  private:
   WorkPointer gloo_;
+  std::shared_ptr<UnderWay> under_way_;
   c10::Stream stream_;
   Clock done_;
   Tensors inputs_, outputs_;
@@ -105,7 +132,7 @@ struct Backend final : c10d::Backend {
   void shutdown() override {
     using std::chrono::steady_clock;
     const auto deadline = steady_clock::now() + gloo_->getBackendOptions()->timeout;
-    while (!std::all_of(works_.begin(), works_.end(), is_done) && steady_clock::now() < deadline) {
+    while (!under_way_->is_empty() && steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     }
   }
@@ -210,13 +237,8 @@ struct Backend final : c10d::Backend {
     const auto work = streams.next(number);
     for (const auto& tensor : inputs) Memory::all().use(tensor, work, false, name);
     for (const auto& tensor : outputs) Memory::all().use(tensor, work, true, name);
-    const auto gloos = launch();
-    works_.erase(std::remove_if(works_.begin(), works_.end(), is_done), works_.end());
-    works_.push_back(gloos);
-    return c10::make_intrusive<Collective>(gloos, own, streams.clock(number), inputs, outputs);
+    return c10::make_intrusive<Collective>(launch(), under_way_, own, streams.clock(number), inputs, outputs);
   }
-
-  static bool is_done(const WorkPointer& work) { return work->isCompleted() && work->isSuccess(); }
 
   c10::Stream stream_of(c10::Device device) {
     const auto found = streams_.find(device.index());
@@ -226,7 +248,7 @@ struct Backend final : c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::unordered_map<c10::DeviceIndex, c10::Stream> streams_;
-  std::vector<WorkPointer> works_;  // gloo's, that may be under way
+  std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>();
 };
 
 }  // namespace sim
