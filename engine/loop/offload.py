@@ -1,14 +1,19 @@
-"""`offload="activations"`: the forward of each training step keeps what backward needs in host memory."""
+"""`offload="activations"`: the forward of each training step keeps what backward needs in pinned host memory.
+
+It stands on torch's `save_on_cpu`
+(https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu). Parameters stay where they are.
+With ``activation_checkpointing="full"`` it is the inputs of blocks that wait in host memory.
+"""
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
-from ..strategies.offload import ActivationsOnHost
-
-__all__ = ["OffloadActivations"]
+__all__ = ["ActivationsOnHost", "OffloadActivations"]
 
 
 class OffloadActivations(Callback):
@@ -34,3 +39,36 @@ class OffloadActivations(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ends it."""
         vars(trainer.precision_plugin).pop("train_step_context", None)
+
+
+class ActivationsOnHost(save_on_cpu):
+    """Around a forward: what it keeps for backward is kept in host memory, but for parameters.
+
+    Args:
+        device_type: of the accelerator.
+        around: another context, within which this one is.
+    """
+
+    def __init__(self, device_type: str, around: AbstractContextManager[Any]) -> None:
+        super().__init__(pin_memory=True, device_type=device_type)
+        self._around = around
+        # torch: saved_tensors_hooks.pack_hook and .unpack_hook
+        pack, unpack = self.pack_hook, self.unpack_hook
+        self.pack_hook = lambda tensor: tensor if _stays(tensor) else pack(tensor)
+        self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
+
+    def __enter__(self) -> None:
+        """Begins."""
+        self._around.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        """Ends."""
+        super().__exit__(*raised)
+        self._around.__exit__(*raised)
+
+
+def _stays(tensor: Tensor) -> bool:
+    """Whether a tensor is on the host, or a parameter or a view of one, which nothing would free."""
+    # torch: Tensor._base
+    return tensor.device.type == "cpu" or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

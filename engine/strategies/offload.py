@@ -1,19 +1,14 @@
-"""`offload=`: what waits in host memory until it is needed on the device.
+"""`offload=`: which strategy can keep which state in host memory until the device needs it.
 
-``"activations"``: what autograd keeps for backward, by torch's `save_on_cpu`
-(https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu), in pinned memory. Parameters
-among it stay where they are. With ``activation_checkpointing="full"`` it is the inputs of blocks.
+``"activations"``: what autograd keeps for backward; `loop/offload.py` does it.
 ``"parameters"``: FSDP2's `CPUOffloadPolicy`, with which gradients and optimizer state are in host memory too.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 
 from .dp import DP
 from .fsdp import FSDP
@@ -21,7 +16,7 @@ from .options import FSDPOptions
 from .ps import PS
 from .tensor import TensorParallel
 
-__all__ = ["ActivationsOnHost", "choose_offload"]
+__all__ = ["choose_offload"]
 
 
 def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, compiles: bool) -> bool:
@@ -61,36 +56,3 @@ def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, comp
             " one of them out."
         )
     return True
-
-
-class ActivationsOnHost(save_on_cpu):
-    """Around a forward: what it keeps for backward is kept in host memory, but for parameters.
-
-    Args:
-        device_type: of the accelerator.
-        around: another context, within which this one is.
-    """
-
-    def __init__(self, device_type: str, around: AbstractContextManager[Any]) -> None:
-        super().__init__(pin_memory=True, device_type=device_type)
-        self._around = around
-        # torch: saved_tensors_hooks.pack_hook and .unpack_hook
-        pack, unpack = self.pack_hook, self.unpack_hook
-        self.pack_hook = lambda tensor: tensor if _stays(tensor) else pack(tensor)
-        self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
-
-    def __enter__(self) -> None:
-        """Begins."""
-        self._around.__enter__()
-        super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        """Ends."""
-        super().__exit__(*raised)
-        self._around.__exit__(*raised)
-
-
-def _stays(tensor: Tensor) -> bool:
-    """Whether a tensor is on the host, or a parameter or a view of one, which nothing would free."""
-    # torch: Tensor._base
-    return tensor.device.type == "cpu" or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,6 +1,7 @@
 """What is installed is what is on disk, and imports go one way."""
 
 import ast
+import graphlib
 import importlib
 import importlib.metadata
 import re
@@ -31,6 +32,10 @@ PLAINLY_DESCRIBED = (
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
     """Each import of a file as (absolute name, whether it stands inside a function)."""
+    yield from imports_of(ast.parse(path.read_text()), path)
+
+
+def imports_of(tree: ast.AST, path: Path) -> Iterator[tuple[str, bool]]:
     package = ["polyphase", *path.relative_to(ROOT).with_suffix("").parts[:-1]]
 
     def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
@@ -44,11 +49,33 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, deeper)
 
-    yield from visit(ast.parse(path.read_text()), False)
+    yield from visit(tree, False)
 
 
 def names(path: Path) -> set[str]:
     return {name for name, _ in imports(path)}
+
+
+def run_first(path: Path, modules: set[str]) -> set[str]:
+    """The modules that the import of a file runs before it ends: those that it names, and their packages."""
+    tree = ast.parse(path.read_text())
+    later = {name for node in tree.body if _is_for_types(node) for name, _ in imports_of(node, path)}
+    named = {name for name, inside in imports(path) if not inside} - later
+    own = _module_name(path)
+    found = set()
+    for name in named:
+        parts = name.split(".")
+        found |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return {name for name in found & modules if name != own and not own.startswith(f"{name}.")}
+
+
+def _module_name(path: Path) -> str:
+    parts = ["polyphase", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def test_packages_are_the_folders_on_disk():
@@ -129,6 +156,13 @@ def test_only_the_command_and_the_package_itself_import_the_engine():
     engine = (path for path in (ROOT / "engine").glob("*.py") if path.name not in ("__init__.py", "cli.py"))
     found = [path.name for path in engine if any(n.startswith("polyphase.engine.engine") for n in names(path))]
     assert not found
+
+
+def test_no_import_comes_back_to_where_it_began():
+    # Such a circle is an ImportError or not, by which of its files is imported first.
+    modules = {_module_name(path) for path in SOURCES}
+    order = graphlib.TopologicalSorter({_module_name(path): run_first(path, modules) for path in SOURCES})
+    assert set(order.static_order()) == modules  # a CycleError names the circle
 
 
 def test_the_flags_stand_alone():
