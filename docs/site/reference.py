@@ -52,10 +52,10 @@ def _flags() -> Iterator[str]:
     ):
         yield title
         yield ""
-        yield "| flag | default | meaning |"
+        yield "| flag | meaning | default |"
         yield "|---|---|---|"
         for name in names:
-            yield f"| `{name}` | {_default(parameters[name].default)} | {_cell(texts[name])} |"
+            yield f"| `{name}` | {_cell(texts[name])} | {_default(parameters[name].default)} |"
         yield ""
 
 
@@ -102,14 +102,14 @@ def _all_options() -> Iterator[str]:
 
 def _table(options: type) -> Iterator[str]:
     texts, types = field_docs(options), typing.get_type_hints(options)
-    yield "| option | default | values | meaning |"
+    yield "| option | meaning | default | values |"
     yield "|---|---|---|---|"
     for field in dataclasses.fields(options):
         is_left_out = field.default is None and types[field.name] == bool | None  # then it counts as false
         default = (
             "`false`" if is_left_out else "derived" if field.default is None else f"`{str(field.default).lower()}`"
         )
-        yield f"| `{field.name}` | {default} | {_values(types[field.name])} | {_cell(texts.get(field.name, ''))} |"
+        yield f"| `{field.name}` | {_cell(texts.get(field.name, ''))} | {default} | {_values(types[field.name])} |"
 
 
 def _values(kind: typing.Any) -> str:
