@@ -8,7 +8,7 @@ OLDEST ?= $(TORCH)
 NEWEST ?= torch>=2.15,<2.16
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test nightly compatibility versions bench gpu zoo chaos clusters draws lint format check clean
+.PHONY: help install demo test nightly compatibility versions bench gpu zoo chaos clusters draws docs pictures lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,13 @@ clusters: install  ## two hosts that are cut off, powered off, slow or nameless;
 draws: install  ## 1,000 random loaders, stops and numbers of ranks against a plain loop; takes an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.data.draws
 
+docs: install  ## the documentation site, into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html"
+
+pictures: install  ## the pictures and the generated pages of the documentation
+	$(BIN)/python -m docs.site
+
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,7 +84,7 @@ format: install  ## ruff's formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: lint test  ## what continuous integration runs
+check: lint docs test  ## what continuous integration runs
 
 clean:  ## removes what was built; logs and checkpoints stay
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -10,6 +10,8 @@ The lossy methods run without error feedback, too: those rows say what the feedb
 """
 
 import argparse
+import csv
+import importlib.util
 import json
 import math
 import statistics
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import figures
 import torch
 from _contestants import QUIET, settle
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
@@ -208,29 +211,20 @@ def measure(names: list[str], steps: int) -> tuple[list[dict[str, str]], dict[st
     return rows, curves
 
 
-def plot(path: Path, curves: dict[str, list[float]]) -> None:
-    """Means over as many parts of the run; dashed without feedback, in the colour of the method."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+def keep(path: Path, curves: dict[str, list[float]]) -> None:
+    """Writes means over as many parts of the run, and draws them where matplotlib is installed."""
+    size = max(1, len(next(iter(curves.values()))) // CURVE_POINTS)
+    starts = range(0, len(next(iter(curves.values()))), size)
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", *curves])
+        for i in starts:
+            means = (statistics.mean(losses[i : i + size]) for losses in curves.values())
+            writer.writerow([i + size // 2, *(f"{mean:.4f}" for mean in means)])
+    if importlib.util.find_spec("matplotlib"):
+        figures.convergence(path)
+    else:
         print("(no plot: matplotlib is not installed)")
-        return
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    colors = {name: f"C{i}" for i, name in enumerate(FEEDBACK)}
-    for name, losses in curves.items():
-        size = max(1, len(losses) // CURVE_POINTS)
-        points = [(i + size / 2, statistics.mean(losses[i : i + size])) for i in range(0, len(losses), size)]
-        with_feedback = name in FEEDBACK
-        color = colors[name if with_feedback else name.split(":feedback")[0].split(",feedback")[0]]
-        style = "-" if with_feedback else "--"
-        axes.plot([x for x, _ in points], [y for _, y in points], style, color=color, label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"training loss of {CASES[0].name} on 2 processes, nats per byte")
-    axes.legend(ncols=2)
-    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -247,7 +241,7 @@ def main() -> None:
     title = "At the end: loss on new text, nats per byte (one layer, 32 dims); accuracy on new digits (mean of 3 seeds)"
     path = options.output / "convergence-cpu.md"
     write_report(path, "Convergence under compression", where, [Table(title=title, rows=rows)], plot=False)
-    plot(path.with_suffix(".svg"), curves)
+    keep(path.with_suffix(".svg"), curves)
 
 
 if __name__ == "__main__":

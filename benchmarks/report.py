@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import figures
 import lightning
 import torch
 
@@ -53,25 +54,6 @@ def write_report(path: Path, title: str, where: str, tables: list[Table], *, plo
     if not plot:
         return
     if importlib.util.find_spec("matplotlib"):
-        _plot(path.with_suffix(".svg"), tables[0])
+        figures.overhead(path.with_suffix(".svg"), tables[0].rows)
     else:
         print("(no plot: matplotlib is not installed)")
-
-
-def _plot(path: Path, table: Table) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    names = [c for c in table.rows[0] if c.endswith(", us") and not c.startswith("by hand")]
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    height = 0.8 / len(names)
-    for i, name in enumerate(names):
-        bars = [(y, float(row[name].split()[0])) for y, row in enumerate(table.rows) if row[name]]
-        axes.barh([y + i * height for y, _ in bars], [us for _, us in bars], height, label=name.removesuffix(", us"))
-    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(table.rows))], [row["case"] for row in table.rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("us per micro-batch, on top of the loop by hand")
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})

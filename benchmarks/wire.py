@@ -11,6 +11,7 @@ parameters, on 32 bytes, so that the wire is the subject. Figures are medians ov
 
 import argparse
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -25,10 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import figures
 import torch
 import torch.distributed as dist
 from _contestants import settle
-from _namespaces import Namespaces, bits_per_second
+from _namespaces import Namespaces
 from overhead import spread, uncommitted
 from report import Table, about, write_report
 from torch import Tensor, nn
@@ -250,22 +252,12 @@ def judged(rate: str, name: str, found: dict[str, Result]) -> str:
 
 
 def plot(path: Path, results: Results) -> None:
-    """Step time by rate, one line a contestant; what is not limited stands at 10 Gbit/s."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    """Draws the figure, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
         print("(no plot: matplotlib is not installed)")
         return
-    places = [1e10 if rate == "unlimited" else bits_per_second(rate) for rate in results]
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    for number, name in enumerate(next(iter(results.values()))):
-        times = [1e3 * found[name].step_s for found in results.values()]
-        axes.loglog(places, times, "o-" if name in OURS else "^--", color=f"C{number % 10}", label=name)
-    axes.set_xticks(places, list(results), minor=False)
-    axes.set(xlabel="what each end may send per second", ylabel="ms per step")
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, metadata={"Date": None})
+    times = {rate: {name: 1e3 * one.step_s for name, one in found.items()} for rate, found in results.items()}
+    figures.wire(path, times)
 
 
 def main() -> None:

@@ -108,7 +108,8 @@ def test_the_versions_of_torch_are_the_same_wherever_they_are_named():
     assert f"\nTORCH ?= torch>=2.{oldest},<2.{oldest + 1}\n" in makefile
     assert "\nOLDEST ?= $(TORCH)\n" in makefile
     assert f"\nNEWEST ?= torch>=2.{newest},<2.{newest + 1}\n" in makefile
-    assert f"| torch | 2.{oldest} to 2.{newest} |" in (ROOT / "README.md").read_text()
+    assert f"| torch | 2.{oldest} to 2.{newest} |" in (ROOT / "docs" / "versions.md").read_text()
+    assert f"torch 2.{oldest} to 2.{newest}," in (ROOT / "README.md").read_text()
 
 
 def test_the_versions_file_is_read_without_importing_anything():

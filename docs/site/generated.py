@@ -1,0 +1,22 @@
+"""Every file of the documentation that is made from the code: a test compares them with what they would be now."""
+
+from pathlib import Path
+
+from . import architecture, data, reference, strategies, tree
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def files() -> dict[Path, str]:
+    """Text by path."""
+    pictures = {f"strategy-{name}": strategies.draw(name) for name in strategies.PICTURES}
+    pictures |= {f"way-of-a-{name}": architecture.draw_way(name) for name in architecture.WAYS}
+    pictures |= {
+        "choosing": tree.draw(),
+        "rooms": architecture.draw_rooms(),
+        "samples": data.draw(),
+        "readme": strategies.draw_overview(),
+    }
+    made = {DOCS / "pictures" / f"{name}.svg": drawing.svg() for name, drawing in pictures.items()}
+    return made | {DOCS / "reference" / name: text for name, text in reference.pages().items()}

@@ -1,0 +1,120 @@
+"""The pages of the reference that are tables of the code: the arguments of `Engine`, and the options of strategies."""
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+
+from lightning.pytorch import Trainer
+
+from polyphase.engine import Engine
+from polyphase.engine.cli.strategies import field_docs
+from polyphase.engine.compression.registry import ROWS as HOOKS
+from polyphase.engine.strategies.registry import STRATEGIES
+
+_MADE = "<!-- Made from the code by `make pictures`. -->\n\n"
+
+_FLAGS = f"""# Flags
+
+{_MADE}Each flag is an argument of `Engine` and of `fit`, and an option of the command: `global_batch_size=256` in
+Python, `--global_batch_size 256` in a shell. A variable such as `PL_TRAINER_STRATEGY=fsdp` in the environment sets an
+argument that the script leaves out. A wrong name, a wrong value or a combination that can't be honoured is an error
+before any process starts; it says what is wrong, what is allowed, and the closest match.
+
+"""
+_OPTIONS = f"""# Options of strategies and compressions
+
+{_MADE}Options follow the colon of a flag: `strategy="hsdp:replicate=2,shard=4"`, `compression="powersgd:4,start=100"`.
+`polyphase strategies NAME` prints the same in a terminal, and everything else about one of them. What they mean is in
+[All strategies](../strategies.md), [Pipelines](../pipeline.md) and [Compression](../compression.md).
+
+"""
+
+
+def pages() -> dict[str, str]:
+    """Texts by the name of the file under ``docs/reference``."""
+    return {"flags.md": _FLAGS + "\n".join(_flags()) + "\n", "options.md": _OPTIONS + "\n".join(_all_options()) + "\n"}
+
+
+# --- flags
+
+
+def _flags() -> Iterator[str]:
+    texts, stock = _meanings(), inspect.signature(Trainer).parameters
+    parameters = inspect.signature(Engine).parameters
+    own = [
+        name for name in parameters if name not in stock or name in ("strategy", "precision", "devices", "accelerator")
+    ]
+    for title, names in (
+        ("## Of the engine, or with more values than in Lightning", own),
+        ("## Of Lightning, with the same meaning", [name for name in parameters if name not in own]),
+    ):
+        yield title
+        yield ""
+        yield "| flag | meaning | default |"
+        yield "|---|---|---|"
+        for name in names:
+            yield f"| `{name}` | {_cell(texts[name])} | {_default(parameters[name].default)} |"
+        yield ""
+
+
+def _meanings() -> dict[str, str]:
+    """The text of each argument, from the docstring of `Engine`."""
+    section = inspect.cleandoc(Engine.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def _default(value: object) -> str:
+    return "" if value is None else f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    text = text.replace("``", "`").replace("|", "\\|")
+    return text[:1].upper() + text[1:]
+
+
+# --- options
+
+
+def _all_options() -> Iterator[str]:
+    yield "## Strategies"
+    seen: dict[type, str] = {}
+    for name, row in STRATEGIES.items():
+        fields = dataclasses.fields(row.options)
+        if not fields:
+            continue
+        yield f"\n### `{name}`\n"
+        yield f"{_cell(row.description)}.\n"
+        if row.options in seen:
+            yield f"The options are those of [`{seen[row.options]}`](#{seen[row.options].replace('+', '')})."
+            continue
+        seen[row.options] = name
+        yield from _table(row.options)
+    yield "\n## Compressions"
+    for name, hook in HOOKS.items():
+        if dataclasses.fields(hook.options):
+            yield f"\n### `{name}`\n"
+            yield f"{_cell(hook.description.partition(': ')[0])}.\n"
+            yield from _table(hook.options)
+
+
+def _table(options: type) -> Iterator[str]:
+    texts, types = field_docs(options), typing.get_type_hints(options)
+    yield "| option | meaning | default | values |"
+    yield "|---|---|---|---|"
+    for field in dataclasses.fields(options):
+        is_left_out = field.default is None and types[field.name] == bool | None  # then it counts as false
+        default = (
+            "`false`" if is_left_out else "derived" if field.default is None else f"`{str(field.default).lower()}`"
+        )
+        yield f"| `{field.name}` | {_cell(texts.get(field.name, ''))} | {default} | {_values(types[field.name])} |"
+
+
+def _values(kind: typing.Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(kind))
+    words = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}
+    kinds = [one for one in typing.get_args(kind) or (kind,) if one is not type(None)]
+    return " or ".join(words.get(one, str(one)) for one in kinds)
