@@ -90,13 +90,11 @@ class FSDP(MeshStrategy):
         self._replica_averages: list[ReplicaAverage] = []
         self._names_of_whole: list[str] = []
         self._kept_whole: KeptWhole | None = None
-        if isinstance(comm_hook, Int8) and not self._compresses_replicas:
-            if comm_hook.asks_for_feedback:
-                raise ValueError(
-                    "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep what it has not sent of"
-                    " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
-                )
-            comm_hook.feedback = False
+        if isinstance(comm_hook, Int8) and comm_hook.feedback and not self._compresses_replicas:
+            raise ValueError(
+                "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep what it has not sent of"
+                " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
+            )
 
     def __repr__(self) -> str:
         name = super().__repr__()
