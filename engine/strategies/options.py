@@ -72,9 +72,14 @@ class FSDPOptions(UnitOptions):
     reshard_after_forward: bool = True
     """Free each unit's whole parameters after its forward and gather them again for backward: least memory. False
     keeps them: one all-gather less per micro-batch."""
-    no_sync: bool = True
+    no_sync: bool | None = None
     """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
-    micro-batch to shards at once: less memory, more bytes."""
+    micro-batch to shards at once: less memory, more bytes. Left out, false on accelerators of one node."""
+    large_layers: bool = True
+    """Gather a large embedding or output layer by itself, rather than with what is whole throughout the step."""
+    extra_overlap: bool = False
+    """Gather the next unit earlier, and reduce over connections of its own and two buffers: more memory, for wires that
+    are slower than the computing."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
 
