@@ -37,6 +37,7 @@ from ..flags import Layout
 from .by_hand import ByHand, called_parts, optimizes_by_hand
 from .equal_ranks import equalise, share_buffers, tell_device
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
+from .layout import share_random_state
 from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
@@ -186,9 +187,14 @@ class FSDP(MeshStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Around `configure_model()`: nothing is allocated there with `meta_init`."""
-        with super().tensor_init_context(self.options.meta_init):
+        """Around `configure_model()`: nothing is allocated there with `meta_init`, or on rank 0 alone."""
+        with super().tensor_init_context(self.options.meta_init or self._receives_weights):
             yield
+
+    @property
+    def _receives_weights(self) -> bool:
+        """Whether rank 0 alone draws this rank's weights."""
+        return self.options.rank0_init and self.global_rank != 0
 
     def setup(self, trainer: Trainer) -> None:
         """Shards the module, unless an earlier `fit` has, and creates the optimizers on the shards."""
@@ -289,7 +295,9 @@ class FSDP(MeshStrategy):
             read_stored(part, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
         before = {*model._forward_pre_hooks, *model._forward_hooks}
-        materialize(model, on_complete=shard)
+        materialize(model, on_complete=shard, draws=not self._receives_weights)
+        if self.options.rank0_init:
+            share_random_state()  # of a run in one process, which has drawn the weights
         if self._shards and self.options.extra_overlap:
             overlap_more(model, [unit.module for unit in plan], self._timeout or default_pg_timeout)
         # Lightning calls these rather than `forward`, whose hooks gather the parameters.

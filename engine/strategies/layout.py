@@ -24,7 +24,13 @@ from .launch import make_launcher
 from .meeting import connect, name_of_start, open_store, wait_for_all
 from .side_sum import SideSum
 
-__all__ = ["LayoutStrategy"]
+__all__ = ["LayoutStrategy", "share_random_state"]
+
+
+def share_random_state() -> None:
+    """Has all ranks draw the numbers that rank 0 is to draw, but for those of accelerators."""
+    here = get_random_state()
+    set_random_state({**here, **EVERYONE.told(of_host(here))})
 
 
 class LayoutStrategy:
@@ -227,8 +233,7 @@ class LayoutStrategy:
         connect()
         if self.global_rank == 0:  # type: ignore[attr-defined]
             set_random_state(state)
-        here = get_random_state()
-        set_random_state({**here, **EVERYONE.told(of_host(here))})
+        share_random_state()
 
     def meet(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group in it."""

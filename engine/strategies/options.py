@@ -58,11 +58,18 @@ class UnitOptions:
     """Keep only each unit's input for backward and compute its forward again."""
     meta_init: bool = False
     """Run `configure_model()` without allocating, and create each unit's weights when it is sharded or split."""
+    rank0_init: bool = False
+    """Run `configure_model()` without allocating but on rank 0, which hands on what it has drawn or read."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
         check_number("timeout_s", self.timeout_s, above=0)
+        if self.meta_init and self.rank0_init:
+            raise ValueError(
+                "meta_init=true and rank0_init=true can't both be: with the first all ranks draw each unit's weights"
+                " when it is sharded, with the second rank 0 has all weights before that. Leave one of them out."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
