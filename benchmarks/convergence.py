@@ -40,7 +40,7 @@ FEEDBACK = (
     "none",
     "bf16",
     "fp16",
-    "int8",
+    "int8:feedback=true",
     "powersgd:4,start={tenth}",
     "powersgd:4,start={tenth}+fp16",
     "topk:0.1,start={tenth}",
@@ -48,7 +48,7 @@ FEEDBACK = (
     "sign:start={tenth}",
 )
 WITHOUT = (
-    "int8:feedback=false",
+    "int8",
     "powersgd:4,start={tenth},feedback=false",
     "topk:0.01,start={tenth},feedback=false",
     "sign:start={tenth},feedback=false",

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from .flags import choose
-from .strategies import make_plan, shard_units
+from .strategies import describe_units, make_plan
 
 __all__ = ["explained"]
 
@@ -25,9 +25,7 @@ def explained(name: str) -> str:
         ValueError: there is no such class, or it can't be built, or nothing of it can be split.
     """
     model = _build(name)
-    names = {part: path for path, part in model.named_modules()}
-    units = [names[unit] for unit in shard_units(model)]
-    lines = [f"Units of fsdp and hsdp: {', '.join(units) or 'none'}; all else is one more.", ""]
+    lines = [describe_units(model), ""]
     sizes = []
     refused: ValueError | None = None
     for size in range(2, _MOST_RANKS + 1):

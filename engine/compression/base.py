@@ -2,9 +2,9 @@
 
 Phases of each bucket, all of them beside backward: 1. note which gradients are not finite (local); 2. `average`, the
 method's own collectives; 3. note whether the average is finite (local). On the CPU they run in a thread, bucket after
-bucket, on a GPU on a stream of their own: in both the collectives of several buckets come in the same order on every
-rank, however many a method has. (Torch's PowerSGD starts its second all-reduce where the first one ends, which under
-gloo may be in another order on each rank.)
+bucket, on a GPU on two streams in turn, so that a bucket is compressed while the one before is sent: in both the
+collectives of several buckets come in the same order on every rank, however many a method has. (Torch's PowerSGD starts
+its second all-reduce where the first one ends, which under gloo may be in another order on each rank.)
 """
 
 import math
@@ -268,7 +268,7 @@ class CommHook(ABC):
         index, gradients = bucket.index(), bucket.buffer()
         ours = Bucket(index, gradients, self._members_of(index, bucket.parameters()))
         ready = mark(gradients.device) if self.moments is not None else None
-        return self._background.submit(lambda: self.run(ours, ready))
+        return self._background.submit(lambda: self.run(ours, ready), index)
 
     def _members_of(self, index: int, parameters: list[Tensor]) -> tuple[Member, ...]:
         """The members of a bucket, by the names that the module gave them."""

@@ -98,5 +98,8 @@ class Memory:
     def _part(self, member: Member, size: int, like: Tensor) -> Tensor:
         saved = self._waiting.pop(member.name, None)
         if saved is not None and saved.numel() == size:
+            if saved.device.type != "cpu":
+                # Of another bucket until now, which may have a stream of its own, to which the memory would go back.
+                saved.record_stream(torch.accelerator.current_stream(saved.device))
             return saved.flatten().to(like)
         return like.new_zeros(size) if self._initial is None else self._initial(member, size).to(like)

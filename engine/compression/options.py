@@ -16,8 +16,8 @@ class Int8Options:
 
     block: int = 256
     """Number of values that share a scale; a multiple of 4."""
-    feedback: bool | None = None
-    """Add to the next gradient what the rounding has left out; left out, where the strategy can keep it."""
+    feedback: bool = False
+    """Add to the next gradient what the rounding has left out; not under fsdp, where no rank could keep it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

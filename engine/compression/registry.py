@@ -50,7 +50,7 @@ ROWS: dict[str, HookRow] = {
     ),
     "int8": HookRow(
         load=_class(".int8:Int8"),
-        description="8 bits a value and a scale a block, stochastic rounding, error feedback: int8[:block]; block 256",
+        description="8 bits a value and a scale a block, stochastic rounding: int8[:block][,feedback=true]; block 256",
         options=Int8Options,
         reduces_shards=True,
     ),

@@ -10,10 +10,11 @@ Where each rank steps by its own gradient, W is 1 and T is of that rank.
 
 How many samples each rank has is known from the order of samples, so nothing is sent for it. Weights of `training_step`
 are added up over the ranks: one all-reduce of one number in the step's first micro-batch, from which T is estimated
-(and known, where the step has but one), and one in the last, after which the gradients are corrected.
+(and known, where the step has but one), and one in the last, beside its backward, after which the gradients are
+corrected. On accelerators the first one doesn't wait for the forward either, where a weight is a Python number.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class StepWeights:
         """Whether that is the number itself."""
         self._samples: dict[int, int] = {}
         """The samples of all ranks together, by micro-batch of the step."""
+        self._total: Callable[[], Tensor] | None = None
+        """The sum of all weights of the step; None until it is begun, with the last micro-batch."""
         self._is_summed = False
         """Whether the gradients are of losses times their weights, divided by nothing."""
         self._has_weights = False
@@ -107,7 +110,7 @@ class StepWeights:
 
     def forget(self) -> None:
         """Discards the weights of the micro-batches so far: the next one is the first of its step."""
-        self._first, self._estimate = -1, None
+        self._first, self._estimate, self._total = -1, None, None
         self._samples.clear()
         self._weights.clear()
 
@@ -132,8 +135,17 @@ class StepWeights:
         if self._estimate is None:
             num_planned = self._planned_length(batch_idx)
             self._is_known = num_planned == 1
-            estimate = self._added_up(mine) * num_planned
+            is_number = not isinstance(weight, Tensor)
+            # A number is written once more, since the stream on which it is summed waits for nothing else then.
+            estimate = self._begin_sum(
+                lambda: self.counted(weight, loss.device, batch_idx) if is_number else mine.clone(),
+                needs_device=not is_number,
+            )()
+            estimate = estimate * num_planned
             self._estimate = torch.where(estimate > 0, estimate, 1.0)
+        is_last = not self._trainer.fit_loop._should_accumulate()  # Lightning: whether the optimizer steps after it
+        if is_last and self._total is None and (self._is_summed or not self._is_known):
+            self._total = self._begin_sum(self._weights_of_step, needs_device=True)
         # The mean of nothing is not a number.
         return loss.masked_fill(mine == 0, 0.0) * (mine * self._num_ranks / self._estimate)
 
@@ -144,7 +156,7 @@ class StepWeights:
         if self._samples:
             factor = self._estimate / max(sum(self._samples.values()), 1)
         else:
-            total = self._added_up(torch.stack(list(self._weights.values())).sum())
+            total = (self._total or self._begin_sum(self._weights_of_step, needs_device=True))()
             factor = torch.where(total > 0, (self._num_ranks if self._is_summed else self._estimate) / total, 1.0)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         multiply((g.to_local() if isinstance(g, DTensor) else g for g in gradients), factor)
@@ -165,12 +177,16 @@ class StepWeights:
         left = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
         return full if left > full else max(1, int(left))
 
-    def _added_up(self, mine: Tensor) -> Tensor:
-        if self._num_ranks == 1:
-            return mine
+    def _weights_of_step(self) -> Tensor:
+        """The sum of this rank's weights."""
+        return torch.stack(list(self._weights.values())).sum()
+
+    def _begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
+        """Begins the sum over the ranks whose gradients are averaged; see `LayoutStrategy`."""
         strategy = self._trainer.strategy
-        if isinstance(strategy, LayoutStrategy):
-            return strategy.added_up(mine.clone())
-        total = mine.clone()
-        dist.all_reduce(total)
-        return total
+        if self._num_ranks > 1 and isinstance(strategy, LayoutStrategy):
+            return strategy.begin_sum(make, needs_device=needs_device)
+        total = make()
+        if self._num_ranks > 1:
+            dist.all_reduce(total)
+        return lambda: total

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .stored_weights import check_stored, read_stored, read_weights
     from .tensor import make_plan
     from .uncaught import Failure, failure_of, forget_failures, on_uncaught
-    from .units import shard_units
+    from .unit_plan import describe_units
     from .watchdog import Watchdog
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "check_join",
     "check_stored",
     "current_job",
+    "describe_units",
     "failure_of",
     "forget_failures",
     "make_plan",
@@ -46,7 +47,6 @@ __all__ = [
     "read_stored",
     "read_weights",
     "register_strategy",
-    "shard_units",
 ]
 
 __getattr__ = import_on_access(
@@ -62,6 +62,7 @@ __getattr__ = import_on_access(
         "check_join": "compressing",
         "check_stored": "stored_weights",
         "current_job": "meeting",
+        "describe_units": "unit_plan",
         "failure_of": "uncaught",
         "forget_failures": "uncaught",
         "make_plan": "tensor",
@@ -70,6 +71,5 @@ __getattr__ = import_on_access(
         "prepare_to_repeat": "compressing",
         "read_stored": "stored_weights",
         "read_weights": "stored_weights",
-        "shard_units": "units",
     },
 )

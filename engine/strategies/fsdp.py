@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -36,9 +37,11 @@ from ..flags import Layout
 from .by_hand import ByHand, called_parts, optimizes_by_hand
 from .equal_ranks import equalise, share_buffers, tell_device
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
+from .layout import share_random_state
 from .materialize import materialize
 from .mesh import MeshStrategy
 from .options import FSDPOptions, HSDPOptions
+from .overlap import overlap_more
 from .precision import autocast_dtype
 from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
@@ -53,7 +56,8 @@ from .unit_hooks import (
     reshard,
 )
 from .unit_order import UnitOrder, watch_units
-from .units import named_blocks, shard_units, untied
+from .unit_plan import Unit, plan_units
+from .units import named_blocks, untied
 from .whole_numbers import give_back_numbers, read_whole_numbers
 from .written_parameters import forget_data, keep_data, no_writes
 
@@ -90,13 +94,11 @@ class FSDP(MeshStrategy):
         self._replica_averages: list[ReplicaAverage] = []
         self._names_of_whole: list[str] = []
         self._kept_whole: KeptWhole | None = None
-        if isinstance(comm_hook, Int8) and not self._compresses_replicas:
-            if comm_hook.asks_for_feedback:
-                raise ValueError(
-                    "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep what it has not sent of"
-                    " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
-                )
-            comm_hook.feedback = False
+        if isinstance(comm_hook, Int8) and comm_hook.feedback and not self._compresses_replicas:
+            raise ValueError(
+                "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep what it has not sent of"
+                " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
+            )
 
     def __repr__(self) -> str:
         name = super().__repr__()
@@ -185,9 +187,14 @@ class FSDP(MeshStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Around `configure_model()`: nothing is allocated there with `meta_init`."""
-        with super().tensor_init_context(self.options.meta_init):
+        """Around `configure_model()`: nothing is allocated there with `meta_init`, or on rank 0 alone."""
+        with super().tensor_init_context(self.options.meta_init or self._receives_weights):
             yield
+
+    @property
+    def _receives_weights(self) -> bool:
+        """Whether rank 0 alone draws this rank's weights."""
+        return self.options.rank0_init and self.global_rank != 0
 
     def setup(self, trainer: Trainer) -> None:
         """Shards the module, unless an earlier `fit` has, and creates the optimizers on the shards."""
@@ -261,9 +268,12 @@ class FSDP(MeshStrategy):
 
     def _shard(self, model: nn.Module) -> None:
         """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
-        units, recomputed = set(shard_units(model)), set(named_blocks(model))
-        self.compiles_units = self.compile is not None and bool(units)
         by_hand = optimizes_by_hand(model)
+        plan = self._planned(model, by_hand=by_hand)
+        units, recomputed = {unit.module for unit in plan}, set(named_blocks(model))
+        blocks = {unit.module for unit in plan if unit.is_block}
+        kept = {model, *(unit.module for unit in plan if unit.is_kept)} if not by_hand else set()
+        self.compiles_units = self.compile is not None and bool(units)
         if by_hand:
             units |= set(untied(model, called_parts(model)))
         if self._shards:
@@ -279,13 +289,17 @@ class FSDP(MeshStrategy):
             self._split(part)
             if part in recomputed and self.recompute is not None:
                 self.recompute(part)
-            if part in units and self.compile is not None:
+            if part in blocks and self.compile is not None:
                 part.forward = self.compile(part.forward)
-            self._fully_shard(part, is_last=part is model and not by_hand)
+            self._fully_shard(part, is_kept=part in kept)
             read_stored(part, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
         before = {*model._forward_pre_hooks, *model._forward_hooks}
-        materialize(model, on_complete=shard)
+        materialize(model, on_complete=shard, draws=not self._receives_weights)
+        if self.options.rank0_init:
+            share_random_state()  # of a run in one process, which has drawn the weights
+        if self._shards and self.options.extra_overlap:
+            overlap_more(model, [unit.module for unit in plan], self._timeout or default_pg_timeout)
         # Lightning calls these rather than `forward`, whose hooks gather the parameters.
         for step in _STEPS:
             if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
@@ -301,16 +315,21 @@ class FSDP(MeshStrategy):
             for key in hooks.keys() - before:
                 hooks[key] = functools.partial(self._unless_in_step, hooks[key])
 
+    def _planned(self, model: nn.Module, *, by_hand: bool) -> list[Unit]:
+        """The units, as `model` is now. Steps by hand, and layers that are split, want all else whole."""
+        takes_layers = self._shards and self.options.large_layers and self.layout.tp == 1 and not by_hand
+        return plan_units(model, takes_layers=takes_layers)
+
     def _split(self, part: nn.Module) -> None:
         """Splits layers of `part`, which is whole, over ranks that share their samples; here there are none."""
 
-    def _fully_shard(self, part: nn.Module, is_last: bool) -> None:
+    def _fully_shard(self, part: nn.Module, is_kept: bool) -> None:
         assert self.model is not None
         fully_shard(
             part,
             mesh=self._shard_mesh(),
-            # The last unit is needed first in backward, so freeing it after forward would gain nothing.
-            reshard_after_forward=self.options.reshard_after_forward and not is_last,
+            # What is needed first in backward would be gathered again at once, so freeing it would gain nothing.
+            reshard_after_forward=self.options.reshard_after_forward and not is_kept,
             shard_placement_fn=self._placement,
             offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
             ignored_params={self.model.get_parameter(name) for name in self._names_of_whole},
@@ -319,6 +338,15 @@ class FSDP(MeshStrategy):
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Along which dim a parameter is sharded; None: the first."""
         return None
+
+    @property
+    def _keeps_whole_gradients(self) -> bool:
+        """Whether inner micro-batches send nothing: no, where the wire is fast and the memory is what is short."""
+        if self.options.no_sync is not None:
+            return bool(self.options.no_sync)
+        is_within_a_node = self.layout.shard * self.layout.tp <= self.num_processes
+        rounds = self.comm_hook is not None and not self._compresses_replicas  # and would, in each micro-batch
+        return self.root_device.type == "cpu" or not is_within_a_node or rounds
 
     def _hook_units(self) -> None:
         """Puts in place what compresses, or counts, the collectives of each unit."""
@@ -420,7 +448,7 @@ class FSDP(MeshStrategy):
         model = self.model
         assert isinstance(model, FSDPModule)
         # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.
-        switch = model.set_requires_gradient_sync if self.options.no_sync else model.set_requires_all_reduce
+        switch = model.set_requires_gradient_sync if self._keeps_whole_gradients else model.set_requires_all_reduce
         switch(False)
         self._synchronises = False
         averages = [*self._replica_averages, *([] if self._kept_whole is None else [self._kept_whole])]

@@ -16,13 +16,21 @@ from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.constants import default_pg_timeout
 
 from ..checkpoint import get_random_state, of_host, set_random_state
+from ..devices import module_of
 from ..environment import is_started_again, listen_on_loopback, listen_towards, place_on_one_machine
 from ..flags import Layout
 from ..host_group import EVERYONE, HostGroup
 from .launch import make_launcher
 from .meeting import connect, name_of_start, open_store, wait_for_all
+from .side_sum import SideSum
 
-__all__ = ["LayoutStrategy"]
+__all__ = ["LayoutStrategy", "share_random_state"]
+
+
+def share_random_state() -> None:
+    """Has all ranks draw the numbers that rank 0 is to draw, but for those of accelerators."""
+    here = get_random_state()
+    set_random_state({**here, **EVERYONE.told(of_host(here))})
 
 
 class LayoutStrategy:
@@ -38,6 +46,7 @@ class LayoutStrategy:
     """Process group of the ranks that have samples of their own, as this one sees them; None: all ranks have."""
     data_ranks: HostGroup = EVERYONE
     """The same ranks, for plain values."""
+    _side_sum: SideSum | None = None
     random_state_at_launch: dict[str, Any] | None = None
     """The random state of the process that started this one as a worker."""
     schedules_itself = False
@@ -125,10 +134,26 @@ class LayoutStrategy:
     def end_evaluation(self) -> None:
         """Called after the last batch of an evaluation, before the hooks at its end."""
 
-    def added_up(self, mine: Tensor) -> Tensor:
-        """The sum over the ranks that have samples of their own; changes `mine`."""
-        dist.all_reduce(mine, group=self.data_group)
-        return mine
+    def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
+        """Begins to add up what the ranks have that have samples of their own; call what is returned for the sum.
+
+        Args:
+            make: returns what this rank has, a tensor that nobody else uses.
+            needs_device: whether that is computed from what an accelerator is still computing.
+        """
+        device: torch.device = self.root_device  # type: ignore[attr-defined]
+        if not hasattr(module_of(device), "Stream"):
+            mine = make()
+            work = dist.all_reduce(mine, group=self.data_group, async_op=True)
+
+            def end() -> Tensor:
+                work.wait()
+                return mine
+
+            return end
+        if self._side_sum is None:
+            self._side_sum = SideSum(self.data_group, device, self._timeout)  # type: ignore[attr-defined]
+        return self._side_sum.begin(make, needs_device=needs_device)
 
     @property
     def lost_ranks(self) -> frozenset[int]:
@@ -208,8 +233,7 @@ class LayoutStrategy:
         connect()
         if self.global_rank == 0:  # type: ignore[attr-defined]
             set_random_state(state)
-        here = get_random_state()
-        set_random_state({**here, **EVERYONE.told(of_host(here))})
+        share_random_state()
 
     def meet(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group in it."""

@@ -22,7 +22,9 @@ def has_meta_tensors(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in _tensors(module, recurse=True))
 
 
-def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = lambda _: None) -> None:
+def materialize(
+    module: nn.Module, on_complete: Callable[[nn.Module], None] = lambda _: None, *, draws: bool = True
+) -> None:
     """Gives every meta tensor of `module` memory on the CPU and its first value; tied tensors stay tied.
 
     Those that are to be read from files (`read_weights`) are left as they are. A tensor that several modules share has
@@ -31,6 +33,7 @@ def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = la
     Args:
         module: changed in place; what is not on the meta device keeps its values.
         on_complete: called with each sub-module, children before parents, once its weights are there.
+        draws: whether they are drawn; else another rank has them, and what is given here has no meaning yet.
 
     Raises:
         ValueError: a sub-module holds meta tensors and its ``reset_parameters()`` is missing or leaves one out.
@@ -44,7 +47,8 @@ def materialize(module: nn.Module, on_complete: Callable[[nn.Module], None] = la
         own_name = f"{name or type(part).__name__} ({type(part).__name__})"
         shared = _give_memory(part, real)
         if shared is not None or any(was_meta):
-            _reset(part, own_name, must=shared is not None, real=real)
+            if draws:
+                _reset(part, own_name, must=shared is not None, real=real)
             for table, key, tensor in shared or ():
                 table[key] = tensor  # its own draw, which a constructor makes too, is thrown away
         on_complete(part)

@@ -58,11 +58,18 @@ class UnitOptions:
     """Keep only each unit's input for backward and compute its forward again."""
     meta_init: bool = False
     """Run `configure_model()` without allocating, and create each unit's weights when it is sharded or split."""
+    rank0_init: bool = False
+    """Run `configure_model()` without allocating but on rank 0, which hands on what it has drawn or read."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
         check_number("timeout_s", self.timeout_s, above=0)
+        if self.meta_init and self.rank0_init:
+            raise ValueError(
+                "meta_init=true and rank0_init=true can't both be: with the first all ranks draw each unit's weights"
+                " when it is sharded, with the second rank 0 has all weights before that. Leave one of them out."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,9 +79,14 @@ class FSDPOptions(UnitOptions):
     reshard_after_forward: bool = True
     """Free each unit's whole parameters after its forward and gather them again for backward: least memory. False
     keeps them: one all-gather less per micro-batch."""
-    no_sync: bool = True
+    no_sync: bool | None = None
     """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
-    micro-batch to shards at once: less memory, more bytes."""
+    micro-batch to shards at once: less memory, more bytes. Left out, false on accelerators of one node."""
+    large_layers: bool = True
+    """Gather a large embedding or output layer by itself, rather than with what is whole throughout the step."""
+    extra_overlap: bool = False
+    """Gather the next unit earlier, and reduce over connections of its own and two buffers: more memory, for wires that
+    are slower than the computing."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
 

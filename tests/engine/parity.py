@@ -97,6 +97,26 @@ class TiedGPT(ByteGPT):
         return adamw(self)
 
 
+class WideVocabulary(LightningModule):
+    """An embedding and an output layer that are larger than a block, and not tied."""
+
+    def __init__(self, size: int = 256, dim: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size, dim)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.GELU()) for _ in range(3))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, size, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
 def _digits(size: int) -> Dataset:
     data = Digits()
     data.setup("fit")
@@ -136,6 +156,7 @@ ALL_SUBJECTS = SUBJECTS | {
         lambda: TiedGPT(num_layers=4, num_heads=2, dim=16, context_length=16), SUBJECTS["gpt, tied"].data
     ),
     "knows its device": Subject(KnowsItsDevice, _digits),
+    "wide vocabulary": Subject(WideVocabulary, _windows),
 }
 
 

@@ -33,7 +33,9 @@ class Needs(LightningModule):
 
 def test_it_names_units_plan_and_the_sizes_that_divide():
     text = explained("ByteGPT")
-    assert "net.blocks.0, net.blocks.1, net.blocks.2, net.blocks.3; all else is one more." in text
+    assert "  net.blocks.0 to net.blocks.2 (3): 198,272 values each, freed after its forward\n" in text
+    assert "  net.blocks.3: 198,272 values, kept until its backward\n" in text
+    assert "  all else: 49,408 values, whole throughout a step\n" in text
     assert "net.blocks.*.attention         qkv by columns, out by rows: 2 of 4 heads" in text
     assert text.endswith("tp can be 2, 4 (of up to 64).")
 
@@ -45,7 +47,7 @@ def test_a_class_goes_by_its_import_path_and_takes_no_memory(name):
 
 def test_it_says_why_nothing_is_split():
     text = explained(f"{__name__}.Single")
-    assert text.startswith("Units of fsdp and hsdp: none")
+    assert text.startswith("Units of fsdp and hsdp:\n  all else: 6 values, whole throughout a step\n")
     assert "No tensor parallelism: no layer of Single is known to be safe to split" in text
 
 

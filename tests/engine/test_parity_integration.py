@@ -158,6 +158,26 @@ def test_options_change_the_cost_and_not_the_result(flag):
     assert differences(flag, 2, "gpt, tied", 3, 0.05) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "fsdp_fork",
+        "fsdp_fork:extra_overlap=true",
+        "fsdp_fork:large_layers=false",
+        "fsdp_fork:no_sync=false,extra_overlap=true",
+        "fsdp_fork:reshard_after_forward=false",
+        "fsdp_fork:activation_checkpointing=true",
+    ],
+)
+def test_units_beside_the_blocks(flag):
+    assert differences(flag, 2, "wide vocabulary", 3, 0.05) <= TOLERANCE
+
+
+def test_units_beside_the_blocks_of_replicas():
+    flag = "hsdp_fork:replicate=2,extra_overlap=true"
+    assert differences(flag, 4, "wide vocabulary", 3, 0.05) <= TOLERANCE
+
+
 @pytest.mark.parametrize("flag", ["pp_fork", "pp_fork:schedule=zero-bubble"])
 def test_three_stages(flag):
     assert differences(flag, 3, "gpt of four blocks, tied", 3, 0.05) <= TOLERANCE

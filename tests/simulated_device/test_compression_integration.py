@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyphase.engine import Engine
 from polyphase.engine.compression import Auto, Bucket, Member, Plain, Wire, forecast
+from polyphase.engine.compression.background import Background
 from polyphase.engine.compression.int8 import Noise, quantize
 from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import QUIET, TOLERANCE, build, largest_difference, loader
@@ -34,6 +35,7 @@ class Operators(TorchDispatchMode):
 
 
 def _difference(flag: str, devices: int, compression: str, accumulate: int, subject: str = "mlp") -> float:
+    """Of the weights of runs on the device and on the CPU."""
     weights = []
     for accelerator in ("cpu", "sim"):
         module = build(subject)
@@ -47,17 +49,37 @@ def _difference(flag: str, devices: int, compression: str, accumulate: int, subj
     return largest_difference(*weights)
 
 
+SMALL_BUCKETS = ("ddp_fork:bucket_cap_mb=0.004", 2, 1)  # several, of which DDP makes others after its first step
 DDP, FSDP, HSDP = ("ddp_fork", 2, 3), ("fsdp_fork", 2, 1), ("hsdp_fork:replicate=2,shard=2", 4, 3)
 
 
 @pytest.mark.parametrize(
     ("flag", "devices", "accumulate", "compression"),
-    [(*DDP, flag) for flag in ("bf16", "int8", "powersgd:2,start=2", "topk:0.1+bf16", "sign")]
+    [(*DDP, flag) for flag in ("bf16", "int8", "int8:feedback=true", "powersgd:2,start=2", "topk:0.1+bf16", "sign")]
+    + [(*SMALL_BUCKETS, flag) for flag in ("bf16", "int8:feedback=true", "powersgd:2,start=2", "topk:0.1", "sign")]
     + [(*FSDP, flag) for flag in ("bf16", "int8")]
     + [(*HSDP, flag) for flag in ("bf16", "powersgd:2,start=2")],
 )
 def test_a_comm_hook_computes_what_it_does_on_the_cpu(flag, devices, accumulate, compression):
     assert in_a_child(_difference, flag, devices, compression, accumulate) <= TOLERANCE
+
+
+def _works_on_two_buckets() -> None:
+    install()
+    first, second = torch.ones(4, device="sim"), torch.ones(4, device="sim")
+    background = Background(torch.device("sim", 0))
+    background.submit(lambda: first.mul_(2), 0)
+    # What it does may overlap with the first: to work on the same is a race.
+    with pytest.raises(RuntimeError, match=r"race: aten::mul .*may still be writing"):
+        background.submit(lambda: first.mul_(2), 1)
+    background.submit(lambda: second.mul_(3), 1)
+    background.submit(lambda: first.mul_(2), 2)
+    background.wait()
+    assert (first + second).tolist() == [7] * 4
+
+
+def test_a_bucket_is_compressed_while_the_one_before_is_sent():
+    in_a_child(_works_on_two_buckets)
 
 
 def test_a_unit_does_not_write_over_what_replicas_still_average():

@@ -1,5 +1,6 @@
 """What a step does beside computing, counted: on a GPU each copy and each read makes the host, or the device, wait."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
-from tests.engine.parity import QUIET, build, loader
+from tests.engine.parity import QUIET, WideVocabulary, build, loader
 
 from . import in_a_child, install
 
@@ -35,7 +36,7 @@ class Counts(Callback):
         assert per_step == {**dict.fromkeys(first.keys() - {"operators"}, 0), **self.expected}
 
 
-def _train(flag: str, devices: int, is_pinned: bool) -> int:
+def _train(flag: str, devices: int, is_pinned: bool, **flags: Any) -> int:
     subject = "knows its device"  # which says what its loss counts for, as a number
     counts = Counts(2, 0 if is_pinned else 2)  # images and classes
     engine = Engine(
@@ -46,6 +47,7 @@ def _train(flag: str, devices: int, is_pinned: bool) -> int:
         callbacks=[counts],
         log_every_n_steps=50,
         **QUIET,
+        **flags,
     )
     batches = loader(subject, 1, engine.data_size)
     batches.pin_memory = is_pinned
@@ -67,6 +69,19 @@ def _train(flag: str, devices: int, is_pinned: bool) -> int:
 )
 def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, devices, is_pinned):
     assert in_a_child(_train, flag, devices, is_pinned) == 20
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices", "compression"),
+    [
+        ("hsdp_fork:replicate=2", 4, "none"),
+        ("ddp_fork", 2, "powersgd:2,start=2"),
+        ("fsdp_fork", 2, "int8"),
+        ("hsdp_fork:replicate=2", 4, "topk:0.1"),
+    ],
+)
+def test_a_comm_hook_reads_and_waits_for_nothing(flag, devices, compression):
+    assert in_a_child(_train, flag, devices, True, compression=compression) == 20
 
 
 def _scale_and_average() -> int:
@@ -120,6 +135,56 @@ def _lay_out(flag: str) -> int:
 @pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:meta_init=true"])
 def test_a_module_is_never_whole_on_a_device(flag):
     assert in_a_child(_lay_out, flag) == 1
+
+
+class HeldAmidWindow(Callback):
+    """Notes how many blocks' bytes a device holds after the first micro-batch of a window."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "held"
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and trainer.is_global_zero:
+            self.path.write_text(str(torch.sim.memory_allocated() / Blocks.NUM_BYTES))
+
+
+def _accumulate(flag: str, folder: Path) -> None:
+    flags = {"accelerator": "sim", "devices": 2, "max_steps": 1, "accumulate_grad_batches": 2, **QUIET}
+    engine = Engine(strategy=flag, callbacks=[HeldAmidWindow(folder)], check_first_steps=False, **flags)
+    engine.fit(Blocks(), DataLoader(torch.randn(8, 256), 2))
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_blocks"),
+    [("fsdp_fork", 8 + 8), ("fsdp_fork:no_sync=false", 8 + 8), ("fsdp_fork:no_sync=true", 8 + 16)],
+)
+def test_within_a_node_gradients_are_kept_as_shards_amid_a_window(flag, num_blocks, tmp_path):
+    in_a_child(_accumulate, flag, tmp_path)
+    assert float((tmp_path / "held").read_text()) == pytest.approx(num_blocks, abs=0.6)
+
+
+class Peak(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "peak"
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            self.path.write_text(str(torch.sim.max_memory_allocated()))
+
+
+def _peak(flag: str, folder: Path) -> None:
+    module = WideVocabulary(1024, 1024)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1e-3)
+    flags = {"accelerator": "sim", "devices": 2, "max_steps": 4, "check_first_steps": False, **QUIET}
+    Engine(strategy=flag, callbacks=[Peak(folder)], **flags).fit(module, loader("wide vocabulary", 1, 2))
+
+
+def test_a_large_embedding_and_output_layer_are_whole_one_after_the_other(tmp_path):
+    peaks = []
+    for flag in ("fsdp_fork", "fsdp_fork:large_layers=false"):
+        in_a_child(_peak, flag, tmp_path)
+        peaks.append(int((tmp_path / "peak").read_text()))
+    assert peaks[0] < peaks[1] - 4 * 1024 * 1024, peaks
 
 
 def _serve() -> int:

@@ -37,6 +37,13 @@ def test_equals_a_plain_loop(flag, accumulate, clip):
     assert difference(flag, "knows its device", accumulate, clip) <= TOLERANCE
 
 
+@pytest.mark.parametrize("flag", ["fsdp:extra_overlap=true", "hsdp:replicate=2,shard=2,extra_overlap=true"])
+def test_units_beside_the_blocks(flag):
+    number = 4 if flag.startswith("hsdp") else 2
+    found = in_a_child(differences, suffixed(flag, "fork"), number, "wide vocabulary", 3, 0.05, accelerator="sim")
+    assert found <= TOLERANCE
+
+
 @pytest.mark.parametrize("flag", ["fsdp", "pp:microbatches=4"])
 def test_a_language_model_with_tied_weights_equals_a_plain_loop(flag):
     assert difference(flag, "gpt of four blocks, tied", 1, 0.05) <= TOLERANCE

@@ -165,6 +165,22 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved():
     assert max(abs(found[name] - value).max() for name, value in expected.items()) <= 1e-6
 
 
+def _in_fp16(accelerator: str, flag: str, devices: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Fits()
+    flags = {"accelerator": accelerator, "devices": devices, "precision": "16-mixed", "max_steps": 8, **QUIET}
+    Engine(strategy=flag, gradient_clip_val=0.5, accumulate_grad_batches=2, **flags).fit(module, rows())
+    return {name: value.cpu().numpy() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices"), [("single", 1), ("ddp_fork", 2), ("fsdp_fork", 2), ("hsdp_fork:replicate=2", 4)]
+)
+def test_16_mixed_computes_what_it_does_on_the_cpu(flag, devices):
+    found, expected = (in_a_child(_in_fp16, accelerator, flag, devices) for accelerator in ("sim", "cpu"))
+    assert max(abs(found[name] - value).max() for name, value in expected.items()) <= 1e-5
+
+
 class Gathers(Callback):
     """Checks whether the blocks' weights are gathered in 16 bits."""
 

@@ -332,11 +332,11 @@ class PS(LayoutStrategy, DDPStrategy):
             raise ValueError("`all_gather(..., sync_grads=True)` would have ranks wait in backward: not under `ps`.")
         return torch.stack(self.data_ranks.gathered(tensor.detach().cpu())).to(tensor.device)
 
-    def added_up(self, mine: Tensor) -> Tensor:
+    def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
         """The sum over the ranks; of ranks that don't wait for each other, as if all had as much as this one."""
-        if self.options.staleness > 0:
-            return mine * self.data_size
-        return self.reduce(mine, reduce_op="sum")
+        mine = make()
+        total = mine * self.data_size if self.options.staleness > 0 else self.reduce(mine, reduce_op="sum")
+        return lambda: total
 
 
 def _is_everyone(group: Any) -> bool:

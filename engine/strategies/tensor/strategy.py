@@ -186,9 +186,9 @@ class TensorParallel(FSDP):
             if sub._parameters[key] is whole and whole in split:
                 raise ValueError(f"{_tie(sub)} one of them is split and the other one is not.")
 
-    def _fully_shard(self, part: nn.Module, is_last: bool) -> None:
+    def _fully_shard(self, part: nn.Module, is_kept: bool) -> None:
         if self._shards:
-            super()._fully_shard(part, is_last)
+            super()._fully_shard(part, is_kept)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Several blocks of rows in one tensor are cut by columns: no other cut of them has a name in DTensor."""

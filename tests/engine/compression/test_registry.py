@@ -135,6 +135,11 @@ def test_integers_that_are_not_trained_are_no_matter():
     make_comm_hook("int8").check(module)
 
 
+def test_int8_keeps_what_it_rounds_off_only_where_that_is_asked_for():
+    assert make_comm_hook("int8").memories() == {}
+    assert make_comm_hook("int8:feedback=true").memories().keys() == {"residuals"}
+
+
 def test_a_module_without_matrices_is_told_once():
     with pytest.warns(UserWarning, match="no parameter of Vectors is a matrix .* all gradients are sent as they are"):
         make_comm_hook("powersgd:1").check(Vectors())

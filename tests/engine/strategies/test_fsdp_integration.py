@@ -117,6 +117,55 @@ def test_meta_init_gives_the_weights_of_an_ordinary_one():
     assert largest_difference(saved, ordinary.state_dict()) <= 1e-5
 
 
+class Drawn(MLP):
+    """Draws its weights as no `reset_parameters` would."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        del self.net
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        self.net = MLP().net
+        self.scale = nn.Parameter(torch.rand(64) * torch.randn(64))
+        self.register_buffer("offset", torch.rand(64))
+        (self.folder / f"{self.global_rank}").write_text(self.scale.device.type)
+
+    def training_step(self, batch, batch_idx):
+        images, classes = batch
+        return super().training_step((images.flatten(1) * self.scale + self.offset, classes), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices"), [("fsdp_fork:rank0_init=true", 2), ("hsdp_fork:replicate=2,rank0_init=true", 4)]
+)
+def test_rank_0_alone_draws_the_weights(flag, devices, tmp_path):
+    states = []
+    for strategy, number in (("single", 1), (flag, devices)):
+        module = Drawn(tmp_path)
+        path = tmp_path / f"{number}.ckpt"
+        engine = Engine(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=number,
+            max_steps=3,
+            callbacks=[OnMeta(), SaveAtEnd(path)],
+            **QUIET,
+        )
+        engine.fit(module, loader("mlp", 1, number))
+        states.append(load_checkpoint(path)["state_dict"])
+    assert largest_difference(*states) <= 1e-5
+    found = [(tmp_path / f"{rank}").read_text() for rank in range(devices)]
+    assert found == ["cpu", *["meta"] * (devices - 1)]
+
+
+def test_weights_are_drawn_in_one_way():
+    with pytest.raises(ValueError, match=r"meta_init=true and rank0_init=true can't both be: .* Leave one of them out"):
+        Engine(strategy="fsdp_spawn:meta_init=true,rank0_init=true", accelerator="cpu", devices=2, **QUIET)
+
+
 class SaveAtEnd(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path

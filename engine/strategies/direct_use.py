@@ -1,0 +1,81 @@
+"""Finds layers whose weights a forward uses without calling the layer, by reading its source.
+
+Under `fsdp` a layer that is a unit is whole only while its own forward runs. `functional.linear(x, self.embed.weight)`
+would meet shards there.
+"""
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["ANY", "weights_used_in"]
+
+ANY = "*"
+"""Stands for a layer that the source does not name: a variable, or an element of a list."""
+
+_ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+_FOREIGN = ("torch", "lightning", "torchmetrics")
+_WEIGHTS = frozenset({"weight", "bias"})
+_COMMON = frozenset({*dir(Tensor), *dir(nn.Module)})
+"""Names that are more often a tensor's than a function of a module's own: `x.to(...)`."""
+_HARMLESS = frozenset({"device", "dtype", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
+
+
+def weights_used_in(module: nn.Module) -> set[str]:
+    """The attributes of which `module`, in any forward or step, takes `weight` or `bias`: ``{"head"}``.
+
+    Functions that these call are followed where a name says which they are. A module's own (`self.weight`) don't count.
+    """
+    classes = {type(part) for part in module.modules() if not _is_foreign(type(part))}
+    waiting = [getattr(kind, entry, None) for kind in classes for entry in _ENTRIES]
+    seen: set[types.CodeType] = set()
+    found: set[str] = set()
+    while waiting:
+        function = waiting.pop()
+        function = inspect.unwrap(function) if callable(function) else None
+        if not isinstance(function, types.FunctionType) or _is_foreign(function) or function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        tree = _parsed(function)
+        if tree is None:
+            return {ANY}
+        found |= set(_layers(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr not in _COMMON:
+                waiting += [getattr(kind, node.attr, None) for kind in classes]
+            elif isinstance(node, ast.Name):
+                waiting.append(function.__globals__.get(node.id))
+    return found
+
+
+def _is_foreign(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] in _FOREIGN
+
+
+def _parsed(function: types.FunctionType) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):  # written in a prompt, say
+        return None
+
+
+def _layers(tree: ast.AST) -> Iterator[str]:
+    harmless = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in _HARMLESS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _WEIGHTS and id(node) not in harmless:
+            if isinstance(node.value, ast.Attribute):
+                yield node.value.attr
+            elif not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                yield ANY
+        elif isinstance(node, ast.Call) and _asks_for_weight(node.func, node.args):
+            yield ANY
+
+
+def _asks_for_weight(function: ast.expr, arguments: Collection[ast.expr]) -> bool:
+    names = {argument.value for argument in arguments if isinstance(argument, ast.Constant)}
+    return isinstance(function, ast.Name) and function.id == "getattr" and not _WEIGHTS.isdisjoint(names)
