@@ -206,11 +206,12 @@ class Places:
         workers = loader.workers if isinstance(loader, WithWorkers) else getattr(place.watched, "workers", None)
         return found if workers is None else {**found, "workers": workers.state_after(epoch, batches - place.batches)}
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
+    def load_state_dict(self, states: list[dict[str, Any]], *, are_new: bool = False) -> bool:
         """The loaders that are prepared next begin at the positions of another run's.
 
         Args:
             states: `state_dict` of each rank of that run that had samples of its own, in their order.
+            are_new: that run would have made new loaders here, which begin.
 
         Returns:
             Whether all of them can.
@@ -235,7 +236,7 @@ class Places:
         # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
         self.trainer.fit_loop._combined_loader_states_to_load = []
         kinds = [loader["unit"] for loader in self._to_resume]
-        self._is_resuming = bool(kinds)
+        self._is_resuming = bool(kinds) and not are_new
         return bool(kinds) and None not in kinds
 
     def _with_order(self, state: dict[str, Any]) -> dict[str, Any]:
