@@ -144,7 +144,7 @@ def together(
 
 
 def _numbers_of_strings(batch: Any) -> Iterator[int]:
-    """Lengths of the lists of strings in a batch that torch has collated, which has a list for the strings of its samples."""
+    """Lengths of the lists of strings in a batch that torch has collated: a list has those of all samples."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     if not isinstance(parts, (list, tuple)):
         return
