@@ -327,6 +327,13 @@ class Passes:
         self._of_epoch.pop(self._num - 2, None)
         self._num += 1
 
+    def begin_again(self, epoch: int) -> None:
+        """Counts the passes of an epoch so far among those before it: it is read anew, from another iterator."""
+        if epoch == self._epoch:
+            self.num_before += self._num
+            self._num = 0
+            self._of_epoch.clear()
+
     def resume(self, num_before: int) -> None:
         """Sets the number of passes that went before those of the epoch that is resumed."""
         self.num_before = num_before

@@ -375,11 +375,21 @@ class Places:
         fetcher._stop_profiler = trainer.fit_loop.epoch_loop._on_after_fetch
         return done
 
+    def begin_again(self) -> None:
+        """Called before a second iterator is made for an epoch: workers may have read ahead for the first one."""
+        combined = self.trainer.fit_loop._combined_loader
+        for loader in filter(lambda each: isinstance(each, DataLoader), combined.flattened):
+            if (order := order_of(loader)) is not None:
+                order.passes.begin_again(self.epoch)
+            elif loader in self._watched:
+                self._watched[loader].begin_again()
+
     def forget(self) -> None:
         """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""
         trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
+            self.begin_again()
             for loader in combined.flattened:
                 if isinstance(loader, Remembering):
                     loader.begin(self.epoch)

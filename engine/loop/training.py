@@ -157,6 +157,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if is_second and self.trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start
             self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
             self.trainer._data_connector.places.settle()  # type: ignore[attr-defined]
+            self.trainer._data_connector.places.begin_again()  # type: ignore[attr-defined]
             iter(data_fetcher)
 
     @property

@@ -236,6 +236,16 @@ def test_loaders_are_made_anew_in_the_epochs_of_the_run_that_was_not_stopped(nam
     assert_goes_on(ANEW[name], tmp_path, at, hook=hook, max_epochs=5, reload_dataloaders_every_n_epochs=every)
 
 
+@pytest.mark.parametrize("at", [7, 11])
+def test_so_are_loaders_whose_workers_read_ahead_for_the_first_iterator(at, tmp_path):
+    def load() -> LightningDataModule:
+        data = LightningDataModule()
+        data.train_dataloader = lambda: DataLoader(Positions(SIZE), 3, shuffle=True, num_workers=1)
+        return data
+
+    assert_goes_on(load, tmp_path, at, max_epochs=5, reload_dataloaders_every_n_epochs=1)
+
+
 class Unsized(Sampler[int]):
     def __iter__(self) -> Any:
         return iter(range(SIZE))
