@@ -16,6 +16,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampl
 from torchdata.stateful_dataloader import sampler as torchdatas
 
 from ..checkpoint.rng import get_random_state, of_host, seed_all, set_random_state
+from .compact_order import CompactOrder
 
 __all__ = [
     "Drawing",
@@ -130,6 +131,10 @@ def state_of_seed(seed: int, epoch: int, sampler_state: Any) -> dict[str, Any]:
     return {"before": before, "sampler": sampler_state, "whole": True, "num_passes": epoch}
 
 
+_BLOCK = 2**14
+"""Items that are drawn at once at most, where they are drawn one by one: as Python integers they are large."""
+
+
 class Record:
     """The items that one pass over a sampler has yielded so far.
 
@@ -139,17 +144,21 @@ class Record:
 
     def __init__(self, before: dict[str, Any] | None = None) -> None:
         self.before = before
-        self.order: Any = array("q")  # 8 bytes an item where they are numbers, since it is kept for an epoch
+        self.order: Any = array("q")  # 8 bytes a number, since it is kept for an epoch; else a list
         self._digested = (0, 0)
 
     def add(self, items: Any) -> None:
         """Remembers the next items, a list or an array of integers."""
-        if isinstance(self.order, array) and not (isinstance(items, array) or set(map(type, items)) <= {int}):
+        are_integers = isinstance(items, array) or set(map(type, items)) <= {int}
+        if not len(self.order):
+            if isinstance(items, array):
+                self.order = items  # a permutation of all samples; it is large, and nobody else has it
+                return
+            self.order = array("q") if are_integers else CompactOrder()
+        fits = self.order.fits(items) if isinstance(self.order, CompactOrder) else are_integers
+        if not fits and not isinstance(self.order, list):
             self.order = list(self.order)
-        if len(self.order) or not isinstance(items, array):
-            self.order.extend(items)
-        else:
-            self.order = items  # a permutation of all samples; it is large, and nobody else has it
+        self.order.extend(items)
 
     def digest(self, position: int) -> int:
         """A checksum of the order up to a position."""
@@ -157,13 +166,11 @@ class Record:
         if isinstance(self.order, array):
             crc = zlib.crc32(memoryview(self.order)[at:position], crc)
         else:
-            crc = zlib.crc32("".join(map(repr, self.order[at:position])).encode(), crc)
+            for start in range(at, position, _BLOCK):
+                block = self.order[start : min(start + _BLOCK, position)]
+                crc = zlib.crc32("".join(map(repr, block)).encode(), crc)
         self._digested = (position, crc)
         return crc
-
-
-_BLOCK = 2**14
-"""Items that are drawn at once at most, where they are drawn one by one: as Python integers they are large."""
 
 
 def _blocks_of(sampler: Any) -> Callable[[int], Any]:
@@ -319,6 +326,13 @@ class Passes:
         self._of_epoch[self._num] = record
         self._of_epoch.pop(self._num - 2, None)
         self._num += 1
+
+    def begin_again(self, epoch: int) -> None:
+        """Counts the passes of an epoch so far among those before it: it is read anew, from another iterator."""
+        if epoch == self._epoch:
+            self.num_before += self._num
+            self._num = 0
+            self._of_epoch.clear()
 
     def resume(self, num_before: int) -> None:
         """Sets the number of passes that went before those of the epoch that is resumed."""

@@ -5,12 +5,12 @@ host. So they know what each batch counts for, and nobody waits for a rank that 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from .copied import copied
 from .global_order import Samples
@@ -59,7 +59,8 @@ class Together(DataLoader):
             where = [rank for rank, size in enumerate(sizes) if size == _UNSEEN]
             raise ValueError(
                 f"How many samples a batch of rank(s) {where} has can't be seen: there is no tensor in it whose first"
-                ' dimension would say so. Return {"loss": loss, "weight": number} from `training_step`.'
+                " dimension would say so, nor strings of torch's own `collate_fn`. Return"
+                ' {"loss": loss, "weight": number} from `training_step`.'
             )
         return Samples(max(0, sizes[self.rank]), sum(size for size in sizes if size > 0))
 
@@ -80,7 +81,7 @@ class Together(DataLoader):
         first, latest = index, _NOTHING
         while True:
             batch = next(batches, _NOTHING)
-            sizes = self.say(_NONE_LEFT if batch is _NOTHING else _size_of(batch))
+            sizes = self.say(_NONE_LEFT if batch is _NOTHING else self._size_of(batch))
             if max(sizes) == _NONE_LEFT == min(sizes) or (self.policy == "drop" and _NONE_LEFT in sizes):
                 self._report(index, sizes)
                 return
@@ -105,6 +106,13 @@ class Together(DataLoader):
             self._sizes.pop(index - _NUM_KEPT, None)
             index += 1
             yield latest
+
+    def _size_of(self, batch: Any) -> int:
+        try:
+            return extract_batch_size(batch)
+        except MisconfigurationException:
+            sizes = set(_numbers_of_strings(batch)) if self.collate_fn is default_collate else set()
+            return sizes.pop() if len(sizes) == 1 else _UNSEEN
 
     def _report(self, num_batches: int, sizes: list[int]) -> None:
         more = [rank for rank, size in enumerate(sizes) if size != _NONE_LEFT]
@@ -135,8 +143,13 @@ def together(
     return copied(loader, Together, policy=policy, rank=rank, say=say, num_done=num_done, length=length)
 
 
-def _size_of(batch: Any) -> int:
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:
-        return _UNSEEN
+def _numbers_of_strings(batch: Any) -> Iterator[int]:
+    """Lengths of the lists of strings in a batch that torch has collated: a list has those of all samples."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if not isinstance(parts, (list, tuple)):
+        return
+    if parts and parts is batch and all(isinstance(part, (str, bytes)) for part in parts):
+        yield len(parts)
+        return
+    for part in parts:
+        yield from _numbers_of_strings(part)

@@ -66,6 +66,11 @@ class Watched:
             self.loader.__dict__[name] = users
             self.loader.__dict__.pop("_get_iterator", None)
 
+    def begin_again(self) -> None:
+        """Called before a second iterator is made for an epoch of which nothing was trained on."""
+        if self._iterator is None or not self._iterator.is_unread:
+            self.passes.begin_again(self._epoch())
+
     def begin(self, users: Any) -> "_NotedIterator":
         """A pass over the user's sampler or batch sampler."""
         seen = _Seen()

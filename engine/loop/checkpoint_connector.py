@@ -224,9 +224,13 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         if self._keeps_global_batch:
             trainer.accumulate_grad_batches = matching_accumulation(self._accumulation_asked, trainer.data_size, ours)
         trainer.fit_loop.epoch_loop.left_of_batch = left
-        places = trainer._data_connector.places
-        self.knows_place = places.load_state_dict([ranks[rank]["data"] for rank in with_samples(ours)])
-        trainer.fit_loop.begins_elsewhere = True
+        places, fit_loop = trainer._data_connector.places, trainer.fit_loop
+        fit_loop.loaders_of_epoch = ours.get("loaders_of_epoch")
+        # A hook makes new ones, which know nothing of those before; a loader that was given to `fit` stays.
+        are_new = ours["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
+        states = [ranks[rank]["data"] for rank in with_samples(ours)]
+        self.knows_place = places.load_state_dict(states, are_new=are_new)
+        fit_loop.begins_elsewhere = True
         self._restore_compression([rank["compression"] for rank in ranks], ours.get("layout", {}))
         drawing, here = with_samples(ours), trainer.data_rank
         if ours.get("layout", {}) == self._layout:

@@ -31,6 +31,10 @@ class FitLoop(_FitLoop):
 
     begins_elsewhere = False
     """Whether a checkpoint was opened, in whose place the next data are to begin."""
+    loaders_of_epoch: int | None = None
+    """The epoch in which the run that is resumed made its loaders; None if it is not known, or no longer needed."""
+    begins_with_new_loaders = False
+    """Whether the run that is resumed made, or would have made, loaders in the epoch that this one begins with."""
     is_cut_short = False
     """Whether the latest epoch ended, by `max_steps` or `should_stop`, before its data did."""
     _num_lossless_epochs = 0
@@ -53,6 +57,8 @@ class FitLoop(_FitLoop):
         with making_loaders():
             super().setup_data()
         trainer: Any = self.trainer
+        if is_first:
+            self._count_from_loaders_of_resumed()
         if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._may_be_empty():
             return
         if trainer.state.status != TrainerStatus.RUNNING:  # called by hand; Lightning has warned
@@ -60,6 +66,21 @@ class FitLoop(_FitLoop):
         loaders = self._combined_loader.flattened if self._combined_loader is not None else []
         reasons = [reason for loader in loaders if (reason := why_empty(loader, trainer.world_size))]
         raise NothingTrainedError(f"fit has nothing to train on: {reasons[0] if reasons else _no_batches(loaders)}.")
+
+    @property
+    def needs_new_loaders(self) -> bool:
+        """Whether the run that is resumed would have made loaders in the present epoch, by its flag for that."""
+        trainer: Any = self.trainer
+        every = trainer.reload_dataloaders_every_n_epochs
+        return self.loaders_of_epoch is not None and 0 < every <= trainer.current_epoch - self.loaders_of_epoch
+
+    def _count_from_loaders_of_resumed(self) -> None:
+        """Has loaders made anew in the epochs in which the run that is resumed would have made them."""
+        epoch = self.loaders_of_epoch
+        self.begins_with_new_loaders = self.needs_new_loaders or epoch == self.trainer.current_epoch
+        if epoch is not None and not self.needs_new_loaders:
+            self._last_train_dl_reload_epoch = epoch
+        self.loaders_of_epoch = None
 
     def _load_combined_loader_states(self) -> None:
         # Lightning: _FitLoop._load_combined_loader_states, called right before the first iterator is made.

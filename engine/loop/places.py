@@ -206,11 +206,12 @@ class Places:
         workers = loader.workers if isinstance(loader, WithWorkers) else getattr(place.watched, "workers", None)
         return found if workers is None else {**found, "workers": workers.state_after(epoch, batches - place.batches)}
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> bool:
+    def load_state_dict(self, states: list[dict[str, Any]], *, are_new: bool = False) -> bool:
         """The loaders that are prepared next begin at the positions of another run's.
 
         Args:
             states: `state_dict` of each rank of that run that had samples of its own, in their order.
+            are_new: that run would have made new loaders here, which begin.
 
         Returns:
             Whether all of them can.
@@ -235,7 +236,7 @@ class Places:
         # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
         self.trainer.fit_loop._combined_loader_states_to_load = []
         kinds = [loader["unit"] for loader in self._to_resume]
-        self._is_resuming = bool(kinds)
+        self._is_resuming = bool(kinds) and not are_new
         return bool(kinds) and None not in kinds
 
     def _with_order(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -374,11 +375,21 @@ class Places:
         fetcher._stop_profiler = trainer.fit_loop.epoch_loop._on_after_fetch
         return done
 
+    def begin_again(self) -> None:
+        """Called before a second iterator is made for an epoch: workers may have read ahead for the first one."""
+        combined = self.trainer.fit_loop._combined_loader
+        for loader in filter(lambda each: isinstance(each, DataLoader), combined.flattened):
+            if (order := order_of(loader)) is not None:
+                order.passes.begin_again(self.epoch)
+            elif loader in self._watched:
+                self._watched[loader].begin_again()
+
     def forget(self) -> None:
         """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""
         trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
+            self.begin_again()
             for loader in combined.flattened:
                 if isinstance(loader, Remembering):
                     loader.begin(self.epoch)

@@ -275,6 +275,7 @@ class SavingConnector(_CheckpointConnector):
             "cut_short": self._is_cut_short,
             "in_validation": self._stopped_in_validation,
             "batches": trainer.fit_loop.epoch_loop.batches_done(),
+            "loaders_of_epoch": max(0, trainer.fit_loop._last_train_dl_reload_epoch),
             "world_size": trainer.world_size,
             "layout": self._layout,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,

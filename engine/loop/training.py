@@ -138,6 +138,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             data.places.forget()
         elif self._begins_epoch:
             data.places.told.begin_again(data_fetcher, data.places.epoch)
+            self._begin_new_loaders(data_fetcher)
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         data.places.settle()
@@ -148,6 +149,16 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             self.restarting = False  # Lightning: would do again what follows the batch
         callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
+
+    def _begin_new_loaders(self, data_fetcher: _DataFetcher) -> None:
+        """Makes the second iterator of loaders that are made in this epoch, which draws as the first one has."""
+        fit_loop: Any = self.trainer.fit_loop
+        is_second, fit_loop.begins_with_new_loaders = fit_loop.begins_with_new_loaders, False
+        if is_second and self.trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start
+            self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
+            self.trainer._data_connector.places.settle()  # type: ignore[attr-defined]
+            self.trainer._data_connector.places.begin_again()  # type: ignore[attr-defined]
+            iter(data_fetcher)
 
     @property
     def _begins_epoch(self) -> bool:

@@ -215,8 +215,30 @@ class Words(Parts):
 
 
 def test_a_batch_whose_size_can_not_be_seen(tmp_path):
+    loader = DataLoader(Words([3, 3]), batch_size=BATCH, collate_fn=lambda words: {"words": words})
     with pytest.raises(ProcessRaisedException, match=r"can't be seen(.|\n)*weight"):
-        fit(Strange(tmp_path), "ddp", Words([3, 3]))
+        Engine(strategy="ddp_fork", devices=2, max_epochs=1, **QUIET).fit(Strange(tmp_path), loader)
+
+
+class Named(Parts):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"name": str(i)} for i in part_of(dist.get_rank(), self.sizes)])
+
+
+class Reads(Fits):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        numbers = [int(name) for name in batch["name"]]
+        self.seen[self.trainer.global_step] += numbers
+        self.log("mean", INPUTS[numbers].mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(numbers))
+        return self.loss(INPUTS[numbers])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_strings_count_as_samples(accumulate, tmp_path):
+    module = Reads(tmp_path)
+    fit(module, "ddp", Named(SIZES), accumulate_grad_batches=accumulate)
+    found = {name: tensor for name, tensor in module.state_dict().items() if name != "count"}
+    assert largest_difference(found, plain_loop(steps_of(SIZES, accumulate, "pad"))) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import itertools
 import tracemalloc
+import zlib
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -18,6 +21,7 @@ from torch.utils.data import (
 )
 
 from polyphase.engine.data import GlobalOrder
+from polyphase.engine.data.drawing import Record
 
 WORLDS = [1, 2, 3, 4]
 SIZES = [0, 1, 3, 8, 12, 13]
@@ -205,7 +209,51 @@ def test_a_shuffled_order_and_the_generators_after_it_are_torchs(num_samples, is
     assert generator is None or torch.equal(generator.get_state(), expected[2])
 
 
-@pytest.mark.parametrize("sampler", [RandomSampler(range(200_000)), SequentialSampler(range(200_000))])
+class Yields:
+    """A sampler of the user's."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 200_000
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+LONG = {
+    "shuffled": RandomSampler(range(200_000)),
+    "in order": SequentialSampler(range(200_000)),
+    "NumPy's integers": Yields(lambda: np.random.default_rng(0).permutation(200_000)),
+    "tensors": Yields(lambda: map(torch.tensor, range(200_000))),
+    "batches": BatchSampler(SequentialSampler(range(800_000)), 4, False),
+}
+ODD = {
+    "lists of NumPy's integers": lambda: [list(np.arange(3)), list(np.arange(2))],
+    "numbers of several types": lambda: [*range(3), *np.arange(2), *torch.arange(2)],
+    "lists and numbers": lambda: [[0, 1], 2, [3]],
+    "lists of unlike numbers": lambda: [[0, 1], [np.int64(2), 3], []],
+    "tuples": lambda: [(0, 1), (2, 3)],
+    "large numbers": lambda: list(np.arange(3, dtype=np.uint64) + 2**63),
+    "tensors of other types": lambda: list(torch.arange(3, dtype=torch.int32)),
+    "small integers of NumPy's": lambda: list(np.arange(3, dtype=np.int8)),
+    "flags": lambda: [True, False],
+}
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_an_order_is_read_as_it_was_yielded(make):
+    expected, found = make(), Record()
+    for item in expected:
+        found.add([item])
+    assert [*found.order] == expected == found.order[:]
+    assert [found.order[i] for i in range(len(expected))] == expected
+    assert repr([*found.order]) == repr(expected), "of the same types"
+    assert found.digest(len(expected)) == zlib.crc32("".join(map(repr, expected)).encode())
+
+
+@pytest.mark.parametrize("sampler", LONG.values(), ids=LONG)
 def test_a_long_order_takes_no_more_than_its_numbers(sampler):
     order = GlobalOrder(sampler, num_replicas=2)
     order.begin().take(1)
@@ -214,4 +262,5 @@ def test_a_long_order_takes_no_more_than_its_numbers(sampler):
     order.begin().up_to(180_000)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 3 * 8 * 200_000, "a list of Python integers has 40 bytes each"
+    size = 200_000 * getattr(sampler, "batch_size", 1)
+    assert peak_bytes < 3 * 8 * size, "a list of Python integers has 40 bytes each"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -201,6 +201,49 @@ def test_epochs_after_one_that_was_cut_anew_are_whole(batch_size, limit, tmp_pat
         found = [i for at, _, batch in rest if at == epoch for i in batch]
         expected = int(-(-101 // batch_size) * limit) * batch_size
         assert len(set(found)) == len(found) == min(101, expected)
+
+
+class Anew(LightningDataModule):
+    """Makes a loader each time that it is asked for one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.train_dataloader = LOADERS[name]
+
+
+ANEW = {
+    "a hook": lambda: Anew("shuffled"),
+    "a hook, with a generator": lambda: Anew("shuffled by the sampler's generator"),
+    "the same loader again": LOADERS["shuffled by the sampler's generator"],
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("at", "hook"),
+    [
+        (4, "on_train_batch_end"),
+        (9, "on_train_batch_end"),
+        (1, "on_train_epoch_end"),
+        (2, "on_train_epoch_end"),
+        (2, "on_train_epoch_start"),
+        (3, "on_train_epoch_start"),
+    ],
+)
+def test_loaders_are_made_anew_in_the_epochs_of_the_run_that_was_not_stopped(name, every, at, hook, tmp_path):
+    """Lightning makes two iterators in such an epoch, and each draws."""
+    assert_goes_on(ANEW[name], tmp_path, at, hook=hook, max_epochs=5, reload_dataloaders_every_n_epochs=every)
+
+
+@pytest.mark.parametrize("at", [7, 11])
+def test_so_are_loaders_whose_workers_read_ahead_for_the_first_iterator(at, tmp_path):
+    def load() -> LightningDataModule:
+        data = LightningDataModule()
+        data.train_dataloader = lambda: DataLoader(Positions(SIZE), 3, shuffle=True, num_workers=1)
+        return data
+
+    assert_goes_on(load, tmp_path, at, max_epochs=5, reload_dataloaders_every_n_epochs=1)
 
 
 class Unsized(Sampler[int]):
