@@ -2,6 +2,7 @@
 
 from .communication import CommunicationMonitor
 from .console import ConsoleLogger, default_progress_bar
+from .doctor import Doctor
 from .gradient_norm import GradientNormMonitor
 from .memory import MemoryMonitor
 from .progress import ProgressBar
@@ -13,6 +14,7 @@ from .throughput import ThroughputMonitor
 __all__ = [
     "CommunicationMonitor",
     "ConsoleLogger",
+    "Doctor",
     "GradientNormMonitor",
     "MemoryMonitor",
     "ProgressBar",

@@ -13,6 +13,7 @@ from polyphase.engine.run_info import header
 from ._counts import count_samples
 from ._memory import peak_bytes
 from ._run_text import RunEnd, end_text, stop_text
+from .doctor import Doctor
 from .memory import MemoryMonitor
 from .throughput import ThroughputMonitor
 
@@ -39,7 +40,8 @@ class RunSummary(Callback):
     - the share of that time in which the ranks waited for their data loaders, mean over ranks;
     - the largest peak memory of a rank: what torch has allocated on its device, or on the CPU what the process had
       resident at most, both since the process began;
-    - the best checkpoint and its value, where logs and checkpoints are, how to go on, and how to load the weights.
+    - the best checkpoint and its value, where logs and checkpoints are, how to go on, and how to load the weights;
+    - with a `Doctor` among the callbacks, where the time went, and what costs most of it.
 
     After Ctrl-C and SIGTERM: what was saved, and how to go on. What it counts is sent once, when training is over; the
     host never waits for the device but once then, and before and after each validation.
@@ -114,7 +116,8 @@ class RunSummary(Callback):
             cause = "Ctrl-C" if isinstance(exception, KeyboardInterrupt) else "SIGTERM"
             _say(*stop_text(trainer, cause))
         elif exception is None and figures is not None:
-            _say(*end_text(trainer, self._end(trainer, figures)))
+            verdict = [line for c in trainer.callbacks if isinstance(c, Doctor) for line in c.summary()]
+            _say(*end_text(trainer, self._end(trainer, figures)), *verdict)
 
     def _end(self, trainer: Any, figures: list[_Figures]) -> RunEnd:
         counts = [rank.num_samples for rank in figures]

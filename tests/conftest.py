@@ -33,6 +33,8 @@ ALONE = (
     "benchmarks/test_overhead.py",
     "benchmarks/test_strategies.py",
     "callbacks/test_communication_integration.py",
+    "callbacks/test_doctor.py",
+    "callbacks/test_doctor_integration.py",
     "callbacks/test_notebook_integration.py",
     "callbacks/test_snapshot_integration.py",
     "callbacks/test_terminal_integration.py",

@@ -28,6 +28,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "init": _command(".init:main"),
     "launch": _command("..launch:main"),
     "ckpt": _command("..checkpoint.commands:main"),
+    "doctor": _command("..doctor.command:main"),
 }
 """Commands that run no model: each takes the words behind it and returns the exit code."""
 
@@ -37,6 +38,7 @@ usage: polyphase {fit,validate,test,predict,verify,wire} [flags]
        polyphase init DIR
        polyphase launch [--nproc N] [--max-restarts K] -- script.py
        polyphase ckpt {list,inspect,verify,export,prune}
+       polyphase doctor {RUN_DIR,host}
 
 Train a LightningModule on any number of devices: one flag per strategy, the same result under each
 (but for local_sgd, diloco and ps with staleness, which are made to compute something else).
@@ -61,6 +63,9 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
   polyphase launch --help         torchrun, for jobs that survive the loss of a process
   polyphase ckpt --help           what is in checkpoints, whether they are whole, and one file out
                                   of them
+  polyphase doctor RUN_DIR        where the time of a run with --callbacks+=Doctor went, which rank
+                                  costs it, and which flag mends that
+  polyphase doctor host           whether this host is fit to train on: memory, CPUs, disk, ...
   polyphase fit --help            the flags; also of the others; --help-all: those of Lightning too
   polyphase fit ... --print_config > run.yaml
 

@@ -48,8 +48,9 @@ class Hooks:
         """Calls hook `name` of the callbacks, then of the module; returns what the module's returned."""
         found = self._found.get(name)
         if found is None:
-            of_callbacks = [hook for c in self._callbacks if (hook := overridden(c, Callback, name))]
-            found = self._found[name] = of_callbacks, overridden(self._module, LightningModule, name)
+            of_callbacks = [self._timed(c, name, h) for c in self._callbacks if (h := overridden(c, Callback, name))]
+            own = overridden(self._module, LightningModule, name)
+            found = self._found[name] = of_callbacks, None if own is None else self._timed(self._module, name, own)
         of_callbacks, of_module = found
         if not of_callbacks and of_module is None:
             return None
@@ -63,6 +64,11 @@ class Hooks:
         result = of_module(*arguments) if of_module is not None else None
         state["_current_fx_name"] = outer
         return result
+
+    def _timed(self, owner: Any, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `hook`, or one that a clock measures if there is a clock."""
+        clock = self._trainer.heartbeat.clock  # type: ignore[attr-defined]
+        return hook if clock is None else clock.timed_hook(f"{type(owner).__name__}.{name}", hook)
 
     def has_own(self, name: str) -> bool:
         """Whether the module overrides hook `name`."""

@@ -23,6 +23,8 @@ def folders_written_to(trainer: Trainer) -> dict[str, str]:
             folders[str(logger.save_dir)] = root if is_default else f"{name}(save_dir={str(logger.save_dir)!r})"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
+        if hasattr(callback, "notes_folder") and not trainer.loggers:
+            folders.setdefault(str(trainer.default_root_dir), root)
         if not isinstance(callback, ModelCheckpoint) and not hasattr(callback, "snapshot_folder"):
             continue
         dirpath = getattr(callback, "dirpath", None)

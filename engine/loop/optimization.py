@@ -74,7 +74,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             ends_window: whether the optimizer steps after this micro-batch.
         """
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on it is Lightning's own.
-        trainer = self.trainer
+        trainer: Any = self.trainer
         strategy = trainer.strategy
         closure = _MicroBatch(self, hooks, batch_idx, arguments, ends_window)
         if ends_window:
@@ -93,6 +93,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 closure()
         else:
             closure()
+        trainer.heartbeat.phase = "batch"
         if closure.was_cut_short:
             return {}
         result = closure.consume_result()
@@ -263,7 +264,15 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         return self._result.loss
 
     def closure(self) -> ClosureResult:
-        """Forward, zeroing of gradients and backward, in memory that may not be enough."""
+        """Forward, zeroing of gradients and backward."""
+        heartbeat = self._optimization.trainer.heartbeat  # type: ignore[attr-defined]
+        heartbeat.phase = "train"
+        result = self._in_memory()
+        heartbeat.phase = "optimizer"
+        return result
+
+    def _in_memory(self) -> ClosureResult:
+        """The same, in memory that may not be enough."""
         watch = self._optimization.out_of_memory
         if watch is None:
             return self._closure()
@@ -348,8 +357,10 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
         zero_grad = trainer.lightning_module.optimizer_zero_grad
         progress = self._optimization.optim_progress.optimizer.zero_grad
+        trainer.heartbeat.phase = "optimizer"  # type: ignore[attr-defined]
         progress.increment_ready()
         self._hooks.call("on_before_zero_grad", optimizer)
         progress.increment_started()
         self._hooks.within("optimizer_zero_grad", zero_grad, trainer.current_epoch, self._batch_idx, optimizer)
         progress.increment_completed()
+        trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]

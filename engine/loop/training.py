@@ -324,9 +324,10 @@ class _Epoch:
             loop.data_wait_s += perf_counter() - since
         if watch is not None and watch.has_failed:
             batch = trainer._data_connector.sizes.smallest_batch()
-        self._heartbeat.phase = "train"
+        self._heartbeat.phase = "copy"
         progress.is_last_batch = self._fetcher.done
         batch = self._transfer(batch)
+        self._heartbeat.phase = "batch"
         total.ready += 1
         current.ready += 1
         connector.begin_batch(loop._results, batch)
@@ -386,7 +387,9 @@ class _Epoch:
         # Lightning: _LoggerConnector.should_update_logs
         is_logged = every and ((loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
         if ends_window and (is_logged or trainer.fast_dev_run):
+            self._heartbeat.phase = "log"
             connector.log_metrics(connector.metrics["log"])
+            self._heartbeat.phase = "batch"
 
         # Lightning: _TrainingEpochLoop.on_advance_end
         if is_last or trainer.should_stop or self._may_validate():

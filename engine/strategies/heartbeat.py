@@ -9,11 +9,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
+
+from ..phases import PhaseClock
 
 __all__ = ["Call", "Heartbeat", "describe", "stack_of"]
 
@@ -48,17 +50,27 @@ class Heartbeat:
         trainer: whose counters say the rest.
     """
 
+    clock: PhaseClock | None = None
+    """Told each phase that begins; None: nobody listens."""
+
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.phase = "setup"
-        """``"setup"``, ``"fetch"`` (waits for the data loader), ``"train"``, ``"validate"``, ``"save"``, ...: set by
-        the loops."""
+        """``"setup"``, ``"fetch"`` (waits for the data loader), ``"copy"`` (of a batch), ``"train"`` (forward and
+        backward), ``"optimizer"``, ``"log"``, ``"batch"`` (around these), ``"validate"``, ``"save"``, ...: set by the
+        loops."""
         self._thread = 0
         self.known: Callable[[], dict[int, dict[str, Any]]] | None = None
         """Returns the positions of all ranks, as far as they are known here; None where no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "known": None}  # a copy of a trainer is in no run
+        return {**vars(self), "known": None, "clock": None}  # a copy of a trainer is in no run
+
+    def listen(self, clock: PhaseClock | None) -> None:
+        """Tells `clock` each phase from now on; None: nobody any more."""
+        self.clock = clock
+        # A class of its own, so that an assignment costs nothing more where nobody listens.
+        self.__class__ = Heartbeat if clock is None else _Announcing
 
     def begin(self) -> None:
         """Called as a run begins, by the thread that runs it."""
@@ -123,6 +135,27 @@ class Heartbeat:
             lines = [(call.file, call.line, call.name, None) for call in reversed(stack)]
             report["stack"] = "".join(traceback.StackSummary.from_list(lines).format())
         return report
+
+
+class _Announcing(Heartbeat):
+    """Tells its clock each phase that is assigned."""
+
+    @property
+    def phase(self) -> str:
+        """See `Heartbeat`."""
+        return vars(self)["phase"]
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        vars(self)["phase"] = phase
+        if self.clock is not None:
+            self.clock.announce(phase)
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Around a part of another phase; all that is in it belongs to it."""
+        with nullcontext() if self.clock is None else self.clock.sealed(phase), super().within(phase):
+            yield
 
 
 def stack_of(thread: int) -> list[Call]:

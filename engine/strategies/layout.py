@@ -61,6 +61,8 @@ class LayoutStrategy:
     """Whether a forward under `torch.inference_mode` leaves nothing behind that training would write to."""
     averages_gradients = True
     """Whether a step's gradients are the mean over all ranks; else each rank steps by its own."""
+    keeps_step = True
+    """Whether ranks wait for each other every few steps anyhow, and none of them may be lost."""
     steps_alone = False
     """Whether that is so in a part of the run at most: then a global batch is no single step's."""
 

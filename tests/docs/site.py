@@ -23,6 +23,7 @@ PAGES = (
     "choosing",
     "coming-from",
     "comparison",
+    "doctor",
     "glossary",
     "index",
     "quickstart",

@@ -29,6 +29,8 @@ from torch.distributed import rpc
 from torch.distributed.rpc import internal
 from torch.futures import Future
 
+from ...phases import waits
+
 __all__ = ["ALLOWED", "Connection", "interface_of"]
 
 ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -176,6 +178,7 @@ class Connection:
         deadline = time.monotonic() + patience_s
         return [rank for rank, call in calls.items() if not _done(call).wait(max(0.0, deadline - time.monotonic()))]
 
+    @waits
     def wait(self, calls: dict[int, Future], what: str) -> dict[int, Any]:
         """The answers to calls, by rank.
 

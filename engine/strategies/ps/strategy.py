@@ -259,6 +259,11 @@ class PS(LayoutStrategy, DDPStrategy):
         return rank >= self._num_servers
 
     @property
+    def keeps_step(self) -> bool:  # type: ignore[override]
+        """See `LayoutStrategy`."""
+        return self.options.staleness == 0 and not any(map(self.can_lose, range(self.layout.world_size)))
+
+    @property
     def may_leave(self) -> bool:
         """Whether the others go on if this rank fails now."""
         return self._worker is not None and self.can_lose(self.global_rank)

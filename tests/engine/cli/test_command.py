@@ -70,7 +70,7 @@ def command(monkeypatch, capsys):
 
 
 MISTAKES = [
-    (["fti"], "unknown command 'fti'. Did you mean 'fit'? Allowed: ckpt, fit, init,"),
+    (["fti"], "unknown command 'fti'. Did you mean 'fit'? Allowed: ckpt, doctor, fit, init,"),
     (["fit"], "fit needs a model: --model NAME or --model package.Class. There are digits_l.LitDigits,"),
     ([*FIT, "--stratgy", "ddp"], "fit has no flag --stratgy. Did you mean --strategy?"),
     ([*FIT, "--trainer.max_epoch", "3"], "fit has no flag --trainer.max_epoch. Did you mean --trainer.max_epochs?"),

@@ -1,0 +1,189 @@
+"""The clocks of `Doctor`: the host's on a CPU, and events on the compute stream of an accelerator.
+
+A host that runs ahead of its device spends its time elsewhere than the device does. There a phase is the time that the
+compute stream takes from the event at its beginning to the event at its end, gaps included in which the host was late:
+what is hidden behind computing takes none. Events are read when the device has passed them, without waiting for it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from polyphase.engine.devices import module_of, wait_for
+from polyphase.engine.phases import PHASES, PhaseClock
+
+__all__ = ["DeviceClock", "HostClock", "Measured", "make_clock"]
+
+
+@dataclasses.dataclass
+class Measured:
+    """The measurements of a clock since it was last asked.
+
+    Args:
+        seconds: by phase.
+        num_steps: optimizer steps that ended.
+    """
+
+    seconds: dict[str, float]
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        self._everyones = [self.seconds]
+
+    def tell_waits(self, everyones: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
+        """Tells waits for slower ranks from communication.
+
+        In each step, what a rank has been in collectives for longer than the rank that was in them for the shortest
+        time, it has waited for the slower ones.
+
+        Args:
+            everyones: of each rank, its seconds by phase, and its seconds of communication in each step.
+            rank: the index of this one among them.
+
+        Returns:
+            The number of steps that all ranks know of.
+        """
+        num_steps = min(len(by_step) for _, by_step in everyones)
+        shortest = [min(step) for step in zip(*(by_step[:num_steps] for _, by_step in everyones), strict=True)]
+        told = []
+        for seconds, by_step in everyones:
+            waited = sum(max(0.0, own - least) for own, least in zip(by_step, shortest, strict=False))
+            waited = min(waited, seconds["communication"])
+            communication = seconds["communication"] - waited
+            told.append({**seconds, "communication": communication, "waiting": seconds["waiting"] + waited})
+        self._everyones = told
+        self.seconds.update(told[rank])
+        return num_steps
+
+    def mean_shares(self) -> dict[str, float]:
+        """Returns the shares of the phases, mean over the ranks that are known."""
+        walls = [max(sum(seconds.values()), 1e-12) for seconds in self._everyones]
+        return {
+            phase: sum(seconds[phase] / wall for seconds, wall in zip(self._everyones, walls, strict=True)) / len(walls)
+            for phase in PHASES
+        }
+
+
+class HostClock(PhaseClock):
+    """Where the host computes itself: its own clock says all.
+
+    Attributes:
+        by_step: seconds of communication of each step that was not forgotten.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_step: list[float] = []
+        self._taken = dict(self.seconds)
+        self._num_steps = 0
+        self._at_step = 0.0
+
+    def end_step(self) -> None:
+        """Called after each optimizer step."""
+        self._num_steps += 1
+        communication = self.seconds["communication"]
+        self.by_step.append(communication - self._at_step)
+        self._at_step = communication
+
+    def forget_steps(self, num_steps: int) -> None:
+        """Drops the first ones of `by_step`."""
+        del self.by_step[:num_steps]
+
+    def forget_all_steps(self) -> None:
+        """Drops all steps that have ended."""
+        self.by_step.clear()
+
+    def take(self, waits: bool = False) -> Measured:
+        """Returns what was measured since the last call.
+
+        Args:
+            waits: for the device, if need be.
+        """
+        now, before = self.read(), self._taken
+        self._taken, num_steps, self._num_steps = now, self._num_steps, 0
+        return Measured({phase: now[phase] - before[phase] for phase in PHASES}, num_steps)
+
+
+class DeviceClock(HostClock):
+    """The compute stream's time.
+
+    Args:
+        device: an accelerator, whose module has events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, module_of(device)
+        self._stream = self._current_stream()
+        self._spare: list[Any] = []
+        self._last = self._event()
+        self._marks: list[tuple[str | None, Any]] = []  # the phase that ended, and when; None: a step did
+        self._in_step_s = 0.0
+        self._num_to_forget = 0
+        super().__init__()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what the caller launches goes to the compute stream."""
+        return self._current_stream() == self._stream
+
+    def _current_stream(self) -> Any:
+        return self._module.current_stream(self._device) if hasattr(self._module, "current_stream") else None
+
+    def _event(self) -> Any:
+        event = self._spare.pop() if self._spare else self._module.Event(enable_timing=True)
+        event.record() if self._stream is None else event.record(self._stream)
+        return event
+
+    def _change(self, phase: str) -> None:
+        if phase != self.phase:
+            self._marks.append((self.phase, self._event()))
+        super()._change(phase)
+
+    def end_step(self) -> None:
+        """Called after each optimizer step."""
+        self._marks.append((None, None))
+
+    def take(self, waits: bool = False) -> Measured:
+        """Returns what the device has done since the last call."""
+        self._marks.append((self.phase, self._event()))
+        if waits:
+            wait_for(self._device)
+        seconds, num_steps = dict.fromkeys(PHASES, 0.0), 0
+        num_read = self._num_passed()
+        for phase, event in self._marks[:num_read]:
+            if phase is None:
+                num_steps += 1
+                if self._num_to_forget > 0:
+                    self._num_to_forget -= 1
+                else:
+                    self.by_step.append(self._in_step_s)
+                self._in_step_s = 0.0
+                continue
+            took_s = self._last.elapsed_time(event) / 1e3
+            seconds[phase] += took_s
+            self._in_step_s += took_s if phase == "communication" else 0.0
+            self._spare.append(self._last)
+            self._last = event
+        del self._marks[:num_read]
+        return Measured(seconds, num_steps)
+
+    def forget_all_steps(self) -> None:
+        """Drops all steps that the host has ended: the ranks' lists go on with the same one."""
+        super().forget_all_steps()
+        self._num_to_forget = sum(phase is None for phase, _ in self._marks)
+
+    def _num_passed(self) -> int:
+        """Returns how many marks the device has passed, up to the last event among them."""
+        for number in range(len(self._marks), 0, -1):
+            event = self._marks[number - 1][1]
+            if event is not None and event.query():
+                return number
+        return 0
+
+
+def make_clock(device: torch.device) -> HostClock:
+    """The clock for a rank that computes on `device`."""
+    module = module_of(device)
+    return DeviceClock(device) if hasattr(module, "Event") else HostClock()

@@ -1,0 +1,90 @@
+"""How much of a CPU the thread that trains has in forward and backward, and how long it waits there for one."""
+
+import os
+import threading
+import time
+
+import psutil
+
+__all__ = ["HostUse", "num_cpus"]
+
+_EVERY_BATCHES = 4
+
+
+class HostUse:
+    """Looks at the system's counters of this thread around one forward and backward of four: 10 us each time.
+
+    Attributes:
+        cpu_s: CPU time, since `take`.
+        runqueue_s: ready to run, while another thread had its CPU; None where the system does not say.
+    """
+
+    def __init__(self) -> None:
+        self._file = _open_counters()
+        self._process = psutil.Process()
+        self._is_under_way = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_looks = self._num_batches = 0
+        self.cpu_s, self.runqueue_s = 0.0, 0.0
+
+    def begin(self) -> None:
+        """Before forward."""
+        self._is_under_way = self._num_batches % _EVERY_BATCHES == 0
+        self._num_batches += 1
+        if self._is_under_way:
+            self._began = time.thread_time(), self._runqueue_s()
+
+    def end(self) -> None:
+        """After backward."""
+        if self._is_under_way:
+            self._is_under_way = False
+            self._num_looks += 1
+            self.cpu_s += time.thread_time() - self._began[0]
+            self.runqueue_s += self._runqueue_s() - self._began[1]
+
+    def take(self) -> tuple[float | None, float | None]:
+        """Returns both since the last call, as if all batches had been looked at; None: not known."""
+        num_looks, num_batches, cpu_s, runqueue_s = self._num_looks, self._num_batches, self.cpu_s, self.runqueue_s
+        self._reset()
+        if num_looks == 0:
+            return (None, None) if num_batches else (0.0, 0.0)
+        factor = num_batches / num_looks
+        return cpu_s * factor, None if self._file is None else runqueue_s * factor
+
+    @property
+    def rss_mb(self) -> float:
+        """The memory of this process."""
+        return self._process.memory_info().rss / 1e6
+
+    def close(self) -> None:
+        """Nothing more is looked at."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _runqueue_s(self) -> float:
+        return 0.0 if self._file is None else int(os.pread(self._file, 96, 0).split()[1]) / 1e9
+
+
+def _open_counters() -> int | None:
+    try:
+        file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # no Linux, or one without these statistics
+        return None
+    if len(os.pread(file, 96, 0).split()) < 2:
+        os.close(file)
+        return None
+    return file
+
+
+def num_cpus() -> float:
+    """CPUs that this process may use, by its affinity and by the quota of its container."""
+    usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return usable if quota == "max" else min(usable, int(quota) / int(period))
+    except (OSError, ValueError):
+        return usable

@@ -1,0 +1,52 @@
+"""The file in which a rank notes its intervals."""
+
+import os
+from contextlib import suppress
+from typing import TextIO
+
+from polyphase.engine.doctor import MAX_INTERVALS, Interval, RankInfo, compact, write_rank
+
+__all__ = ["Notes"]
+
+
+class Notes:
+    """Appends a line for each interval, and joins neighbours where there are too many.
+
+    Args:
+        folder: in which the file ``rank_<r>.jsonl`` is; one of an earlier run becomes ``rank_<r>.jsonl.before``. None:
+            nothing is written.
+        info: of this rank.
+    """
+
+    def __init__(self, folder: str | None, info: RankInfo) -> None:
+        self.info = info
+        self.intervals: list[Interval] = []
+        self._path = None if folder is None else os.path.join(folder, f"rank_{info.rank}.jsonl")
+        self._file: TextIO | None = None
+        if self._path is not None:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            with suppress(FileNotFoundError):
+                os.replace(self._path, f"{self._path}.before")
+            self._write_all()
+
+    def add(self, interval: Interval) -> None:
+        """Notes an interval."""
+        self.intervals.append(interval)
+        if len(self.intervals) > MAX_INTERVALS:
+            self.intervals = compact(self.intervals)
+            self._write_all()
+        elif self._file is not None:
+            self._file.write(f"{interval.line()}\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more is noted."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write_all(self) -> None:
+        if self._path is not None:
+            self.close()
+            write_rank(self._path, self.info, self.intervals)
+            self._file = open(self._path, "a")  # noqa: SIM115  # it stays open

@@ -1,0 +1,94 @@
+"""Has a clock told what neither loop nor strategy announces: waits in torch.distributed, the end of backward, hooks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch: what tensors of a mesh wait by, when their values are needed.
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from polyphase.engine.phases import PhaseClock, listening, phase_of_action, waits
+
+__all__ = ["actions_of", "collectives", "mark_end_of_backward"]
+
+
+@contextmanager
+def collectives(clock: PhaseClock) -> Iterator[None]:
+    """Tells `clock` each wait for a collective, by whomever it is called from Python.
+
+    Waits that nobody calls from Python are those of DistributedDataParallel: see `mark_end_of_backward`.
+    """
+    wait, wait_tensor = dist.Work.wait, functional.wait_tensor
+    timed = waits(wait_tensor)
+
+    def timed_wait_tensor(tensor: Tensor) -> Tensor:
+        return wait_tensor(tensor) if torch.compiler.is_compiling() else timed(tensor)
+
+    dist.Work.wait, functional.wait_tensor = waits(wait), timed_wait_tensor  # type: ignore[method-assign]
+    try:
+        with listening(clock):
+            yield
+    finally:
+        dist.Work.wait, functional.wait_tensor = wait, wait_tensor  # type: ignore[method-assign]
+
+
+def mark_end_of_backward(loss: Tensor, clock: PhaseClock) -> None:
+    """Tells `clock` of the waits between the last gradient of `loss` and the end of backward.
+
+    What is to run at that end runs in the order in which it was asked for: what we ask for at the beginning runs before
+    what DistributedDataParallel and FSDP2 ask for when they see a gradient, and what that asks for runs after it.
+    """
+    # torch: where DistributedDataParallel and FSDP2 put what they do last in a backward.
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def begin(_: Tensor) -> None:
+        queue(end_of_gradients)
+
+    def end_of_gradients() -> None:
+        outer = clock.enter("communication")
+
+        def end_of_waits() -> None:
+            clock.enter(outer)
+
+        queue(end_of_waits)
+
+    loss.register_hook(begin)
+
+
+@contextmanager
+def actions_of(profiler: Any, clock: PhaseClock) -> Iterator[None]:
+    """Tells `clock` of the actions that Lightning tells `profiler`: hooks at the ends of epochs, and its own loop."""
+    start, stop = profiler.start, profiler.stop
+    under_way: list[tuple[str, str, float]] = []
+
+    def timed_start(action: str) -> None:
+        start(action)
+        phase = phase_of_action(action)
+        if phase is not None:
+            under_way.append((action, clock.enter(phase), clock.seconds["callbacks"]))
+
+    def timed_stop(action: str) -> None:
+        if under_way and under_way[-1][0] == action:
+            _, outer, callbacks_s = under_way.pop()
+            # Lightning's own loop says where a fetch ends, not what follows: nothing of which is the user's code.
+            between = not under_way and outer == "compute"
+            clock.enter("engine" if between else outer)
+            if phase_of_action(action) == "callbacks":
+                clock.by_hook[_hook(action)] += clock.seconds["callbacks"] - callbacks_s
+        stop(action)
+
+    profiler.start, profiler.stop = timed_start, timed_stop
+    try:
+        yield
+    finally:
+        del profiler.start, profiler.stop
+
+
+def _hook(action: str) -> str:
+    """``"[Callback]EarlyStopping{'monitor': 'x'}.on_train_end"`` -> ``"EarlyStopping.on_train_end"``."""
+    owner, _, name = action.rpartition(".")
+    return f"{owner.partition(']')[2].partition('{')[0]}.{name}"

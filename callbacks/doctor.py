@@ -1,0 +1,300 @@
+"""`Doctor`: where each step of each rank goes, noted while it trains, and what costs most of it when it ends.
+
+Phases of an interval's end, on all ranks:
+1. each rank reads its clock (no collective, no wait for the device);
+2. one gather on the hosts' group: 11 numbers, and one for each step: the time in collectives. What a rank has waited
+   longer in a step than the rank that has waited least is the wait for slower ranks;
+3. each rank appends a line to its own file, and rank 0 logs the mean shares.
+"""
+
+import os
+import socket
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from polyphase.engine.devices import peak_bytes
+from polyphase.engine.doctor import Interval, RankInfo, Run, compact, judge, slowest_hooks, write_rank
+from polyphase.engine.flags import split_launcher
+from polyphase.engine.run_info import log_folder, shown_path
+from polyphase.engine.version import __version__
+
+from ._clocks import HostClock, make_clock
+from ._counts import count_samples
+from ._host_use import HostUse, num_cpus
+from ._interval import positive_steps
+from ._notes import Notes
+from ._padding import PaddingWatch
+from ._reads import ReadWatch
+from ._waits import actions_of, collectives, mark_end_of_backward
+
+__all__ = ["Doctor"]
+
+_WARMUP_STEPS = 3
+_INTERVAL_STEPS = 50
+"""Optimizer steps between two notes where `log_every_n_steps=0` says that nothing is logged."""
+_NUM_SENT, _NUM_SENT_FAR = 8, 64
+"""Intervals that a rank tells rank 0 as training ends: on its host, which has the files as well, and elsewhere."""
+
+
+class Doctor(Callback):
+    """Divides the wall time of each rank into phases, and says in the end what costs most of it and what mends that.
+
+    The phases add up to the wall time: waiting for data, copies to the device, forward and backward, communication that
+    nothing hides, waiting for slower ranks, optimizer, callbacks, loggers, validation, saves, and the engine itself. On
+    accelerators they are the compute stream's, by events that are read an interval later.
+
+    Each rank appends a line an interval to ``doctor/rank_<r>.jsonl`` in the run's folder of logs; rank 0 logs
+    ``doctor/<phase>``, the shares of the time, mean over ranks. The lines at the end of the run say what stands out;
+    ``polyphase doctor RUN_DIR`` says all of it. See docs/doctor.md.
+
+    Args:
+        every_n_steps: optimizer steps of an interval; None for the trainer's `log_every_n_steps`.
+
+    Attributes:
+        last: the shares of the last interval, by name, mean over ranks.
+
+    Raises:
+        ValueError: `every_n_steps` is no positive whole number.
+        MisconfigurationException: at the start of `fit`, if the trainer is not an `Engine`, whose loops say which phase
+            begins.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
+        self.last: dict[str, float] = {}
+        self._clock: HostClock | None = None
+        self._attached = ExitStack()
+        self._run: Run | None = None
+        self._folder: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"every_n_steps": self.every_n_steps, "last": self.last}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["every_n_steps"])  # type: ignore[misc]  # in another process nothing is under way
+        self.last = state["last"]
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Checks that there is somebody to listen to."""
+        if not hasattr(trainer, "heartbeat"):
+            raise MisconfigurationException(
+                f"Doctor listens to the loops of a polyphase Engine, but the trainer is a {type(trainer).__name__}: use"
+                " polyphase.engine.Engine, or one of Lightning's profilers."
+            )
+
+    def notes_folder(self, trainer: Any) -> str | None:
+        """Returns the folder of the ranks' files; None where nothing is written."""
+        if trainer.fast_dev_run:
+            return None
+        logs = log_folder(trainer) or trainer.default_root_dir
+        return os.path.abspath(os.path.join("." if "://" in logs else logs, "doctor"))
+
+    # --- while training
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Begins to listen; tells all ranks where rank 0's logs are."""
+        self._detach()
+        folder, self._host = trainer.all_ranks.told((self.notes_folder(trainer), socket.gethostname()))
+        self._folder = folder
+        self._notes = Notes(folder, _describe(trainer))
+        self._first_step = self._step = self._noted_step = trainer.global_step
+        self._num_batches = 0
+        self._run, self.last = None, {}
+        # Lightning's own strategies have all ranks step together.
+        self._may_gather = getattr(trainer.strategy, "keeps_step", True)
+        self._marks_backward = trainer.world_size > 1 and not getattr(trainer.strategy, "schedules_itself", False)
+        self._has_fillers = trainer.data_size > 1
+        self._padding = PaddingWatch(trainer.strategy.root_device)
+        self._reads = ReadWatch(trainer)
+        self._attach(trainer)
+
+    def _attach(self, trainer: Any) -> None:
+        clock = self._clock = make_clock(trainer.strategy.root_device)
+        self._use = HostUse()
+        self._attached.callback(self._use.close)
+        self._attached.callback(self._reads.end)
+        trainer.heartbeat.listen(clock)
+        self._attached.callback(trainer.heartbeat.listen, None)
+        self._attached.enter_context(actions_of(trainer.profiler, clock))
+        if trainer.world_size > 1:
+            self._attached.enter_context(collectives(clock))
+        self._begin()
+
+    def _detach(self) -> None:
+        self._attached.close()
+        self._clock = None
+
+    def _begin(self) -> None:
+        assert self._clock is not None
+        self._batches = self._fillers = 0
+        self._samples: int | None = 0
+        self._saves = self._clock.num_saves
+        self._hooks = self._clock.by_hook.copy()
+        self._slowest_step_s = 0.0
+        self._step_began = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins to watch what the step reads, and what CPU it has, in some of many."""
+        self._use.begin()
+        if self._step - self._first_step >= _WARMUP_STEPS:
+            self._reads.begin(self._num_batches)
+
+    def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Marks where the last gradient is there, after which only the other ranks are waited for."""
+        self._reads.end()
+        if self._marks_backward and self._clock is not None and loss.requires_grad:
+            mark_end_of_backward(loss, self._clock)
+
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Ends the watch on the CPU."""
+        self._use.end()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts, without reading from the device, and notes an interval where it is over."""
+        clock = self._clock
+        if clock is None:
+            return
+        self._reads.end()
+        self._num_batches += 1
+        self._batches += 1
+        if self._has_fillers and trainer.is_filler(batch_idx):
+            self._fillers += 1
+        elif batch is not None:
+            self._count(batch)
+        step = trainer.global_step
+        if step == self._step:
+            return
+        self._step = step
+        clock.end_step()
+        now = time.perf_counter()
+        self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
+        self._step_began = now
+        every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
+        if self._noted_step == self._first_step:
+            if step - self._first_step >= _WARMUP_STEPS:
+                self._note(trainer, is_warmup=True)
+        elif step // every != self._noted_step // every:
+            self._note(trainer)
+            if trainer.is_global_zero and trainer.log_every_n_steps:
+                outer = clock.enter("logging")
+                for logger in trainer.loggers:
+                    logger.log_metrics(self.last, step=step)
+                clock.enter(outer)
+
+    def _count(self, batch: Any) -> None:
+        self._padding.look(batch, self._num_batches)
+        if self._samples is not None:
+            try:
+                self._samples += count_samples(batch)
+            except ValueError:  # a batch of a kind that does not show how many it has
+                self._samples = None
+
+    def _note(self, trainer: Any, *, is_warmup: bool = False, waits_for_device: bool = False) -> None:
+        """Ends an interval: one gather, unless it is the warm-up; one line."""
+        clock = self._clock
+        assert clock is not None
+        measured = clock.take(waits_for_device)
+        cpu_s, runqueue_s = self._use.take()
+        if self._may_gather and not is_warmup:
+            ranks = trainer.all_ranks
+            clock.forget_steps(measured.tell_waits(ranks.gathered((measured.seconds, clock.by_step)), ranks.rank))
+        else:
+            clock.forget_all_steps()
+        self.last = {f"doctor/{phase}": share for phase, share in measured.mean_shares().items()}
+        interval = Interval(
+            step=self._step,
+            num_steps=measured.num_steps,
+            wall_s=sum(measured.seconds.values()),
+            seconds=measured.seconds,
+            is_warmup=is_warmup,
+            slowest_step_s=self._slowest_step_s,
+            by_hook=slowest_hooks(clock.by_hook, {name: -seconds for name, seconds in self._hooks.items()}),
+            num_saves=clock.num_saves - self._saves,
+            num_batches=self._batches,
+            num_fillers=self._fillers,
+            num_samples=self._samples,
+            cpu_s=cpu_s,
+            runqueue_s=runqueue_s,
+            padding=self._padding.take(),
+            reads=self._reads.take(),
+            rss_mb=self._use.rss_mb,
+            device_mb=None if (peak := peak_bytes(trainer.strategy.root_device)) is None else peak / 1e6,
+        )
+        self._notes.add(interval)
+        self._noted_step = self._step
+        self._begin()
+
+    # --- when it is over
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Notes the rest, and has rank 0 know what all ranks noted: one gather."""
+        if self._clock is None:
+            return
+        self._note(trainer, is_warmup=self._noted_step == self._first_step, waits_for_device=True)
+        self._detach()
+        self._notes.close()
+        kept = self._notes.intervals
+        while len(kept) > (_NUM_SENT if self._host == socket.gethostname() else _NUM_SENT_FAR):
+            kept = compact(kept)
+        told = trainer.all_ranks.collected((vars(self._notes.info), [vars(interval) for interval in kept]))
+        if trainer.is_global_zero:
+            parts = [(RankInfo(**info), [Interval(**each) for each in intervals]) for info, intervals in told]
+            self._run = Run({info.rank: info for info, _ in parts}, {info.rank: notes for info, notes in parts})
+            self._write_far(parts)
+
+    def _write_far(self, parts: list[tuple[RankInfo, list[Interval]]]) -> None:
+        """Writes what ranks have noted whose files this host can't see."""
+        for info, intervals in parts:
+            path = os.path.join(self._folder or "", f"rank_{info.rank}.jsonl")
+            if self._folder is not None and info.host != self._host and not os.path.exists(path):
+                write_rank(path, info, intervals)
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves everything as it was; what was noted stays."""
+        self._detach()
+        if hasattr(self, "_notes"):
+            self._notes.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves everything as it was."""
+        self._detach()
+
+    def summary(self) -> list[str]:
+        """The lines of the verdict on the run that has ended, on rank 0; none elsewhere, and none before."""
+        if self._run is None:
+            return []
+        lines = judge(self._run).lines()
+        folder = None if self._folder is None else shown_path(os.path.dirname(self._folder))
+        where = [] if folder is None else [f"  all of it: polyphase doctor {folder}"]
+        return [*lines, *where]
+
+
+def _describe(trainer: Any) -> RankInfo:
+    loader = trainer.train_dataloader
+    flag = trainer.flags.get("strategy")
+    name = flag.partition(":")[0] if isinstance(flag, str) and flag != "auto" else repr(trainer.strategy).strip("'")
+    return RankInfo(
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        host=socket.gethostname(),
+        device=trainer.strategy.root_device.type,
+        strategy=split_launcher(name)[0] if trainer.world_size > 1 else "single",
+        layout=dict(trainer.layout.axes),
+        local_ranks=max(1, trainer.world_size // trainer.num_nodes),
+        num_threads=torch.get_num_threads(),
+        num_cpus=num_cpus(),
+        num_workers=getattr(loader, "num_workers", None),
+        pins_memory=getattr(loader, "pin_memory", None),
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        compression=str(trainer.flags.get("compression") or "none"),
+        loggers=[type(logger).__name__ for logger in trainer.loggers],
+        started_at=time.time(),
+        versions={"polyphase": __version__, "torch": str(torch.__version__)},
+    )

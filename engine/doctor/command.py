@@ -1,0 +1,163 @@
+"""`polyphase doctor`: the verdict on a run from what its ranks have noted, in the terminal, as JSON and as one page."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..flags import choose
+from ..phases import PHASES
+from .host import Check, check_host
+from .page import page
+from .records import Run, read_run
+from .verdict import Verdict, judge, name
+
+__all__ = ["main"]
+
+HELP = """\
+usage: polyphase doctor RUN_DIR [--json] [--html FILE]
+       polyphase doctor host [DIR] [--json]
+
+Says where the time of a run went, which rank costs it, and which flag mends that, from what its
+ranks have noted with callbacks=[Doctor()], or --callbacks+=Doctor.
+
+  RUN_DIR      the run's folder of logs, such as lightning_logs/version_3; or a folder of runs, for
+               the newest of them
+  --json       the verdict as JSON, for programs
+  --html FILE  writes one page with plots, which needs no network
+
+  host         checks this host before a run: versions, devices, CPUs and their quota, other load,
+               memory, /dev/shm, open files, its own name, and the disk of DIR (default: .), where
+               64 MB are written and removed; exit code 1 where something fails
+"""
+
+_SHOWN = 0.005
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs ``polyphase doctor`` with the words behind it; returns the exit code."""
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if words[0] == "host":
+        return _host(words[1:])
+    parser = argparse.ArgumentParser(prog="polyphase doctor", add_help=False, allow_abbrev=False)
+    parser.add_argument("run_dir")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--html")
+    try:
+        given = parser.parse_args(_checked(words))
+        run = read_run(newest(given.run_dir))
+        if given.html is not None:
+            _write(given.html, run)
+    except (OSError, ValueError) as error:
+        print(f"polyphase: error: {error}", file=sys.stderr)
+        return 2
+    verdict = judge(run)
+    if given.json:
+        print(json.dumps(verdict.plain(), indent=2))
+    else:
+        show(verdict, Console())
+    return 0
+
+
+def _checked(words: Sequence[str]) -> Sequence[str]:
+    for word in words:
+        if word.startswith("-"):
+            choose("flag of doctor", word.partition("=")[0], ("--json", "--html"))
+    return words
+
+
+def _host(words: Sequence[str]) -> int:
+    """Checks this host; returns 1 where something fails."""
+    folders = [word for word in words if not word.startswith("-")]
+    try:
+        for word in words:
+            if word.startswith("-"):
+                choose("flag of doctor host", word, ("--json",))
+        if len(folders) > 1:
+            raise ValueError(f"doctor host takes one folder, but got {' '.join(folders)}.")
+    except ValueError as error:
+        print(f"polyphase: error: {error}", file=sys.stderr)
+        return 2
+    checks = check_host(*folders or ".")
+    if "--json" in words:
+        print(json.dumps([check._asdict() for check in checks], indent=2))
+    else:
+        show_host(checks, Console())
+    return int(any(check.status == "fail" for check in checks))
+
+
+def show_host(checks: Sequence[Check], console: Console) -> None:
+    """Prints a line for each check, and its remedy."""
+    colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    for check in checks:
+        line = Text.assemble((f"{check.status:5}", colors[check.status]), f"{check.name:12}", check.found)
+        console.print(line, soft_wrap=True)
+        if check.remedy:
+            console.print(
+                Text(f"{'':17}{check.remedy}", style="dim" if check.status == "ok" else "bold"), soft_wrap=True
+            )
+
+
+def newest(folder: str) -> str:
+    """The folder of the run in or below `folder` that noted something last; `folder` itself where none is found."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        found += [place for file in files if file == "rank_0.jsonl"]
+        depth = os.path.relpath(place, folder).count(os.sep)
+        folders[:] = [] if depth > 2 else sorted(folders)
+    return max(found, key=lambda place: os.path.getmtime(os.path.join(place, "rank_0.jsonl")), default=folder)
+
+
+def _write(path: str, run: Run) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(page(run, judge(run)))
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    """Prints the verdict: what was found, and the shares of each rank."""
+    figures = verdict.figures
+    if not figures.totals:
+        console.print("No step was measured.", highlight=False)
+        return
+    info = figures.info
+    sizes = " x ".join(f"{axis}={size}" for axis, size in info.layout.items() if size > 1)
+    kind = f"{info.strategy}, {sizes}" if sizes else info.strategy
+    console.print(
+        f"{kind} on {info.device}: {figures.num_steps} steps of {1e3 * figures.step_s:.3g} ms, without the first ones",
+        highlight=False,
+    )
+    for caveat in verdict.caveats:
+        console.print(f"[yellow]Note[/]: {caveat}", highlight=False)
+    for number, finding in enumerate(verdict.findings, start=1):
+        gain = "" if finding.gain is None else f" [green](up to {finding.gain:.0%} less time)[/]"
+        console.print(f"\n[bold red]{number}. {finding.cause}[/]{gain}", highlight=False)
+        console.print(f"   {finding.evidence}", highlight=False, markup=False)
+        console.print(f"   try {finding.remedy}", highlight=False, markup=False, style="bold")
+    if not verdict.findings and not verdict.caveats:
+        console.print("\n[green]Nothing stands out.[/]")
+    console.print()
+    console.print(_table(verdict))
+
+
+def _table(verdict: Verdict) -> Table:
+    figures = verdict.figures
+    table = Table(title="share of the time", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    ranks = sorted(figures.totals)
+    shown = ranks if len(ranks) <= 8 else [*ranks[:4], *ranks[-4:]]
+    for rank in shown:
+        table.add_column(f"rank {rank}", justify="right")
+    for phase in figures.mean_shares():
+        shares = [figures.share(phase, rank) for rank in shown]
+        if max(shares) > _SHOWN:
+            table.add_row(name(phase), *(f"{share:.1%}" for share in shares))
+    sums = [sum(figures.share(phase, rank) for phase in PHASES) for rank in shown]
+    table.add_row("all", *(f"{total:.1%}" for total in sums))
+    return table

@@ -1,0 +1,219 @@
+"""`polyphase doctor host`: is this host fit to train on? Each check says ok, warn or fail, what it saw, and a remedy.
+
+What is measured and how it is judged are apart: the judges are pure functions.
+"""
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, NamedTuple
+
+import psutil
+
+__all__ = ["CHECKS", "Check", "check_host"]
+
+Status = Literal["ok", "warn", "fail"]
+
+_RATE_MB = 64
+_GB = 1e9
+
+
+class Check(NamedTuple):
+    """The result of one check."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+    """Empty where nothing is to be done."""
+
+
+def judge_shm(total_bytes: int | None, free_bytes: int) -> Check:
+    """Shared memory: loaders with workers hand batches over in it."""
+    if total_bytes is None:
+        return Check("/dev/shm", "ok", "not there, and not needed on this system")
+    found = f"{free_bytes / _GB:.2f} of {total_bytes / _GB:.2f} GB free"
+    remedy = "docker run --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm)"
+    if free_bytes < 64e6:
+        return Check("/dev/shm", "fail", found, f"{remedy}; loaders with workers end in a bus error")
+    return Check("/dev/shm", "warn", found, remedy) if free_bytes < 1e9 else Check("/dev/shm", "ok", found)
+
+
+def judge_files(soft: int, hard: int) -> Check:
+    """Open files: ranks, workers and the tensors that they share take some each."""
+    found = f"{soft} of at most {hard}" if hard != resource.RLIM_INFINITY else f"{soft}"
+    if soft >= 4096:
+        return Check("open files", "ok", found)
+    status: Status = "fail" if soft < 256 else "warn"
+    return Check("open files", status, found, "ulimit -n 65536 (or nofile in /etc/security/limits.conf)")
+
+
+def judge_cpus(cores: int, usable: int, quota: float | None) -> Check:
+    """CPUs: of the machine, of this process's affinity, and by the quota of its container."""
+    found = f"{usable} of {cores} usable" + ("" if quota is None else f", quota {quota:g}")
+    if quota is not None and quota < usable - 0.5:
+        fitting = max(1, int(quota))
+        return Check("CPUs", "warn", found, f"OMP_NUM_THREADS={fitting}: torch starts {usable} threads, which wait")
+    return Check("CPUs", "ok", found)
+
+
+def judge_name(host: str, addresses: list[str], error: str | None) -> Check:
+    """The host's own name: other hosts are told it, and connect to what it stands for."""
+    if error is not None:
+        remedy = f"add '<its address> {host}' to /etc/hosts, on each host"
+        return Check("own name", "warn", f"{host} can't be resolved ({error})", remedy)
+    found = f"{host} is {', '.join(addresses)}"
+    if all(address.startswith("127.") or address == "::1" for address in addresses):
+        remedy = "fine on one host; for several, /etc/hosts should have its address in the network"
+        return Check("own name", "ok", found, remedy)
+    return Check("own name", "ok", found)
+
+
+def judge_disk(folder: str, free_bytes: int, rate_mb_per_s: float | None, error: str | None) -> Check:
+    """The folder of the logs and checkpoints."""
+    if error is not None or rate_mb_per_s is None:
+        return Check("disk", "fail", f"{folder}: {error}", "--default_root_dir, or a folder that you may write to")
+    found = f"{folder}: {rate_mb_per_s:.0f} MB/s written and synced, {free_bytes / _GB:.1f} GB free"
+    if free_bytes < 1e9:
+        return Check("disk", "fail", found, "make room: a run whose disk is full saves nothing more")
+    if rate_mb_per_s < 50:
+        return Check(
+            "disk", "warn", found, "a faster disk for checkpoints, or Snapshot(), which writes in the background"
+        )
+    return Check("disk", "ok", found)
+
+
+def judge_memory(available_bytes: int, total_bytes: int, swapped_bytes: int) -> Check:
+    """Memory of the host."""
+    found = f"{available_bytes / _GB:.1f} of {total_bytes / _GB:.1f} GB available, {swapped_bytes / _GB:.1f} GB swapped"
+    if available_bytes < 0.1 * total_bytes:
+        return Check(
+            "memory", "warn", found, "end what else runs here; a host that swaps trains at the speed of its disk"
+        )
+    return Check("memory", "ok", found)
+
+
+def judge_load(per_cpu: float) -> Check:
+    """What else computes on the host."""
+    found = f"{per_cpu:.2f} runnable threads per CPU in the last minute"
+    if per_cpu > 0.5:
+        return Check("other load", "warn", found, "end what else computes here, or keep to CPUs of its own (taskset)")
+    return Check("other load", "ok", found)
+
+
+def judge_versions(found: dict[str, str | None]) -> Check:
+    """What is installed."""
+    missing = [name for name, installed in found.items() if installed is None]
+    text = ", ".join(f"{name} {installed}" for name, installed in found.items() if installed is not None)
+    text += f", Python {platform.python_version()}"
+    if missing:
+        return Check("versions", "fail", text, f"pip install {' '.join(missing)}")
+    return Check("versions", "ok", text)
+
+
+def judge_devices(kind: str | None, names: list[str]) -> Check:
+    """The accelerators that torch sees."""
+    if kind is None:
+        remedy = "fine for the CPU; else install the driver, and the torch that is built for it"
+        return Check("devices", "ok", "torch sees no accelerator", remedy)
+    return Check("devices", "ok", f"{len(names)} x {kind}: {', '.join(dict.fromkeys(names))}")
+
+
+def _shm() -> Check:
+    if not os.path.isdir("/dev/shm"):
+        return judge_shm(None, 0)
+    usage = shutil.disk_usage("/dev/shm")
+    return judge_shm(usage.total, usage.free)
+
+
+def _cpus() -> Check:
+    quota = None
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            limit, period = file.read().split()
+        quota = None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass  # no container with a quota
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return judge_cpus(cores, usable, quota)
+
+
+def _name() -> Check:
+    host = socket.gethostname()
+    try:
+        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
+    except OSError as error:
+        return judge_name(host, [], str(error))
+    return judge_name(host, found, None)
+
+
+def _disk(folder: str) -> Check:
+    chunk = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            began = time.perf_counter()
+            for _ in range(_RATE_MB):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = _RATE_MB * len(chunk) / 1e6 / (time.perf_counter() - began)
+    except OSError as error:
+        return judge_disk(folder, 0, None, str(error))
+    return judge_disk(folder, shutil.disk_usage(folder).free, rate, None)
+
+
+def _memory() -> Check:
+    memory = psutil.virtual_memory()
+    return judge_memory(memory.available, memory.total, psutil.swap_memory().used)
+
+
+def _versions() -> Check:
+    found: dict[str, str | None] = {}
+    for name in ("polyphase", "torch", "lightning"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return judge_versions(found)
+
+
+def _devices() -> Check:
+    import torch  # all else here does without
+
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return judge_devices(None, [])
+    module = torch.get_device_module(kind)
+    count = torch.accelerator.device_count()
+    named = getattr(module, "get_device_name", None)
+    return judge_devices(kind.type, [str(named(index)) if named else kind.type for index in range(count)])
+
+
+CHECKS: tuple[Callable[[str], Check], ...] = (
+    lambda _: _versions(),
+    lambda _: _devices(),
+    lambda _: _cpus(),
+    lambda _: judge_load(os.getloadavg()[0] / (os.cpu_count() or 1)),
+    lambda _: _memory(),
+    lambda _: _shm(),
+    lambda _: judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+    lambda _: _name(),
+    _disk,
+)
+"""Each is given the folder that checkpoints go to."""
+
+
+def check_host(folder: str) -> list[Check]:
+    """Checks this host.
+
+    Args:
+        folder: that logs and checkpoints go to; 64 MB are written there and removed.
+    """
+    return [check(folder) for check in CHECKS]

@@ -1,0 +1,171 @@
+"""One page of HTML about a run: verdict, shares over time, heat map of the ranks' steps. No script, no network."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from .records import Interval, Run, compact
+from .verdict import Verdict, name
+
+__all__ = ["page"]
+
+_COLORS = {
+    "compute": "#3b82c4",
+    "communication": "#e08a1e",
+    "waiting": "#c8453b",
+    "data_wait": "#8b5fbf",
+    "copy": "#b58bd9",
+    "optimizer": "#2a9d74",
+    "callbacks": "#d4689a",
+    "logging": "#a8577a",
+    "validation": "#7aa83a",
+    "checkpoint": "#8a6d3b",
+    "engine": "#8a8f98",
+}
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6675; --paper: #ffffff; --card: #f4f6f9; --line: #d9dee6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ef; --soft: #9aa3b2; --paper: #14181f; --card: #1d232d; --line: #323a47; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1080px; padding: 24px 16px 64px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 16px; margin: 32px 0 8px; }
+p.soft, .soft { color: var(--soft); margin: 0 0 8px; }
+.finding { background: var(--card); border-left: 4px solid #c8453b; border-radius: 6px; padding: 12px 16px;
+  margin: 12px 0; }
+.finding b { font-size: 16px; } .gain { float: right; color: #2a9d74; font-weight: 600; }
+.finding code { display: block; white-space: pre-wrap; overflow-wrap: anywhere; margin-top: 6px; font-size: 13px; }
+.fine { border-left-color: #2a9d74; }
+svg { width: 100%; display: block; border-radius: 3px; }
+.ends { display: flex; justify-content: space-between; font-size: 12px; }
+.row { display: flex; align-items: center; gap: 8px; margin-bottom: 2px; } .row span { flex: 0 0 64px; margin: 0; }
+.legend span { display: inline-block; margin: 0 14px 4px 0; white-space: nowrap; }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
+td, th { padding: 3px 12px 3px 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+td:first-child, th:first-child { text-align: left; }
+"""
+_WIDTH = 1000
+_MAX_COLUMNS, _MAX_ROWS = 128, 32
+
+
+def page(run: Run, verdict: Verdict) -> str:
+    """Returns the whole page."""
+    figures = verdict.figures
+    if not figures.totals:
+        return _document("<h1>Doctor</h1><p>No step was measured.</p>")
+    info = figures.info
+    sizes = " &times; ".join(f"{escape(axis)}={size}" for axis, size in info.layout.items() if size > 1)
+    head = (
+        f"<h1>{escape(info.strategy)} on {escape(info.device)}{f', {sizes}' if sizes else ''}</h1>"
+        f'<p class="soft">{figures.num_steps:,} steps of {1e3 * figures.step_s:.3g} ms on {len(figures.totals)} ranks,'
+        " without the first ones</p>"
+    )
+    shares = figures.mean_shares()
+    legend = "".join(f'<span><i style="background:{_COLORS[p]}"></i>{name(p)} {shares[p]:.1%}</span>' for p in shares)
+    parts = [
+        head,
+        *_findings(verdict),
+        f'<h2>Where the time went</h2><p class="legend">{legend}</p>',
+        *(f'<p class="soft">rank {rank} ({escape(run.ranks[rank].host)})</p>{_bands(run.intervals[rank])}'
+          for rank in _few(sorted(figures.totals))),
+        f"<h2>Time of a step, by rank</h2>{_heat(run)}",
+        f'<h2>Shares by rank</h2><div class="scroll">{_table(verdict)}</div>',
+    ]  # fmt: skip
+    return _document("\n".join(parts))
+
+
+def _document(body: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+        f' content="width=device-width, initial-scale=1"><title>Doctor</title><style>{_STYLE}</style></head>'
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def _findings(verdict: Verdict) -> Iterable[str]:
+    for caveat in verdict.caveats:
+        yield f'<p class="soft">Note: {escape(caveat)}</p>'
+    if not verdict.findings and not verdict.caveats:
+        yield '<div class="finding fine"><b>Nothing stands out</b></div>'
+    for finding in verdict.findings:
+        gain = "" if finding.gain is None else f'<span class="gain">up to {finding.gain:.0%} less time</span>'
+        yield (
+            f'<div class="finding">{gain}<b>{escape(name(finding.cause))}</b><br>{escape(finding.evidence)}'
+            f"<code>{escape(finding.remedy)}</code></div>"
+        )
+
+
+def _few(ranks: Sequence[int]) -> Sequence[int]:
+    return ranks if len(ranks) <= 8 else [*ranks[:4], *ranks[-4:]]
+
+
+def _bands(intervals: Sequence[Interval]) -> str:
+    """Returns a picture of the shares of each interval, as stacked columns as wide as it took."""
+    intervals = _columns(intervals)
+    height, total = 90, max(sum(interval.wall_s for interval in intervals), 1e-12)
+    columns, x = [], 0.0
+    for interval in intervals:
+        width, y = _WIDTH * interval.wall_s / total, 0.0
+        for phase in _COLORS:
+            part = height * interval.seconds.get(phase, 0.0) / max(interval.wall_s, 1e-12)
+            if part > 0.2:
+                tip = f"{name(phase)} {part / height:.1%}, to step {interval.step}"
+                columns.append(_rect(x, y, width + 0.2, part, f'fill="{_COLORS[phase]}"', tip))
+            y += part
+        x += width
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" preserveAspectRatio="none" style="height:{height}px" role="img"'
+        f' aria-label="shares over time">{"".join(columns)}</svg>'
+        f'<p class="soft ends"><span>0 s</span><span>{total:.3g} s</span></p>'
+    )
+
+
+def _heat(run: Run) -> str:
+    """Returns a picture of how long each rank was busy by itself in a step: a row a rank, a column an interval."""
+    rows = {rank: _busy(intervals) for rank, intervals in run.intervals.items()}
+    slowest = sorted(rows, key=lambda rank: -sum(rows[rank]) / max(len(rows[rank]), 1))[:_MAX_ROWS]
+    most = max((ms for rank in slowest for ms in rows[rank]), default=0.0) or 1.0
+    few = "" if len(rows) <= _MAX_ROWS else f"; the {_MAX_ROWS} slowest ranks of {len(rows)}"
+    note = f"without waiting for others, saves and validation; the darkest is {most:.3g} ms{few}"
+    parts = [f'<p class="soft">{note}</p>']
+    for rank in sorted(slowest):
+        cells = "".join(
+            _rect(x, 0, 1, 1, f'fill="#c8453b" fill-opacity="{0.06 + 0.94 * ms / most:.2f}"', f"{ms:.3g} ms")
+            for x, ms in enumerate(rows[rank])
+        )
+        parts.append(
+            f'<div class="row"><span class="soft">rank {rank}</span><svg viewBox="0 0 {max(len(rows[rank]), 1)} 1"'
+            f' preserveAspectRatio="none" style="height:20px" role="img" aria-label="steps">{cells}</svg></div>'
+        )
+    return "".join(parts)
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str) -> str:
+    return f'<rect x="{x:g}" y="{y:.4g}" width="{width:.5g}" height="{height:.4g}" {fill}><title>{tip}</title></rect>'
+
+
+def _columns(intervals: Sequence[Interval]) -> list[Interval]:
+    columns = list(intervals)
+    while len(columns) > _MAX_COLUMNS:
+        columns = compact(columns)
+    return columns
+
+
+def _busy(intervals: Sequence[Interval]) -> list[float]:
+    away = ("waiting", "communication", "checkpoint", "validation")
+    return [
+        1e3 * (each.wall_s - sum(each.seconds.get(phase, 0.0) for phase in away)) / each.num_steps
+        for each in _columns([interval for interval in intervals if interval.num_steps])
+    ]
+
+
+def _table(verdict: Verdict) -> str:
+    figures = verdict.figures
+    phases = list(figures.mean_shares())
+    head = "".join(f"<th>{name(phase)}</th>" for phase in phases)
+    rows = "".join(
+        f"<tr><td>{rank}</td>{''.join(f'<td>{figures.share(p, rank):.1%}</td>' for p in phases)}</tr>"
+        for rank in figures.totals
+    )
+    return f"<table><tr><th>rank</th>{head}</tr>{rows}</table>"

@@ -1,0 +1,179 @@
+"""Divides the wall time of a rank's thread into phases: at each moment one of them is under way, so they add up.
+
+Three sources announce phases: the loops, by `Heartbeat.phase`; Lightning's own loop, by the names of its profiler's
+actions; and whoever waits for other ranks, by `PhaseClock.enter`. Nothing announces to a clock unless one listens.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["PHASES", "PhaseClock", "listening", "phase_of_action", "waits"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+PHASES = {
+    "data_wait": "waiting for the data loader",
+    "copy": "copying batches to the device, and the hooks around that",
+    "compute": "forward and backward",
+    "communication": "waiting for collectives that nothing hides, without what slower ranks cause",
+    "waiting": "waiting in collectives for slower ranks",
+    "optimizer": "the optimizer's step, clipping, zeroing of gradients",
+    "callbacks": "hooks of callbacks, and hooks of the module around its steps",
+    "logging": "the loggers",
+    "validation": "validation, its data and its metrics included",
+    "checkpoint": "the time that saving keeps training from going on",
+    "engine": "all else: the loops, schedulers, starts of epochs",
+}
+"""The phases of training, and what each of them is."""
+
+_ANNOUNCED = {
+    "fetch": "data_wait",
+    "copy": "copy",
+    "train": "compute",
+    "optimizer": "optimizer",
+    "log": "logging",
+    "save": "checkpoint",
+    "validate": "validation",
+    "sanity_check": "validation",
+}
+"""The phases that the loops announce; others are the engine's."""
+
+_STEPS = {"training_step": "compute", "backward": "compute", "batch_to_device": "copy"}
+_OPTIMIZER = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+
+
+class PhaseClock:
+    """Adds up the seconds of each phase; a phase lasts until the next one is entered.
+
+    Args:
+        now: a clock, in seconds.
+
+    Attributes:
+        seconds: by phase, up to the last change.
+        by_hook: seconds of the phase "callbacks" by ``"Class.hook"``.
+        num_saves: how often the phase "checkpoint" was entered.
+        phase: the one that is under way.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.by_hook: dict[str, float] = defaultdict(float)
+        self.num_saves = 0
+        self.phase = "engine"
+        self._thread = threading.get_ident()
+        self._is_sealed = False
+        self._since = now()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this thread that is measured."""
+        return threading.get_ident() == self._thread
+
+    def enter(self, phase: str) -> str:
+        """Begins `phase`, unless a sealed one is under way; returns the one that was under way, to go back to."""
+        outer = self.phase
+        if not self._is_sealed:
+            self._change(phase)
+        return outer
+
+    def announce(self, phase: str) -> None:
+        """Begins the phase that a loop calls `phase`."""
+        if not self._is_sealed:
+            self._change(_ANNOUNCED.get(phase, "engine"))
+
+    @contextmanager
+    def sealed(self, phase: str) -> Iterator[None]:
+        """Around a part of the run whose parts all belong to what a loop calls `phase`; another seal ends it."""
+        outer, was_sealed = self.phase, self._is_sealed
+        inner = _ANNOUNCED.get(phase, "engine")
+        self._change(inner)
+        self._is_sealed = True
+        self.num_saves += inner == "checkpoint"
+        try:
+            yield
+        finally:
+            self._is_sealed = was_sealed
+            self._change(outer)
+
+    def timed_hook(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `hook`, in the phase "callbacks" while it runs; its seconds are counted in `by_hook`, too."""
+
+        @wraps(hook)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = self.seconds["callbacks"]
+            outer = self.enter("callbacks")
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.enter(outer)
+                self.by_hook[name] += self.seconds["callbacks"] - before  # without the saves and waits in it
+
+        return timed
+
+    def read(self) -> dict[str, float]:
+        """Returns the seconds by phase up to this moment."""
+        self._change(self.phase)
+        return dict(self.seconds)
+
+    def _change(self, phase: str) -> None:
+        now = self._now()
+        self.seconds[self.phase] += now - self._since
+        self._since, self.phase = now, phase
+
+
+def phase_of_action(action: str) -> str | None:
+    """The phase that an action of Lightning's profiler belongs to; None for one that has parts of several.
+
+    ``"[Callback]EarlyStopping.on_train_batch_end"`` -> ``"callbacks"``
+    """
+    # Lightning: the names in its `trainer/call.py`, in the loops' `_on_before_fetch`, and in manual optimization.
+    owner, _, name = action.rpartition(".")
+    if name == "train_dataloader_next":
+        return "data_wait"
+    if action == "optimizer_step" or (owner.startswith("[LightningModule]") and name in _OPTIMIZER):
+        return "optimizer"
+    if owner.startswith("[Strategy]"):
+        return _STEPS.get(name)
+    if "batch_transfer" in name:
+        return "copy"
+    if owner.startswith("[Callback]") or (owner.startswith("[LightningModule]") and name.startswith("on_")):
+        return "callbacks"
+    return None
+
+
+_clocks: list[PhaseClock] = []
+"""Those that are told of waits for other ranks; the innermost engine's last."""
+
+
+@contextmanager
+def listening(clock: PhaseClock) -> Iterator[None]:
+    """Has `clock` told of all waits for other ranks."""
+    _clocks.append(clock)
+    try:
+        yield
+    finally:
+        _clocks.remove(clock)
+
+
+def waits(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a function that waits for other ranks: the phase "communication", where a clock listens."""
+
+    @wraps(function)
+    def wait(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        clock = _clocks[-1] if _clocks else None
+        if clock is None or not clock.is_here:
+            return function(*args, **kwargs)
+        outer = clock.enter("communication")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            clock.enter(outer)
+
+    return wait

@@ -1,0 +1,209 @@
+"""Faults that are put into one rank, or into all: the doctor names the cause and the rank, under each strategy."""
+
+import json
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader, Dataset
+
+from polyphase.callbacks import Doctor
+from polyphase.engine import Engine
+from polyphase.engine.doctor import judge, read_run
+from polyphase.engine.phases import PHASES
+from tests.engine.loop.costs import Costs
+from tests.engine.tiny import QUIET
+
+FAULT_S = 0.06
+"""Long beside a step, and beside what other processes of a busy machine take from it."""
+STEPS = 16
+
+
+class Rows(Dataset):
+    """Rows of 64 numbers; each odd one, of rank 1, may be slow to read."""
+
+    def __init__(self, slow_s=0.0):
+        self.slow_s = slow_s
+
+    def __len__(self):
+        return 8 * STEPS
+
+    def __getitem__(self, index):
+        if index % 2:
+            time.sleep(self.slow_s)
+        return torch.full((64,), index / 100)
+
+
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Blocks(LightningModule):
+    """Blocks, which each strategy can cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(MLP() for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class SlowBlock(torch.nn.Module):
+    """Sleeps in forward, where it is computed by rank `slow_rank`."""
+
+    def __init__(self, slow_rank):
+        super().__init__()
+        self.slow_rank = slow_rank
+
+    def forward(self, x):
+        if torch.distributed.get_rank() == self.slow_rank:
+            time.sleep(FAULT_S)
+        return x.tanh()
+
+
+class SlowBlocks(Blocks):
+    def __init__(self, slow_rank):
+        super().__init__()
+        self.blocks[-1].act = SlowBlock(slow_rank)
+
+
+class SlowHook(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_rank == 1:
+            time.sleep(FAULT_S)
+
+
+class SlowSaves(Callback):
+    """Saves after each second step, to a disk on which that takes long."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step % 2 == 0:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        time.sleep(2 * FAULT_S)
+
+
+def run(folder, strategy, *callbacks, module=None, slow_s=0.0, devices=2, **flags):
+    flags = {**QUIET, "max_steps": STEPS, "check_first_steps": False, "log_every_n_steps": 6, **flags}
+    trainer = Engine(
+        strategy=strategy, devices=devices, callbacks=[*callbacks, Doctor()], default_root_dir=folder, **flags
+    )
+    trainer.fit(module or Blocks(), DataLoader(Rows(slow_s), batch_size=4))
+    return read_run(str(folder))
+
+
+def check_found(noted, cause, *ranks):
+    """It is found where it is, and nothing at another rank; what all ranks have in common may be found as well."""
+    findings = [(finding.cause, finding.ranks) for finding in judge(noted).findings]
+    assert (cause, ranks) in findings, (findings, judge(noted).lines())
+    assert {where for _, where in findings} <= {(), ranks}, findings
+
+
+def check_sums(noted, num_ranks=2):
+    assert sorted(noted.intervals) == list(range(num_ranks))
+    for intervals in noted.intervals.values():
+        assert sum(interval.num_steps for interval in intervals) == STEPS
+        for interval in intervals:
+            assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=0.01)
+            assert interval.seconds.keys() == PHASES.keys()
+            assert min(interval.seconds.values()) >= 0.0
+
+
+SYNCHRONOUS = ["ddp_fork", "zero1_fork", "fsdp_fork", "local_sgd_fork:every=2", "ps_fork"]
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_slow_rank(tmp_path, strategy):
+    noted = run(tmp_path, strategy, module=SlowBlocks(1))
+    check_sums(noted)
+    check_found(noted, "slow_rank", 1)
+    waited = [sum(interval.seconds["waiting"] for interval in noted.intervals[rank]) for rank in range(2)]
+    assert waited[0] > 5 * waited[1]
+    assert waited[0] > STEPS * FAULT_S / 2
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_slow_loader(tmp_path, strategy):
+    noted = run(tmp_path, strategy, slow_s=FAULT_S / 4)
+    check_sums(noted)
+    check_found(noted, "slow_loader", 1)
+
+
+def test_slow_callback(tmp_path):
+    check_found(run(tmp_path, "ddp_fork", SlowHook()), "slow_callback", 1)
+
+
+def test_slow_saves(tmp_path):
+    noted = run(tmp_path, "ddp_fork", SlowSaves(tmp_path))
+    check_sums(noted)
+    assert judge(noted).findings[0].cause == "checkpoint_stall"
+
+
+def test_slow_stage(tmp_path):
+    noted = run(tmp_path, "pp_fork", module=SlowBlocks(1))
+    check_sums(noted)
+    check_found(noted, "unequal_stages", 1)
+
+
+def test_slow_rank_of_a_tensor_parallel_run(tmp_path):
+    noted = run(tmp_path, "tp_fork", module=SlowBlocks(1))
+    check_sums(noted)
+    check_found(noted, "slow_rank", 1)
+
+
+def test_slow_rank_of_four(tmp_path):
+    noted = run(tmp_path, "hsdp_fork:replicate=2", module=SlowBlocks(2), devices=4)
+    check_sums(noted, 4)
+    check_found(noted, "slow_rank", 2)
+
+
+class Computes(Blocks):
+    """Computes long enough that what is sent is little beside it."""
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(60):
+            batch = batch + 1e-9 * (batch.T @ batch).sum(0)
+            torch.linalg.matrix_exp(torch.full((96, 96), 1e-3))
+        return super().training_step(batch, batch_idx)
+
+
+def test_no_collective_and_no_read_between_two_intervals(tmp_path):
+    """Beside the strategy's own: the same run without a doctor has as many."""
+    counts = []
+    for callbacks in ([], [Doctor()]):
+        folder = tmp_path / str(len(callbacks))
+        folder.mkdir()
+        trainer = Engine(
+            **QUIET, strategy="ddp_fork", devices=2, max_steps=STEPS, check_first_steps=False, log_every_n_steps=6,
+            callbacks=[Costs(folder), *callbacks], default_root_dir=folder,
+        )  # fmt: skip
+        trainer.fit(Blocks(), DataLoader(Rows(), batch_size=4))
+        counts.append([json.loads((folder / f"costs-{rank}.json").read_text()) for rank in range(2)])
+    ends = {5, 11, STEPS - 1}
+    for without, with_doctor in zip(*counts, strict=True):
+        for kind in ("reads", "collectives"):
+            differences = [b - a for a, b in zip(without[kind], with_doctor[kind], strict=True)]
+            assert {batch for batch, difference in enumerate(differences) if difference} <= ends, (kind, differences)
+            if kind == "collectives":
+                assert 1 <= differences[5] <= 2, "one gather of an object: its size, and the object"
+
+
+def test_a_healthy_run_has_no_finding_of_a_rank(tmp_path):
+    noted = run(tmp_path, "ddp_fork", module=Computes(), max_steps=40, max_epochs=-1)
+    # What else computes on this machine may well be in their way.
+    findings = [each for each in judge(noted).findings if each.cause not in ("busy_neighbour", "varying_steps")]
+    assert findings == []

@@ -1,0 +1,36 @@
+"""Runs as their ranks would have noted them, of ten-millisecond steps."""
+
+from typing import Any
+
+from polyphase.engine.doctor import Interval, RankInfo, Run
+from polyphase.engine.phases import PHASES
+
+STEPS = 100
+HEALTHY = {"data_wait": 0.1, "compute": 8.0, "communication": 0.5, "waiting": 0.2, "optimizer": 1.0, "engine": 0.2}
+
+
+def interval(step: int = STEPS, num_steps: int = STEPS, **phases_ms: float) -> Interval:
+    """An interval of steps that each take 10 ms, but for what is given in ms by phase."""
+    ms = {**dict.fromkeys(PHASES, 0.0), **HEALTHY, **phases_ms}
+    seconds = {phase: each * num_steps / 1e3 for phase, each in ms.items()}
+    return Interval(
+        step=step,
+        num_steps=num_steps,
+        wall_s=sum(seconds.values()),
+        seconds=seconds,
+        num_batches=num_steps,
+        num_samples=8 * num_steps,
+        cpu_s=ms["compute"] * num_steps / 1e3,
+        runqueue_s=0.0,
+    )
+
+
+def info(rank: int = 0, world_size: int = 2, **fields: Any) -> RankInfo:
+    defaults = {"strategy": "ddp", "layout": {"replicate": world_size}, "num_workers": 2, "local_ranks": world_size}
+    return RankInfo(rank=rank, world_size=world_size, host=f"host{rank}", num_cpus=8.0, **{**defaults, **fields})
+
+
+def run_of(*intervals: Interval, **fields: Any) -> Run:
+    """A run of as many ranks."""
+    ranks = {rank: info(rank, len(intervals), **fields) for rank in range(len(intervals))}
+    return Run(ranks, {rank: [each] for rank, each in enumerate(intervals)})

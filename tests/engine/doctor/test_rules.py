@@ -1,0 +1,205 @@
+"""Each rule finds its cause and its rank, names what mends it, and says nothing of a healthy run."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from polyphase.engine.doctor import RULES, judge
+
+from .runs import STEPS, interval, run_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def changed(each, **fields):
+    return dataclasses.replace(each, **fields)
+
+
+def only(run):
+    """The one finding."""
+    findings = judge(run).findings
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_healthy_run_has_no_finding(num_ranks):
+    assert judge(run_of(*[interval()] * num_ranks)).findings == []
+    assert judge(run_of(*[interval()] * num_ranks)).lines()[1] == "  nothing stands out"
+
+
+def test_slow_loader_of_one_rank():
+    fast = interval(waiting=20.2)
+    finding = only(run_of(fast, fast, interval(data_wait=20.1), fast))
+    assert (finding.cause, finding.ranks, finding.host) == ("slow_loader", (2,), "host2")
+    assert finding.gain == pytest.approx(2 / 3, abs=0.02)
+    assert "num_workers=4" in finding.remedy
+    assert "host2" in finding.remedy
+
+
+def test_slow_loader_of_all():
+    finding = only(run_of(interval(data_wait=10.0), interval(data_wait=11.0), num_workers=0))
+    assert (finding.cause, finding.ranks) == ("slow_loader", ())
+    assert "DataLoader(num_workers=3, persistent_workers=True)" in finding.remedy
+
+
+def test_slow_copy_says_to_pin_where_there_is_a_device():
+    assert "pin_memory=True" in only(run_of(interval(copy=2.0), device="cuda")).remedy
+    assert "on_after_batch_transfer" in only(run_of(interval(copy=2.0))).remedy
+
+
+def slow_compute(**fields):
+    return run_of(interval(waiting=8.2), changed(interval(compute=16.0), **fields))
+
+
+def test_slow_rank_by_itself():
+    finding = only(slow_compute(cpu_s=16.0 * STEPS / 1e3))
+    assert (finding.cause, finding.ranks, finding.host) == ("slow_rank", (1,), "host1")
+    assert finding.gain == pytest.approx(8 / 18, abs=0.01)
+    assert finding.numbers["step_ms"] == pytest.approx(16.0)
+    assert "host1" in finding.remedy
+
+
+def test_slow_rank_that_waits_for_something():
+    finding = only(slow_compute(cpu_s=8.0 * STEPS / 1e3))
+    assert (finding.cause, finding.ranks) == ("slow_rank", (1,))
+    assert "sleeps in `training_step`" in finding.remedy
+
+
+def test_slow_rank_with_a_busy_neighbour():
+    finding = only(slow_compute(cpu_s=8.0 * STEPS / 1e3, runqueue_s=7.0 * STEPS / 1e3))
+    assert (finding.cause, finding.ranks) == ("busy_neighbour", (1,))
+    assert "taskset" in finding.remedy
+
+
+def test_slow_rank_with_more_samples():
+    finding = only(slow_compute(num_samples=16 * STEPS))
+    assert (finding.cause, finding.ranks) == ("uneven_data", (1,))
+    assert "2 times as many samples" in finding.evidence
+
+
+def test_unequal_stages():
+    fast = interval(waiting=12.2)
+    run = run_of(fast, interval(compute=20.0), layout={"pp": 2, "replicate": 1}, strategy="pp")
+    finding = only(run)
+    assert (finding.cause, finding.ranks) == ("unequal_stages", (1,))
+    assert finding.gain == pytest.approx(6 / 22, abs=0.02)
+    assert "pipeline_stages()" in finding.remedy
+
+
+def test_slow_callback_of_one_rank_is_named():
+    slow = changed(interval(callbacks=5.0), by_hook={"Draws.on_train_batch_end": 0.4, "Draws.on_before_backward": 0.1})
+    finding = only(run_of(slow, interval(waiting=5.2)))
+    assert (finding.cause, finding.ranks) == ("slow_callback", (0,))
+    assert "Draws.on_train_batch_end takes 4 ms a step" in finding.evidence
+    assert finding.gain == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_slow_callback_of_all_is_no_ranks():
+    slow = changed(interval(callbacks=5.0), by_hook={"Draws.on_train_batch_end": 0.5})
+    assert only(run_of(slow, slow)).ranks == ()
+
+
+def test_a_hook_that_is_hidden_behind_the_device_is_not_slow():
+    hidden = changed(interval(callbacks=0.1), by_hook={"Draws.on_train_batch_end": 0.5})
+    assert judge(run_of(hidden, device="cuda")).findings == []
+
+
+def test_slow_logging_names_the_loggers():
+    finding = only(run_of(interval(logging=3.0), interval(waiting=3.2), loggers=["WandbLogger"]))
+    assert (finding.cause, finding.ranks) == ("slow_logging", (0,))
+    assert "WandbLogger" in finding.evidence
+
+
+def test_checkpoint_stall():
+    stalled = changed(interval(checkpoint=5.0), num_saves=5)
+    finding = only(run_of(stalled, stalled))
+    assert (finding.cause, finding.ranks) == ("checkpoint_stall", ())
+    assert "5 saves stop training for 0.1 s each" in finding.evidence
+    assert "Snapshot()" in finding.remedy
+
+
+def test_the_time_of_a_checkpoint_callback_is_the_checkpoints():
+    stalled = changed(interval(callbacks=5.0), num_saves=5, by_hook={"ModelCheckpoint.on_train_batch_end": 0.5})
+    assert only(run_of(stalled, stalled)).cause == "checkpoint_stall"
+
+
+def test_one_save_at_the_end_is_no_finding():
+    assert judge(run_of(changed(interval(checkpoint=5.0), num_saves=1))).findings == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remedy"),
+    [("ddp", "compression="), ("fsdp", "bf16-mixed"), ("tp", "fewer ranks along tp"), ("local_sgd", "local_sgd:every")],
+)
+def test_exposed_communication(strategy, remedy):
+    finding = only(run_of(*[interval(communication=5.0)] * 2, strategy=strategy))
+    assert finding.cause == "exposed_communication"
+    assert remedy in finding.remedy
+    assert finding.gain == pytest.approx(5 / 14.5, abs=0.01)
+
+
+def test_device_reads_have_their_line_and_cost_nothing_on_a_cpu():
+    reads = changed(interval(), reads={"item() at model.py:12 in training_step": 2})
+    finding = only(run_of(reads, interval(), device="cuda"))
+    assert finding.cause == "device_reads"
+    assert "item() at model.py:12" in finding.evidence
+    assert judge(run_of(reads, interval())).findings == []
+
+
+def test_thread_oversubscription():
+    queued = changed(interval(), runqueue_s=0.3)
+    finding = only(run_of(queued, queued, num_threads=8))
+    assert finding.cause == "thread_oversubscription"
+    assert finding.remedy == "OMP_NUM_THREADS=4"
+    assert judge(run_of(interval(), interval(), num_threads=8)).findings == [], "many threads that harm nobody"
+
+
+def test_padding():
+    finding = only(run_of(changed(interval(), padding=0.5)))
+    assert finding.cause == "padding"
+    assert finding.gain == pytest.approx(0.5 * 0.8, abs=0.01)
+
+
+def test_uneven_data_by_fillers():
+    finding = only(run_of(interval(), changed(interval(), num_fillers=20)))
+    assert (finding.cause, finding.ranks) == ("uneven_data", (1,))
+
+
+def test_slow_validation():
+    assert only(run_of(*[interval(validation=6.0)] * 2)).cause == "slow_validation"
+
+
+def test_ranks_that_wait_for_each_other_in_turn():
+    finding = only(run_of(interval(waiting=4.0), interval(waiting=4.5)))
+    assert (finding.cause, finding.ranks) == ("varying_steps", ())
+
+
+def test_the_most_costly_comes_first():
+    slow = changed(interval(data_wait=5.0, callbacks=2.0), by_hook={"Draws.on_train_batch_end": 0.2})
+    assert [finding.cause for finding in judge(run_of(slow)).findings] == ["slow_loader", "slow_callback"]
+
+
+def test_few_steps_are_not_judged():
+    verdict = judge(run_of(interval(num_steps=9, data_wait=50.0)))
+    assert verdict.findings == []
+    assert verdict.caveats == ["9 steps were measured after the first ones: 10 are needed to judge"]
+
+
+def test_the_warm_up_is_left_out():
+    run = run_of(interval())
+    run.intervals[0].insert(0, changed(interval(step=3, num_steps=3, compute=900.0), is_warmup=True))
+    assert judge(run).figures.step_s == pytest.approx(0.01)
+
+
+def test_a_rank_that_is_missing_is_named():
+    run = run_of(interval(), interval())
+    del run.ranks[1], run.intervals[1]
+    assert judge(run).caveats == ["ranks 1 are missing, whose files may lie on other hosts"]
+
+
+def test_the_page_has_the_table_of_the_rules():
+    text = (ROOT / "docs" / "doctor.md").read_text()
+    for rule in RULES:
+        assert f"| `{rule.cause}` | {rule.threshold:g} | {rule.of} |" in text, rule.cause

@@ -1,0 +1,136 @@
+"""The clock divides time without a rest: whatever is entered, announced, sealed or nested."""
+
+import threading
+
+import pytest
+
+from polyphase.engine.phases import PHASES, PhaseClock, listening, phase_of_action, waits
+
+
+class Time:
+    """A clock that the test moves."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+@pytest.fixture
+def clock(time):
+    return PhaseClock(time)
+
+
+def spent(clock):
+    return {phase: seconds for phase, seconds in clock.read().items() if seconds}
+
+
+def test_phases_add_up_to_the_time_that_passed(clock, time):
+    for number, phase in enumerate(PHASES, start=1):
+        clock.enter(phase)
+        time.now += number
+    assert spent(clock) == {phase: float(number) for number, phase in enumerate(PHASES, start=1)}
+    assert sum(clock.read().values()) == time.now
+
+
+@pytest.mark.parametrize(
+    ("announced", "phase"),
+    [
+        ("fetch", "data_wait"),
+        ("copy", "copy"),
+        ("train", "compute"),
+        ("optimizer", "optimizer"),
+        ("log", "logging"),
+        ("batch", "engine"),
+        ("setup", "engine"),
+    ],
+)
+def test_a_loops_words(clock, time, announced, phase):
+    clock.announce(announced)
+    time.now += 2
+    assert spent(clock) == {phase: 2.0}
+
+
+def test_all_within_validation_is_validation_but_a_save(clock, time):
+    with clock.sealed("validate"):
+        time.now += 1
+        clock.announce("fetch")
+        time.now += 1
+        with clock.sealed("save"):
+            clock.enter("communication")
+            time.now += 5
+        assert clock.enter("callbacks") == "validation"
+        time.now += 1
+    time.now += 7
+    assert spent(clock) == {"validation": 3.0, "checkpoint": 5.0, "engine": 7.0}
+    assert clock.num_saves == 1
+
+
+def test_a_hooks_time_is_without_the_save_and_the_wait_in_it(clock, time):
+    def hook(argument):
+        time.now += 1
+        with clock.sealed("save"):
+            time.now += 10
+        outer = clock.enter("communication")
+        time.now += 20
+        clock.enter(outer)
+        return argument
+
+    assert clock.timed_hook("Mine.on_train_batch_end", hook)("result") == "result"
+    assert clock.by_hook == {"Mine.on_train_batch_end": 1.0}
+    assert spent(clock) == {"callbacks": 1.0, "checkpoint": 10.0, "communication": 20.0}
+    assert clock.phase == "engine"
+
+
+def test_a_hook_that_raises_ends_its_phase(clock):
+    def hook():
+        raise KeyError("it")
+
+    with pytest.raises(KeyError):
+        clock.timed_hook("Mine.setup", hook)()
+    assert clock.phase == "engine"
+
+
+def test_waits_are_told_to_the_innermost_clock_in_its_thread_only(clock, time):
+    @waits
+    def wait(seconds):
+        time.now += seconds
+        return seconds
+
+    assert wait(1) == 1
+    outside = PhaseClock(time)
+    with listening(outside), listening(clock):
+        assert wait(2) == 2
+        other = threading.Thread(target=wait, args=(4,))
+        other.start()
+        other.join()
+    wait(8)
+    assert clock.read()["communication"] == 2.0
+    assert outside.read()["communication"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("action", "phase"),
+    [
+        ("[_TrainingEpochLoop].train_dataloader_next", "data_wait"),
+        ("[Strategy]DDP.batch_to_device", "copy"),
+        ("[Strategy]DDP.training_step", "compute"),
+        ("[Strategy]DDP.backward", "compute"),
+        ("[Strategy]DDP.validation_step", None),
+        ("optimizer_step", "optimizer"),
+        ("[LightningModule]GAN.optimizer_step", "optimizer"),
+        ("[LightningModule]GAN.on_train_batch_end", "callbacks"),
+        ("[LightningModule]GAN.on_after_batch_transfer", "copy"),
+        ("[LightningModule]GAN.configure_optimizers", None),
+        ("[Callback]EarlyStopping{'monitor': 'a.b'}.on_train_epoch_end", "callbacks"),
+        ("run_training_batch", None),
+    ],
+)
+def test_the_actions_of_lightnings_profiler(action, phase):
+    assert phase_of_action(action) == phase

@@ -1,0 +1,88 @@
+"""`Doctor` on an accelerator: phases are the compute stream's, nothing is waited for, and reads are found by line."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader
+
+from polyphase.callbacks import Doctor
+from polyphase.engine import Engine
+from polyphase.engine.doctor import judge, read_run
+from tests.engine.tiny import QUIET
+
+from . import in_a_child, install
+
+pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
+
+STEPS = 24
+PAUSE_S = 0.02
+
+
+class Module(LightningModule):
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.layer, self.reads = torch.nn.Linear(4, 4), reads
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch["x"]).square().mean()
+        if self.reads:
+            self.seen = loss.item()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Slow(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(PAUSE_S)
+
+
+class Counts(Callback):
+    """The device's counts after each step."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.reads.append(install().counts()["reads"])
+
+
+def _train(folder: Path, reads: bool, *callbacks: Callback) -> list[int]:
+    counts = Counts()
+    engine = Engine(
+        **QUIET | {"accelerator": "sim"}, devices=1, max_epochs=1, log_every_n_steps=8, default_root_dir=folder,
+        callbacks=[*callbacks, counts], check_first_steps=False,
+    )  # fmt: skip
+    mask = torch.tensor([1, 1, 1, 0])
+    data = [{"x": torch.ones(4), "attention_mask": mask} for _ in range(2 * STEPS)]
+    engine.fit(Module(reads), DataLoader(data, batch_size=2, pin_memory=True))
+    return [after - before for before, after in zip([0, *counts.reads], counts.reads, strict=False)]
+
+
+def test_phases_of_the_device_add_up_and_nothing_is_read(tmp_path: Path) -> None:
+    reads = in_a_child(_train, tmp_path, False, Slow(), Doctor())
+    without = in_a_child(_train, tmp_path, False)
+    run = read_run(str(tmp_path))
+    assert run.ranks[0].device == "sim"
+    assert sum(interval.num_steps for interval in run.intervals[0]) == STEPS
+    for interval in run.intervals[0]:
+        assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=0.01)
+    assert sum(interval.seconds["callbacks"] for interval in run.intervals[0]) >= STEPS * PAUSE_S
+    assert judge(run).findings[0].cause == "slow_callback"
+    ends = {3, 8, 16, 24}
+    more = {step for step, (a, b) in enumerate(zip(without, reads, strict=True), start=1) if a != b}
+    assert more <= ends, (without, reads)
+    assert {interval.padding for interval in run.intervals[0]} <= {None, 0.25}
+    assert any(interval.padding == 0.25 for interval in run.intervals[0])
+
+
+def test_a_read_in_the_step_is_found_by_its_line(tmp_path: Path) -> None:
+    in_a_child(_train, tmp_path, True, Doctor())
+    findings = {finding.cause: finding for finding in judge(read_run(str(tmp_path))).findings}
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "loss.item()" in text)
+    assert f"item() at {__file__}:{line} in training_step" in findings["device_reads"].evidence
