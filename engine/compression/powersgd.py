@@ -152,7 +152,7 @@ def _orthonormal(matrices: Tensor) -> Tensor:
 
 
 def _householder(matrices: Tensor) -> Tensor:
-    """What QR computes (Golub and Van Loan, Matrix Computations, 5.1-5.2), of all matrices [k, rank, n] at once.
+    """Orthonormalises the rows of all matrices [k, rank, n] at once (Golub and Van Loan, Matrix Computations, 5.1-5.2).
 
     Gram-Schmidt and Cholesky divide by zero where rows depend on each other, as those of gradients of low rank do.
     Products are sums here: matrix multiplication may round to TF32.

@@ -100,7 +100,7 @@ def judge_memory(available_bytes: int, total_bytes: int, swapped_bytes: int) -> 
 
 
 def judge_load(per_cpu: float) -> Check:
-    """What else computes on the host."""
+    """The load of other processes on the host."""
     found = f"{per_cpu:.2f} runnable threads per CPU in the last minute"
     if per_cpu > 0.5:
         return Check("other load", "warn", found, "end what else computes here, or keep to CPUs of its own (taskset)")
@@ -108,7 +108,7 @@ def judge_load(per_cpu: float) -> Check:
 
 
 def judge_versions(found: dict[str, str | None]) -> Check:
-    """What is installed."""
+    """The installed versions."""
     missing = [name for name, installed in found.items() if installed is None]
     text = ", ".join(f"{name} {installed}" for name, installed in found.items() if installed is not None)
     text += f", Python {platform.python_version()}"

@@ -23,10 +23,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("callbacks", "engine", "models")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PLAINLY_DESCRIBED = (
-    *("callbacks/**/*.py", "models/**/*.py", "engine/*.py"),
-    *(f"engine/{room}/**/*.py" for room in ("checkpoint", "cli", "data")),
-)
+PLAINLY_DESCRIBED = ("callbacks/**/*.py", "models/**/*.py", "engine/**/*.py")
 """Files whose docstrings begin with the thing itself, not with its relation to another one."""
 
 

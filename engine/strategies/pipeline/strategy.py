@@ -70,7 +70,7 @@ class Pipeline(MeshStrategy):
     recompute: Callable[[nn.Module], None] | None = None
     """Has a block's forward computed again in backward; None: not so."""
     recomputes_blocks = True
-    """By itself, inside of what cuts the module."""
+    """Whether the strategy applies `recompute` by itself, which it does within the parts of the module."""
 
     def __init__(self, options: PPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
