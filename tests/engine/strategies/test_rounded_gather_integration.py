@@ -145,8 +145,8 @@ def test_what_is_rounded_is_half_the_bytes(tmp_path):
     block = Block()
     num_values = sum(p.numel() for p in block.parameters())
     num_as_they_are = sum(p.numel() for p in (*block.norm.parameters(), block.shift))
-    # Of each block two gathers in forward and two in backward, but for the last one, which is kept for that; of the rest
-    # one in all. Half of it is on each rank's wire.
+    # Of each block two gathers in forward and two in backward, but for the last one, which is kept for backward; of the
+    # rest one in all. Half of it is on each rank's wire.
     num_gathers = 3 * 4 - 2
     in_float32 = (num_gathers * 4 * num_values + 4 * 32 * DIM) / 2
     assert sent[False] == pytest.approx(in_float32 / 1e6)
