@@ -8,7 +8,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import figures
 import lightning
 import torch
 
@@ -54,6 +53,8 @@ def write_report(path: Path, title: str, where: str, tables: list[Table], *, plo
     if not plot:
         return
     if importlib.util.find_spec("matplotlib"):
+        import figures  # beside the script that runs; the GPU suite, which needs `about` alone, runs as a package
+
         figures.overhead(path.with_suffix(".svg"), tables[0].rows)
     else:
         print("(no plot: matplotlib is not installed)")

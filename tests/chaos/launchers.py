@@ -74,6 +74,16 @@ def _mpirun(folder: Path) -> list[Process]:
     ]
 
 
+def _hydra(folder: Path) -> list[Process]:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [Process(["mpiexec.hydra", "-n", "2", sys.executable, *_job(folder)], meeting)]
+
+
+def _srun(folder: Path) -> list[Process]:
+    words = ["srun", "--nodes=1", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--chdir={ROOT}", sys.executable]
+    return [Process([*words, *_job(folder)], {})]
+
+
 def _variables(text: str) -> Callable[[Path], list[Process]]:
     """Processes of which each has these variables, with its rank for ``{rank}``."""
 
@@ -119,7 +129,8 @@ LAUNCHERS: dict[str, tuple[str, Callable[[Path], list[Process]]]] = {
         "emulated",
         _variables("MASTER_ADDR=127.0.0.1 MASTER_PORT={port} WORLD_SIZE=2 RANK={rank}"),
     ),
-    "SLURM (`srun`)": (
+    "SLURM (`srun`)": ("real, a cluster of one node", _srun),
+    "SLURM, its variables": (
         "emulated",
         _variables(
             "SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_NODEID=0 SLURM_JOB_ID={job}"
@@ -127,7 +138,8 @@ LAUNCHERS: dict[str, tuple[str, Callable[[Path], list[Process]]]] = {
         ),
     ),
     "Open MPI (`mpirun`)": ("real", _mpirun),
-    "MPICH, Intel MPI": (
+    "MPICH (`mpiexec.hydra`)": ("real", _hydra),
+    "Intel MPI": (
         "emulated",
         _variables(
             "PMI_SIZE=2 PMI_RANK={rank} MPI_LOCALRANKID={rank} MPI_LOCALNRANKS=2 MASTER_ADDR=127.0.0.1"
@@ -143,6 +155,13 @@ LAUNCHERS: dict[str, tuple[str, Callable[[Path], list[Process]]]] = {
     ),
     "submitit, local executor": ("real", _submitit),
 }
+
+NEEDED = {
+    "Open MPI (`mpirun`)": ("mpirun", "apt install openmpi-bin"),
+    "MPICH (`mpiexec.hydra`)": ("mpiexec.hydra", "apt install mpich"),
+    "SLURM (`srun`)": ("srun", "apt install slurm-wlm, and start a cluster of this machine"),
+}
+"""The command of a launcher that is real, and where it comes from."""
 
 
 class Row(NamedTuple):
@@ -207,7 +226,7 @@ def _processes(folder: Path) -> list[psutil.Process]:
 
 def _ranks(folder: Path) -> list[psutil.Process]:
     def is_rank(words: list[str]) -> bool:
-        is_script = str(JOB) in words and "-m" not in words and "mpirun" not in words[0]
+        is_script = str(JOB) in words and "-m" not in words and "python" in Path(words[0]).name
         return is_script or "submitit.core._submit" in words
 
     return [process for process in _processes(folder) if is_rank(process.info["cmdline"])]
@@ -248,8 +267,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(LAUNCHERS), choices=list(LAUNCHERS))
     options = parser.parse_args()
-    if any(name.startswith("Open MPI") for name in options.only) and shutil.which("mpirun") is None:
-        parser.error("there is no mpirun: apt install openmpi-bin, or name the others with --only.")
+    for name, (command, remedy) in NEEDED.items():
+        if name in options.only and shutil.which(command) is None:
+            parser.error(f"there is no {command}: {remedy}, or name the others with --only.")
     rows, has_failed = [], False
     with tempfile.TemporaryDirectory() as folder:
         undisturbed(Path(folder) / "calm", "ddp", *SIZES)
