@@ -13,6 +13,7 @@ NEWEST ?= torch>=2.15,<2.16
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+SIDE_BY_SIDE = --dist worksteal --numprocesses
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 $(VENV)/.runs: pyproject.toml
@@ -30,13 +31,15 @@ install: $(VENV)/.installed  ## the package and all it needs, into .venv
 demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
-test: install  ## the tests; two at a time, but for those that measure seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone and not device and not nightly" --numprocesses 2 --dist worksteal
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m device
+test: install  ## the tests; two or three at a time, but for those that measure seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone and not deadlines and not device and not nightly" $(SIDE_BY_SIDE) 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "deadlines and not nightly" $(SIDE_BY_SIDE) 3
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "alone and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "device and not nightly" $(SIDE_BY_SIDE) 2
 
-nightly: install  ## tests of combinations whose parts `make test` has, patterns of others' code, random loaders; takes hours
+nightly: install  ## all combinations, all interpreters cold, patterns of others' code, random loaders; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
+	POLYPHASE_COLD=1 $(MAKE) test
 	OMP_NUM_THREADS=1 POLYPHASE_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/loop/test_equivalence.py
 	$(MAKE) compatibility draws
 

@@ -192,6 +192,38 @@ def _timed(make: type[Trainer]) -> Contestant:
     return run
 
 
+class _NoHooks:
+    """Of callbacks and the module: there are none."""
+
+    def call(self, name: str, *arguments: Any) -> None: ...
+
+    def has_own(self, name: str) -> bool:
+        return False
+
+
+def by_calls(case: Case, steps: int) -> float | None:
+    """A loop by hand through what modules, strategies and plugins override of a step: no trainer can do with less."""
+    if case.num_logged or case.accumulate > 1:
+        return None
+    module = MLP(case, Clock(WARMUP))
+    engine = Engine(**QUIET, accelerator="cpu", devices=1)
+    engine.fit(module, make_loader(WARMUP))
+    strategy, wrapped, optimizer = engine.strategy, module.optimizers(), engine.optimizers[0]
+    engine.precision_plugin.hooks = _NoHooks()  # type: ignore[attr-defined]
+    clock = module.clock = Clock(steps)
+    for i, batch in enumerate(make_loader(steps)):
+
+        def closure(batch: list[Tensor] = batch, i: int = i) -> Tensor:
+            with torch.enable_grad():
+                loss = strategy.training_step(batch, i)
+                module.optimizer_zero_grad(0, i, optimizer)
+                strategy.backward(loss, optimizer)
+            return loss
+
+        module.optimizer_step(0, i, wrapped, closure)
+    return clock.us_per_step
+
+
 def by_fabric(case: Case, steps: int) -> float | None:
     """Fabric has no loop: the user's, with its calls for backward and for the loader."""
     if case.num_logged:
@@ -233,6 +265,7 @@ def by_accelerate(case: Case, steps: int) -> float | None:
 def contestants() -> dict[str, Contestant]:
     """Those that can run here, the loop by hand first."""
     known: dict[str, Contestant] = {"by hand": by_hand, **{n: _timed(make) for n, make in trainers().items()}}
+    known["Lightning's calls by hand"] = by_calls
     known["Fabric"] = by_fabric
     if importlib.util.find_spec("accelerate"):
         known["Accelerate"] = by_accelerate

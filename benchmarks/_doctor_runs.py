@@ -1,8 +1,14 @@
-"""The runs of `doctor.py`: a small module with one fault in it."""
+"""The runs of `doctor.py`: a small module with one fault in it.
 
-import gc
-import tempfile
+What stands for the module's computing takes no CPU (as on an accelerator), so that four ranks fit on two CPUs; but for
+the faults that are a CPU's own.
+"""
+
+import faulthandler
+import os
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +17,14 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polyphase.callbacks import Doctor
 from polyphase.engine import Engine
 
-__all__ = ["run", "step_us"]
+__all__ = ["QUIET", "Linear", "run"]
 
-WIDTH, BATCH = 64, 4
+WIDTH, BATCH, BLOCKS = 64, 12, 4
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -28,6 +34,16 @@ QUIET: dict[str, Any] = {
     "enable_run_summary": False,
     "check_first_steps": False,
 }
+_ON_CPU = ("cpu_burner",)
+"""Faults whose runs compute on the CPU."""
+_BATCHES_A_STEP = 4
+"""Of manual accumulation."""
+_EPOCH = 10
+"""Batches of an epoch in which a rank has fewer."""
+_LATE_S = 40.0
+"""After which a rank that still runs writes its stack."""
+_RUNNING_S = 0.1
+"""Between two pauses."""
 
 
 def _rank() -> int:
@@ -38,31 +54,42 @@ class Fault:
     """Costs time where it is asked for, on one rank or on all."""
 
     def __init__(self, trial: Any) -> None:
-        self.kind, self.cost_s = trial.kind, trial.cost_s
-        self.rank = None if trial.kind and trial.kind.endswith("s") else trial.rank
+        self.trial, self.kind, self.strength = trial, trial.kind, trial.strength
 
-    def at(self, *kinds: str, of: int = 1) -> None:
-        """Sleeps if it is one of these kinds; `of` times share the cost of a step."""
-        if self.kind in kinds and (self.rank is None or self.rank == _rank() or self.kind in _OF_ALL):
-            time.sleep(self.cost_s / of)
+    def is_here(self, *kinds: str) -> bool:
+        """Whether it is one of these, and at this rank."""
+        return self.kind in kinds and (not self.trial.ranks or self.trial.rank == _rank())
+
+    def at(self, *kinds: str, part: float = 1.0) -> None:
+        """Sleeps for a part of the strength if it is one of these kinds."""
+        if self.is_here(*kinds):
+            time.sleep(part * self.strength / 1e3)
 
 
-_OF_ALL = ("slow_validation", "padding", "slow_transfer")
+def _burn(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        torch.linalg.matrix_exp(torch.full((WIDTH, WIDTH), 1e-3))
 
 
-class MLP(nn.Module):
+class Block(nn.Module):
     def __init__(self, fault: Fault, is_last: bool) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)
         self.fault, self.is_last = fault, is_last
 
     def forward(self, x: Tensor) -> Tensor:
+        fault, part = self.fault, x.shape[0] / BATCH  # of the step: a micro-batch is one
+        usual_s = part * fault.trial.step_ms / 1e3 / BLOCKS
+        if fault.kind in _ON_CPU:
+            _burn(usual_s)
+        elif fault.kind != "threads":
+            time.sleep(usual_s)
+        fault.at("slow_stage", part=2 * part / BLOCKS)  # which two stages share
         if self.is_last:
-            self.fault.at("sleep_in_step", "slow_stage")
-            if self.fault.kind == "heavy_step" and self.fault.rank == _rank():
-                until = time.thread_time() + self.fault.cost_s
-                while time.thread_time() < until:
-                    torch.linalg.matrix_exp(torch.full((WIDTH, WIDTH), 1e-3))
+            fault.at("sleep_in_step", part=part)
+            if fault.is_here("heavy_step"):
+                _burn(part * fault.strength / 1e3)
         return self.down(self.act(self.up(x)))
 
 
@@ -70,25 +97,66 @@ class Module(LightningModule):
     def __init__(self, fault: Fault) -> None:
         super().__init__()
         self.fault = fault
-        self.blocks = nn.ModuleList(MLP(fault, i == 3) for i in range(4))
+        self.blocks = nn.ModuleList(Block(fault, i == BLOCKS - 1) for i in range(BLOCKS))
+        self.automatic_optimization = fault.kind not in ("sync_while_accumulating", "scheduler_stands_still")
+        self.more = nn.ParameterList(_more_parameters(fault))
+        self.leaked: list[Tensor] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch["x"]
-        if self.fault.kind == "more_samples":
-            x = x.repeat_interleave(200, 0)
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self._loss(batch["x"], batch_idx)
+        if self.fault.kind == "logs_too_often":
+            self.log("loss", loss)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        if self.fault.kind == "scheduler_stands_still" or batch_idx % _BATCHES_A_STEP == _BATCHES_A_STEP - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def _loss(self, x: Tensor, batch_idx: int) -> Tensor:
+        fault = self.fault
+        if fault.kind == "slow_in_turn" and self.global_step % fault.trial.devices == _rank():
+            time.sleep(fault.strength / 1e3)
+        if fault.is_here("leak"):
+            self.leaked.append(torch.ones(int(1e6 * fault.strength / 4)))
+        if fault.kind == "threads":
+            wide = torch.rand(512, 512)
+            for _ in range(8):
+                wide = wide @ wide
+        for i, block in enumerate(self.blocks):
+            x = x + (0.0 * block(x) if fault.kind == "dead_parameters" and i == 1 else block(x))
+        loss = x.square().mean()
+        for parameter in self.more:
+            loss = loss + 0.0 * parameter.sum()
+        if fault.kind == "gradient_spike" and self.global_step == self.fault.trial.steps // 8 * 4 - 1:
+            loss = fault.strength * loss
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.fault.at("slow_module_hook")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.fault.at("slow_validation")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.fault.at("slow_transfer")
+        self.fault.at("slow_transfer", "slow_transfer_of_one")
         return batch
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
+        if self.fault.kind != "scheduler_stands_still":
+            return optimizer
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def _more_parameters(fault: Fault) -> list[nn.Parameter]:
+    if fault.kind == "small_buckets":
+        return [nn.Parameter(torch.zeros(512)) for _ in range(int(fault.strength))]
+    if fault.kind in ("big_gradients", "sync_while_accumulating"):
+        return [nn.Parameter(torch.zeros(int(fault.strength * 1e6 / 4 / 4))) for _ in range(4)]
+    return []
 
 
 class Rows(Dataset[Any]):
@@ -96,27 +164,80 @@ class Rows(Dataset[Any]):
         self.size, self.fault = size, fault
         self.mask = torch.ones(16, dtype=torch.int64)
         if fault.kind == "padding":
-            self.mask[6:] = 0
+            self.mask[16 - round(fault.strength) :] = 0
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        self.fault.at("slow_loader", "slow_loaders", of=BATCH)
+        self.fault.at("slow_loader", "slow_loaders", part=1 / BATCH)
         return {"x": torch.full((WIDTH,), index / self.size), "attention_mask": self.mask}
+
+
+class Stream(IterableDataset[Any]):
+    """An epoch of ten batches, and of fewer on one rank."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __iter__(self) -> Iterator[Any]:
+        missing = round(self.fault.strength) if self.fault.is_here("fewer_batches") else 0
+        for index in range(BATCH * (_EPOCH - missing)):
+            yield {"x": torch.full((WIDTH,), index / BATCH / _EPOCH)}
 
 
 class Hooks(Callback):
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder = fault, folder
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.fault.at("slow_callback", "slow_callbacks")
-        if self.fault.kind == "slow_saves" and trainer.global_step % 4 == 0:
-            trainer.save_checkpoint(self.folder / "last.ckpt")
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        faulthandler.dump_traceback_later(_LATE_S)
+        if self.fault.kind == "threads":
+            torch.set_num_threads(round(self.fault.strength))
+        if self.fault.kind == "cpu_burner":
+            # The rank beside which others burn has its CPU with them, and the other rank has the other one.
+            first, second = sorted(os.sched_getaffinity(0))[:2]
+            is_beside = self.fault.is_here("cpu_burner")
+            os.sched_setaffinity(0, {first if is_beside else second})
+            for _ in range(round(self.fault.strength) if is_beside else 0):
+                _beside(lambda: _burn(0.1))
+        if self.fault.is_here("paused_rank"):
+            pid, pause_s = os.getpid(), 3 * self.fault.strength / 1e3
+            _beside(lambda: _pause_again_and_again(pid, pause_s))
 
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self.fault.at("slow_saves")
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        fault, step = self.fault, trainer.global_step
+        fault.at("slow_callback", "slow_callbacks")
+        every = {"slow_saves": 4, "saves_too_often": 2}.get(fault.kind)
+        if every and step % every == 0:
+            trainer.save_checkpoint(self.folder / "last.ckpt")
+        if fault.is_here("replicas_differ") and step == fault.trial.steps // 2:
+            with torch.no_grad():
+                next(module.parameters()).add_(1e-3)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.fault.at("slow_saves", part=2.0)
+        if self.fault.kind == "saves_too_often":
+            checkpoint["more"] = torch.zeros(int(self.fault.strength * 1e6 / 4))
+
+
+def _beside(function: Any) -> None:
+    """Calls `function` in a process beside this one, which ends with the run's session."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        os.closerange(3, 1024)  # by one of them whoever has started the rank is told of its end
+        try:
+            while os.getppid() == parent:
+                function()
+        finally:
+            os._exit(0)
+
+
+def _pause_again_and_again(pid: int, pause_s: float) -> None:
+    time.sleep(_RUNNING_S)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(pause_s)
+    os.kill(pid, signal.SIGCONT)
 
 
 class SlowLogger(CSVLogger):
@@ -125,62 +246,58 @@ class SlowLogger(CSVLogger):
         self.fault = fault
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        self.fault.at("slow_logger")
+        self.fault.at("logs_too_often")
+        self.fault.at("slow_logger", part=10.0)
         super().log_metrics(*args, **kwargs)
 
 
 class MoreOnOne:
-    """Collates eight times as many samples on one rank."""
+    """Collates several times as many samples on one rank."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, trial: Any) -> None:
+        self.rank, self.times = trial.rank, 2 + round(trial.strength / 40)
 
     def __call__(self, batch: list[Any]) -> Any:
-        return torch.utils.data.default_collate(batch * (8 if _rank() == self.rank else 1))
+        return torch.utils.data.default_collate(batch * (self.times if _rank() == self.rank else 1))
+
+
+def _flags(trial: Any, fault: Fault, folder: Path) -> dict[str, Any]:
+    flags = QUIET | {"log_every_n_steps": trial.interval}
+    name, _, options = trial.strategy.partition(":")
+    if fault.kind == "small_buckets":
+        options = "bucket_cap_mb=0.002"
+    if fault.kind == "needless_search":
+        options = "find_unused_parameters=true"
+    flags["strategy"] = name if trial.devices == 1 else f"{name}_fork{':' if options else ''}{options}"
+    if fault.kind in ("slow_logger", "logs_too_often"):
+        flags["logger"] = SlowLogger(folder / "logs", fault)
+        flags["log_every_n_steps"] = 1 if fault.kind == "logs_too_often" else 10
+    if fault.kind == "slow_validation":
+        flags["val_check_interval"] = 2
+    return flags
 
 
 def run(trial: Any, folder: Path) -> None:
     """Trains with the trial's fault; what the ranks note is in `folder`."""
     torch.set_num_threads(1)
     fault = Fault(trial)
-    if trial.kind == "slow_validation":
-        fault.rank = None
-    name, _, options = trial.strategy.partition(":")
-    strategy = name if trial.devices == 1 else f"{name}_fork{':' if options else ''}{options}"
-    flags = dict(QUIET)
-    if trial.kind == "slow_logger":
-        flags |= {"logger": SlowLogger(folder / "logs", fault), "log_every_n_steps": 1}
-    else:
-        flags |= {"log_every_n_steps": 10}
-    doctor = Doctor(every_n_steps=10)
+    num_batches = trial.steps * (_BATCHES_A_STEP if fault.kind == "sync_while_accumulating" else 1)
     engine = Engine(
-        **flags,
-        strategy=strategy,
+        **_flags(trial, fault, folder),
         devices=trial.devices,
         max_steps=trial.steps,
         max_epochs=-1,
-        val_check_interval=4 if trial.kind == "slow_validation" else None,
         num_sanity_val_steps=0,
-        callbacks=[Hooks(fault, folder), doctor],
+        callbacks=[Hooks(fault, folder), Doctor(every_n_steps=trial.interval)],
         default_root_dir=folder,
     )
-    collate = MoreOnOne(trial.rank) if trial.kind == "more_samples" else None
-    data = DataLoader(Rows(BATCH * trial.devices * trial.steps, fault), batch_size=BATCH, collate_fn=collate)
-    validation = DataLoader(Rows(BATCH * trial.devices * 2, Fault(trial)), batch_size=BATCH)
-    engine.fit(Module(fault), data, validation if trial.kind == "slow_validation" else None)
-
-
-class _Between(Callback):
-    """The time from a step to another one."""
-
-    def __init__(self, steps: int) -> None:
-        self.first, self.last = steps // 5, steps - 2
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.first:
-            self.began = time.perf_counter()
-        elif trainer.global_step == self.last:
-            self.us = 1e6 * (time.perf_counter() - self.began) / (self.last - self.first)
+    rows: Any = Rows(BATCH * trial.devices * num_batches, fault)
+    if fault.kind == "fewer_batches":
+        rows = Stream(fault)
+    collate = MoreOnOne(trial) if fault.kind == "more_samples" else None
+    data = DataLoader(rows, batch_size=BATCH, collate_fn=collate)
+    validation = DataLoader(Rows(BATCH * trial.devices * 2, fault), batch_size=BATCH)
+    engine.fit(Module(fault), data, validation if fault.kind == "slow_validation" else None)
 
 
 class Linear(LightningModule):
@@ -193,15 +310,3 @@ class Linear(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def step_us(with_doctor: bool, steps: int) -> float:
-    """Microseconds of a step of a small module, with or without the callback."""
-    torch.set_num_threads(1)
-    between = _Between(steps)
-    with tempfile.TemporaryDirectory() as folder:
-        callbacks = [*([Doctor()] if with_doctor else []), between]
-        engine = Engine(**QUIET, max_steps=steps, max_epochs=-1, callbacks=callbacks, default_root_dir=folder)
-        gc.collect()  # nobody pays for what the run before left
-        engine.fit(Linear(), DataLoader(torch.ones(4 * steps, 8), batch_size=4))  # type: ignore[arg-type]
-    return between.us

@@ -1,185 +1,230 @@
 """Faults that are put into runs: does `Doctor` name the cause and the rank? And what does it cost?
 
-Each run is a process of its own, of a few seconds: a fault of some kind and strength, at a random rank, under a random
-strategy of those that can have it, with 2 to 4 ranks; and healthy runs. The table has, for each kind, how often the
-most costly finding was its cause and its rank, and what else it was taken for. Overhead is measured by pairs of runs
-with and without the callback, in alternation, in one process with one thread.
+Each run is a fork of this process, of a few seconds: a fault of some kind and strength, at a random rank, under the
+strategies that can have it in turn, with 2 to 4 ranks; and healthy runs among them. The table has, for each kind, how
+often the most costly finding was its cause, and at its rank, and what else it was taken for. What it costs is measured
+by pairs of blocks of steps with and without the callback, in alternation, in one run.
 """
 
 import argparse
-import json
 import os
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from _doctor_forks import run_in_fork
+from _doctor_kinds import HEALTHY, KINDS, Trial, trials
 from report import Table, about, write_report
 
 EXAMPLES = """\
 examples:
-  python benchmarks/doctor.py                              200 faults, 40 healthy runs: an hour on 4 cores
-  python benchmarks/doctor.py --quick --output out         does it run? its figures mean nothing
+  python benchmarks/doctor.py                              200 faults, 40 healthy runs: 20 minutes on 2 cores
+  python benchmarks/doctor.py --minutes 10                 those of them that fit in
+  python benchmarks/doctor.py --quick --output out         one of each kind
+  python benchmarks/doctor.py --cost                       only what it costs
   python benchmarks/doctor.py --kinds slow_loader padding  some of them
 
 Run it on a machine with nothing else to do: what else computes there is found as a fault, and rightly.
 """
-REPLICAS = ("ddp", "zero1", "fsdp", "local_sgd:every=2")
-EVERY = (*REPLICAS, "tp", "pp", "hsdp:replicate=2")
-PIPES, ALONE = ("pp",), ("single",)
-TIMEOUT_S = 180
+TIMEOUT_S = 45
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of fault, and what the doctor is to say of it."""
+class Outcome:
+    """One run, and the most costly finding on it."""
 
+    trial: Trial
     cause: str
-    strategies: Sequence[str]
-    at_one_rank: bool = True
-    strengths_ms: tuple[float, float] = (10.0, 60.0)
-    """The least and the most that it costs in a step."""
+    """``"none"`` where there was no finding, ``"error"`` where the run failed."""
+    ranks: list[int] = field(default_factory=list)
+    evidence: str = ""
+    is_among: bool = False
+    """Whether any finding is the right one."""
+    wall_s: float
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether the cause is right."""
+        return self.cause == self.trial.cause
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the ranks are, too."""
+        return self.has_cause and (self.ranks == self.trial.ranks or not self.trial.ranks)
+
+    @property
+    def said(self) -> str:
+        """The cause, and the ranks where they are wrong."""
+        return self.cause if self.is_right or self.cause in ("none", "error") else f"{self.cause} at {self._where}"
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(map(str, self.ranks)) or "all"
 
 
-KINDS = {
-    "slow_loader": Kind(cause="slow_loader", strategies=REPLICAS),
-    "slow_loaders": Kind(cause="slow_loader", strategies=(*REPLICAS, "single"), at_one_rank=False),
-    "sleep_in_step": Kind(cause="slow_rank", strategies=(*REPLICAS, "tp", "hsdp:replicate=2")),
-    "heavy_step": Kind(cause="slow_rank", strategies=REPLICAS),
-    "slow_stage": Kind(cause="unequal_stages", strategies=PIPES),
-    "more_samples": Kind(cause="uneven_data", strategies=("ddp", "zero1")),
-    "slow_callback": Kind(cause="slow_callback", strategies=EVERY),
-    "slow_callbacks": Kind(cause="slow_callback", strategies=(*EVERY, "single"), at_one_rank=False),
-    "slow_logger": Kind(cause="slow_logging", strategies=("ddp", "fsdp", "single")),
-    "slow_saves": Kind(cause="checkpoint_stall", strategies=("ddp", "local_sgd:every=2", "single"), at_one_rank=False),
-    "slow_validation": Kind(cause="slow_validation", strategies=("ddp", "fsdp", "single"), at_one_rank=False),
-    "padding": Kind(cause="padding", strategies=("ddp", "fsdp", "single"), at_one_rank=False),
-    "slow_transfer": Kind(cause="slow_copy", strategies=("ddp", "fsdp", "single"), at_one_rank=False),
-}
+def run_trial(trial: Trial) -> Outcome:
+    """Runs one, and has its notes judged."""
+    from _doctor_runs import run
 
+    from polyphase.engine.doctor import judge, read_run
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One run; `kind` is None in a healthy one."""
-
-    kind: str | None
-    strategy: str
-    devices: int
-    rank: int
-    cost_s: float
-    steps: int
-
-
-def trials(kinds: Sequence[str], num_faults: int, num_healthy: int, steps: int, most_ranks: int) -> list[Trial]:
-    """The runs, the same ones each time."""
-    dice = random.Random(0)
-    found = []
-    for number in range(num_faults + num_healthy):
-        kind = kinds[number % len(kinds)] if number < num_faults else None
-        row = KINDS[kind] if kind is not None else None
-        strategy = dice.choice(row.strategies if row is not None else EVERY)
-        devices = 1 if strategy == "single" else 4 if strategy.startswith("hsdp") else dice.randint(2, most_ranks)
-        if strategy in ("tp", "pp"):
-            devices = 2
-        cost_s = dice.uniform(*row.strengths_ms) / 1e3 if row is not None else 0.0
-        rank = {"slow_logger": 0, "slow_stage": devices - 1}.get(kind or "", dice.randrange(devices))
-        found.append(Trial(kind=kind, strategy=strategy, devices=devices, rank=rank, cost_s=cost_s, steps=steps))
-    return found
-
-
-def run_trial(trial: Trial) -> tuple[str, list[int]]:
-    """Cause and ranks of the most costly finding; ``"none"`` where there was none, ``"error"`` where the run failed."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--trial", json.dumps(asdict(trial)), "--output", folder]
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            return "error", []
-        if ended.returncode:
-            print(ended.stderr[-2000:], file=sys.stderr)
-            return "error", []
-        from polyphase.engine.doctor import judge, read_run
-
-        findings = judge(read_run(folder)).findings
-    return (findings[0].cause, list(findings[0].ranks)) if findings else ("none", [])
-
-
-def is_right(trial: Trial, cause: str, ranks: list[int]) -> bool:
-    """Whether it is the cause, at the rank."""
-    if trial.kind is None:
-        return cause == "none"
-    row = KINDS[trial.kind]
-    expected = [trial.rank] if row.at_one_rank and trial.devices > 1 else []
-    return cause == row.cause and (ranks == expected or not row.at_one_rank)
+        log = Path(folder) / "log.txt"
+        why = run_in_fork(partial(run, trial, Path(folder)), log, TIMEOUT_S)
+        wall_s = time.monotonic() - began
+        notes = sorted(Path(folder).rglob("rank_0.jsonl"))  # with a logger they are in its folder
+        if why is None and not notes:
+            why = "it noted nothing"
+        if why is not None:
+            print(log.read_text(errors="replace")[-8000:], file=sys.stderr)
+            return Outcome(trial=trial, cause="error", evidence=why, wall_s=wall_s)
+        findings = judge(read_run(str(notes[0].parent))).findings
+    given = partial(Outcome, trial=trial, wall_s=wall_s)
+    outcomes = [given(cause=each.cause, ranks=list(each.ranks), evidence=each.evidence) for each in findings]
+    first = outcomes[0] if outcomes else given(cause="none")
+    return replace(first, is_among=any(each.is_right for each in outcomes))
 
 
-def matrix(given: list[Trial]) -> Table:
-    """Runs all, and counts."""
-    said: dict[str, Counter[str]] = {}
-    right: Counter[str] = Counter()
+def run_all(given: Sequence[Trial], minutes: float) -> list[Outcome]:
+    """Runs them until the time is over."""
+    import _doctor_runs  # noqa: F401  # what the forks need is imported once
+
+    import polyphase.engine.doctor  # noqa: F401
+
+    ends = time.monotonic() + 60 * minutes
+    outcomes: list[Outcome] = []
     for number, trial in enumerate(given, start=1):
-        cause, ranks = run_trial(trial)
-        kind = trial.kind or "healthy"
-        is_good = is_right(trial, cause, ranks)
-        right[kind] += is_good
-        said.setdefault(kind, Counter())[cause if is_good or cause == "error" else f"{cause} at {ranks or 'all'}"] += 1
-        verdict = "right" if is_good else f"wrong: {cause} at {ranks or 'all'}"
-        print(f"  {number}/{len(given)} {trial}: {verdict}", file=sys.stderr, flush=True)
+        if outcomes and time.monotonic() > ends:
+            break
+        outcome = run_trial(trial)
+        outcomes.append(outcome)
+        verdict = "right" if outcome.is_right else f"WRONG, {outcome.said}: {outcome.evidence}"
+        print(f"{number}/{len(given)} {outcome.wall_s:.1f} s  {trial}: {verdict}", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """The totals, those by kind and by strategy, and each run that was judged wrongly."""
+    faults = [each for each in outcomes if each.trial.kind != HEALTHY]
+    healthy = [each for each in outcomes if each.trial.kind == HEALTHY]
+    kinds = dict.fromkeys(each.trial.kind for each in faults)
+    strategies = sorted({each.trial.strategy for each in outcomes})
+    rows = [_row("fault", kind, [each for each in faults if each.trial.kind == kind]) for kind in kinds]
+    if healthy:
+        rows.append(_row("fault", HEALTHY, healthy))
+    wrong = [
+        {"run": str(each.trial), "said": each.said, "evidence": each.evidence.replace("|", "/")}
+        for each in outcomes
+        if not each.is_right
+    ]
+    found = [
+        Table(title="All", rows=[_totals(faults, healthy)]),
+        Table(title="By fault: the most costly finding", rows=rows),
+        Table(
+            title="By strategy",
+            rows=[_row("strategy", name, [o for o in outcomes if o.trial.strategy == name]) for name in strategies],
+        ),
+    ]
+    return [*found, Table(title="Each that was judged wrongly", rows=wrong)] if wrong else found
+
+
+def _totals(faults: Sequence[Outcome], healthy: Sequence[Outcome]) -> dict[str, str]:
+    at_one = [each for each in faults if each.trial.ranks]
+    return {
+        "faults": f"{len(faults)}",
+        "kinds": f"{len({each.trial.kind for each in faults})}",
+        "right cause": _percent([each.has_cause for each in faults]),
+        "faults of one rank": f"{len(at_one)}",
+        "right cause and rank there": _percent([each.is_right for each in at_one]),
+        "right cause and rank": _percent([each.is_right for each in faults]),
+        "it is among the findings": _percent([each.is_among for each in faults]),
+        "healthy runs": f"{len(healthy)}",
+        "false alarms": f"{sum(not each.is_right for each in healthy)}",
+    }
+
+
+def _percent(are: Sequence[bool]) -> str:
+    return f"{sum(are) / len(are):.1%}" if are else ""
+
+
+def _row(name: str, value: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    counts = Counter(each.said for each in outcomes)
+    return {
+        name: value,
+        "runs": f"{len(outcomes)}",
+        "right cause": f"{sum(each.has_cause for each in outcomes)}",
+        "right cause and rank": f"{sum(each.is_right for each in outcomes)}",
+        "among the findings": f"{sum(each.is_among for each in outcomes)}",
+        "said": ", ".join(f"{count} {said}" for said, count in counts.most_common()),
+    }
+
+
+def overhead(pairs: int) -> Table:
+    """What each form of the callback adds to a step, by pairs of blocks of steps with and without it, in one run."""
+    from _doctor_cost import FORMS, added_us
+
     rows = []
-    for kind, counts in said.items():
-        total = counts.total()
-        texts = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
-        rows.append({"fault": kind, "runs": f"{total}", "right": f"{right[kind]}", "said": texts})
-    faults = [row for row in rows if row["fault"] != "healthy"]
-    all_right = sum(int(row["right"]) for row in faults)
-    all_runs = sum(int(row["runs"]) for row in faults)
-    rows.append({"fault": "all faults", "runs": f"{all_runs}", "right": f"{all_right}", "said": ""})
-    return Table(title="Cause and rank", rows=rows)
+    for form in FORMS:
+        found = added_us(form, pairs)
+        row = {"form": form, "pairs": f"{len(found.on_us)}"}
+        row["a step without it, us"] = f"{statistics.median(found.off_us):.0f}"
+        row["added, us: median of the pairs"] = _interval(found.pairs_us)
+        row["added, us: quickest tenth of the blocks"] = f"{found.quiet_us:.1f}"
+        row["the end of an interval, us"] = f"{found.note_us:.0f}" if found.notes_us else ""
+        rows.append(row)
+        print(f"  {row}", file=sys.stderr, flush=True)
+    return Table(title="CPU time added to a step: linear layer, batch 4, one process, one thread, CSVLogger", rows=rows)
 
 
-def overhead(rounds: int, steps: int) -> Table:
-    """Microseconds that the callback adds to a step, by pairs of runs."""
-    from _doctor_runs import step_us
-
-    added = [step_us(True, steps) - step_us(False, steps) for _ in range(rounds)]
-    median, least, most = statistics.median(added), min(added), max(added)
-    row = {"step": "linear, batch 4, one process", "added, us": f"{median:.1f} ({least:.1f} to {most:.1f})"}
-    return Table(title="What it adds to a step", rows=[row | {"of a 10 ms step": f"{median / 1e4:.2%}"}])
+def _interval(values: list[float]) -> str:
+    """Median, and its 95 % interval by the order of the values."""
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    low = ordered[max(0, int(len(ordered) / 2 - half))]
+    high = ordered[min(len(ordered) - 1, int(len(ordered) / 2 + half))]
+    return f"{statistics.median(ordered):.1f} ({low:.1f} to {high:.1f})"
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=raw)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--healthy", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--most-ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no run begins after that; the report says how many did"
+    )
+    parser.add_argument("--pairs", type=int, default=500, help="pairs of blocks by which the cost is measured")
+    parser.add_argument("--cost", action="store_true", help="only what it costs, into doctor-cost-cpu.md: 5 minutes")
+    parser.add_argument("--quick", action="store_true", help="one run of each kind, and one healthy one")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--trial", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.trial is not None:
-        from _doctor_runs import run
+    return parser
 
-        run(Trial(**json.loads(given.trial)), given.output)
-        return
+
+def main() -> None:
+    given = _parser().parse_args()
     if given.quick:
-        given.faults, given.healthy, given.steps, given.most_ranks, given.rounds = len(given.kinds), 1, 24, 2, 1
-    began = time.time()
-    table = matrix(trials(given.kinds, given.faults, given.healthy, given.steps, given.most_ranks))
-    added = overhead(given.rounds, 300 if given.quick else 2000)
-    where = about(f"python benchmarks/doctor.py, {time.time() - began:.0f} s")
-    write_report(given.output / "doctor.md", "Doctor: injected faults", where, [table, added], plot=False)
+        given.faults, given.healthy, given.pairs = len(given.kinds), 1, 10
+    if given.cost:
+        added = overhead(given.pairs)
+        where = about(f"python benchmarks/doctor.py --cost --pairs {given.pairs}")
+        write_report(given.output / "doctor-cost-cpu.md", "Doctor: what it costs", where, [added], plot=False)
+        return
+    wanted = trials(given.kinds, given.faults, given.healthy)
+    load, began = os.getloadavg()[0], time.monotonic()
+    outcomes = run_all(wanted, given.minutes)
+    where = about(f"python benchmarks/doctor.py --minutes {given.minutes:g}")
+    took_s = time.monotonic() - began
+    where += f"\n{len(outcomes)} of {len(wanted)} runs were made, in {took_s:.0f} s; load average before: {load:.1f}.\n"
+    write_report(given.output / "doctor-cpu.md", "Doctor: injected faults", where, tables(outcomes), plot=False)
 
 
 if __name__ == "__main__":

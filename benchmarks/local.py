@@ -2,7 +2,7 @@
 
     python benchmarks/local.py                                  all of it, into benchmarks/results: 15 minutes
     python benchmarks/local.py --steps 40 --output out          does it run? its figures mean nothing
-    python benchmarks/local.py --only ddp diloco:every=16       some of the rows
+    python benchmarks/local.py --only ddp diloco:sync_every=16       some of the rows
 
 ByteGPT with its own AdamW and schedule, on the source of Python's standard library, on 4 CPU processes. First weights,
 order of the data, global batch and hyper-parameters are the same in every row.
@@ -31,13 +31,13 @@ CONTEXT = 32
 # Strategy, and compression behind a blank.
 ROWS = (
     "ddp",
-    "local_sgd:every=4",
-    "local_sgd:every=16",
-    "local_sgd:every=16,warmup={tenth}",
-    "diloco:every=16",
-    "diloco:every=16,warmup={tenth}",
-    "diloco:every=64,warmup={tenth}",
-    "diloco:every=16 int8",
+    "local_sgd:sync_every=4",
+    "local_sgd:sync_every=16",
+    "local_sgd:sync_every=16,warmup={tenth}",
+    "diloco:sync_every=16",
+    "diloco:sync_every=16,warmup={tenth}",
+    "diloco:sync_every=64,warmup={tenth}",
+    "diloco:sync_every=16 int8",
 )
 
 

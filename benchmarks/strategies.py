@@ -23,7 +23,7 @@ from report import Table, about, write_report
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
-from polyphase.engine.memory import held_by
+from polyphase.engine.memory import model_state_bytes
 from polyphase.models import SIZES, ByteGPT
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -90,11 +90,11 @@ ROWS = {
     "hsdp:replicate=2,shard=2": Row(4, "16 P / S", lambda n: 16 * n.all / 2),
     "tp": Row(2, "16 (Q / T + P - Q)", lambda n: 16 * parallel(n, 2)),
     "fsdp+tp:tp=2": Row(4, "16 (Q / T + P - Q) / S", lambda n: 16 * parallel(n, 2, 2)),
-    "pp:stages=2": Row(2, "16 x largest stage", lambda n: 16 * first_stage(n, 2)),
-    "pp+ddp:stages=2": Row(4, "16 x largest stage", lambda n: 16 * first_stage(n, 2)),
-    "pp+fsdp:stages=2": Row(4, "16 x largest stage / S", lambda n: 16 * first_stage(n, 2, 2)),
-    "local_sgd:every=4": Row(2, "16 P + 4 P", lambda n: 20 * n.all),
-    "diloco:every=4": Row(2, "16 P + 8 P", lambda n: 24 * n.all),
+    "pp:pipeline_size=2": Row(2, "16 x largest stage", lambda n: 16 * first_stage(n, 2)),
+    "pp+ddp:pipeline_size=2": Row(4, "16 x largest stage", lambda n: 16 * first_stage(n, 2)),
+    "pp+fsdp:pipeline_size=2": Row(4, "16 x largest stage / S", lambda n: 16 * first_stage(n, 2, 2)),
+    "local_sgd:sync_every=4": Row(2, "16 P + 4 P", lambda n: 20 * n.all),
+    "diloco:sync_every=4": Row(2, "16 P + 8 P", lambda n: 24 * n.all),
     "ps:staleness=0": Row(2, "8 P + 12 P / W", lambda n: 8 * n.all + 12 * n.all / 2),
 }
 """P: parameters; Q: those of them that the plan of tp cuts; W: ranks; S, T: sizes of the axes shard and tp."""
@@ -109,7 +109,7 @@ class Probe(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         self.sent.append(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
-        held = sum(held_by(trainer).values())
+        held = sum(model_state_bytes(trainer).values())
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps({"held": held, "sent": self.sent}))
 
 

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from polyphase.engine.compression import Auto, CommHook, Plain, make_comm_hook
+from polyphase.engine.compression import AllReduceHook, Auto, CommHook, make_comm_hook
 from polyphase.models import ByteGPT
 
 ROUNDS = {"25mbit": 1}
 """Where fewer than three are enough: a step takes seconds, so that little else disturbs it."""
 RATES = ("25mbit", "100mbit", "1gbit", "unlimited")
-ALONE, FORECAST = "compute alone", "polyphase wire"
+ALONE, FORECAST = "compute alone", "polyphase bench-comm"
 _POWERSGD = ("powersgd:2,start=0", "powersgd:4,start=0", "powersgd:4,start=0+fp16")
 OURS = ("plain", "bf16", "fp16", "int8", *_POWERSGD, "topk:0.01", "sign")
 CONTESTANTS = (ALONE, "none", "torch fp16", "torch powersgd:2", "torch powersgd:4", *OURS)
@@ -69,7 +69,7 @@ class Loss(nn.Module):
 def attach(name: str, model: DistributedDataParallel) -> CommHook | None:
     """Makes `model` send its gradients as the contestant does; returns its hook if that is one of ours."""
     if name in OURS:
-        hook = Plain() if name == "plain" else make_comm_hook(name)
+        hook = AllReduceHook() if name == "plain" else make_comm_hook(name)
         assert hook is not None
         hook.attach(model)
         return hook
@@ -101,7 +101,7 @@ def measure(name: str) -> Record:
         optimizer.step()
         optimizer.zero_grad()
         if hook is not None:
-            hook.settle()
+            hook.on_step_end()
         return time.perf_counter() - began
 
     last_s = torch.tensor([step() for _ in range(WARM_UP)][-1])
@@ -119,7 +119,7 @@ def measure(name: str) -> Record:
 
 
 def forecast(names: list[str]) -> Record:
-    """What `polyphase wire` says of our methods here, by way of `compression="auto"`, before any is measured."""
+    """What `polyphase bench-comm` says of our methods here, by way of `compression="auto"`, before any is measured."""
     hook = Auto()
     hook.candidates = ["none" if name == "plain" else name for name in names]
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def forecast(names: list[str]) -> Record:
         model(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        hook.settle()
+        hook.on_step_end()
     step_s = {each.compression.replace("none", "plain"): each.step_s for each in hook.forecasts}
     assert hook.wire is not None
     dist.destroy_process_group(hook.wire.group)
@@ -219,7 +219,7 @@ def summary(results: Results) -> Table:
 
 
 def recommendations(results: Results) -> Table:
-    """What `polyphase wire` recommends, and how far that is from the fastest of ours."""
+    """What `polyphase bench-comm` recommends, and how far that is from the fastest of ours."""
     rows = []
     for rate, found in results.items():
         ours = [own for own in found.values() if own.contestant in OURS]
@@ -234,7 +234,7 @@ def recommendations(results: Results) -> Table:
                 "ratio": f"{ratio:.2f}; at most 1.1: {'met' if ratio <= 1.1 else 'missed'}",
             }
         )
-    return Table(title="What `polyphase wire` recommends before any is measured", rows=rows)
+    return Table(title="What `polyphase bench-comm` recommends before any is measured", rows=rows)
 
 
 def judged(rate: str, name: str, found: dict[str, Result]) -> str:

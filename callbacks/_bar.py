@@ -19,18 +19,18 @@ __all__ = ["BarRenderer", "Progress", "metric_texts"]
 
 _GAP = "  "
 _BAR_WIDTHS = (8, 40)
-"""Columns of the bar itself, at least and at most."""
+"""Smallest and largest width of the bar itself, in columns."""
 _NUM_SAMPLES = 100
-"""Drawings over which the speed is the mean."""
+"""Number of drawings over which the speed is averaged."""
 
 
 class Progress:
     """The progress through a loader.
 
     Args:
-        description: what is done with its batches.
-        total: number of batches; infinity where nobody knows.
-        completed: number of batches done before this run, in an epoch that is resumed.
+        description: name of the stage, such as an epoch or a validation.
+        total: number of batches; infinity if unknown.
+        completed: number of batches done before this run, in a resumed epoch.
     """
 
     def __init__(self, description: str, total: float, completed: int = 0) -> None:
@@ -42,11 +42,11 @@ class Progress:
         self._speed: float | None = None
 
     def resume(self) -> None:
-        """The speed is measured from here: what was done since the last batch is no part of it."""
+        """Restarts the measurement of the speed, so that a pause since the last batch does not count."""
         self._samples = deque([(time.monotonic(), self.completed)], maxlen=_NUM_SAMPLES)
 
     def advance_to(self, completed: int) -> None:
-        """Notes that so many batches are done."""
+        """Sets the number of batches done."""
         self.completed = completed
         self._samples.append((time.monotonic(), completed))
         (began_s, first), (ended_s, last) = self._samples[0], self._samples[-1]
@@ -55,17 +55,17 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Time since the first batch."""
+        """Seconds since the first batch."""
         return time.monotonic() - self._began_s
 
     @property
     def batches_per_s(self) -> float | None:
-        """Mean over the last drawings; None before there are two."""
+        """Mean speed over the last drawings; None before the second drawing."""
         return self._speed
 
     @property
     def remaining_s(self) -> float | None:
-        """Time that the rest will take; None where nobody knows, or nothing is left."""
+        """Estimated seconds for the remaining batches; None if unknown, or if no batches remain."""
         left = self.total - self.completed
         return left / self._speed if self._speed and isfinite(left) and left > 0 else None
 
@@ -74,9 +74,9 @@ class BarRenderer:
     """Turns progress and metrics into rows of text for one console.
 
     Args:
-        console: whose width, height, colours and characters are used.
-        theme: styles, and how metrics are written.
-        width: columns; None for the console's at each drawing.
+        console: determines width, height, colours and characters.
+        theme: styles, and the format of metrics.
+        width: width in columns; None for the console's width at each drawing.
     """
 
     def __init__(self, console: Console, theme: RichProgressBarTheme, width: int | None = None) -> None:
@@ -85,9 +85,9 @@ class BarRenderer:
         self._width = width
 
     def rows(self, progress: Progress, metrics: Iterable[str]) -> list[str]:
-        """The bar's row and those of the metrics, as many as fit on the screen."""
+        """Returns the bar's row and the rows of metrics, as many as fit on the screen."""
         size = self._console.size
-        width = (self._width or size.width) - 1  # a full row would leave the cursor in the next one
+        width = (self._width or size.width) - 1  # a full row would move the cursor to the next row
         rows: list[Any] = [_Row(self._parts(progress, width))]
         packed = [*_packed(metrics, self._theme.metrics_text_delimiter, width)]
         room = len(packed) if self._width else max(1, size.height - 3)  # an empty line above, the bar, a line to spare
@@ -115,7 +115,7 @@ class BarRenderer:
         shown = [(text, style) for text, style in texts if text]
         least, most = _BAR_WIDTHS
         while len(shown) > 2 and _width_of(shown) + least > width:
-            shown.pop()  # what matters least is last
+            shown.pop()  # the last part is the least important
         room = width - _width_of(shown)
         first, *others = [Text(text, style=style, end="") for text, style in shown]
         if room < least:
@@ -147,16 +147,16 @@ class _Row:
                 yield Text(_GAP, end="")
             segments = [*console.render(part, options)]
             yield from segments
-            if isinstance(part, Bar):  # without colours Rich leaves out what is not done yet
+            if isinstance(part, Bar):  # without colours Rich draws only the completed part
                 yield Text(" " * ((part.width or 0) - Segment.get_line_length(segments)), end="")
 
 
 def metric_texts(metrics: dict[str, Any], number_format: str = ".4g") -> Iterator[str]:
-    """``name value`` of each metric, as all of our progress bars write them.
+    """Formats each metric as ``name value``, the same way in all progress bars.
 
     Args:
-        metrics: numbers, tensors of one element or texts by name; the logger's version number is left out.
-        number_format: of the numbers.
+        metrics: numbers, one-element tensors or texts by name; the logger's version number is left out.
+        number_format: format of the numbers.
     """
     for name, value in metrics.items():
         if name != "v_num":
@@ -165,7 +165,7 @@ def metric_texts(metrics: dict[str, Any], number_format: str = ".4g") -> Iterato
 
 
 def _packed(texts: Iterable[str], gap: str, width: int) -> Iterator[str]:
-    """The texts in rows of `width` columns at most; one that is wider than a row goes on in the next one."""
+    """Packs the texts into rows of at most `width` columns; a text that is wider continues in the next row."""
     row = ""
     for text in texts:
         if row and cell_len(row + gap + text) <= width:
@@ -180,7 +180,7 @@ def _packed(texts: Iterable[str], gap: str, width: int) -> Iterator[str]:
 
 
 def _width_of(shown: list[tuple[str, Any]]) -> int:
-    """Columns of all but the bar."""
+    """Returns the number of columns of all parts except the bar."""
     return sum(cell_len(text) + len(_GAP) for text, _ in shown)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polyphase.engine.devices import module_of, wait_for
-from polyphase.engine.phases import PHASES, PhaseClock
+from polyphase.engine.phases import PHASES, PhaseClock, phase_of_activity
 
 __all__ = ["DeviceClock", "HostClock", "Measured", "make_clock"]
 
@@ -32,23 +32,23 @@ class Measured:
     def __post_init__(self) -> None:
         self._everyones = [self.seconds]
 
-    def tell_waits(self, everyones: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
+    def tell_waits(self, times: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
         """Tells waits for slower ranks from communication.
 
         In each step, what a rank has been in collectives for longer than the rank that was in them for the shortest
         time, it has waited for the slower ones.
 
         Args:
-            everyones: of each rank, its seconds by phase, and its seconds of communication in each step.
+            times: of each rank, its seconds by phase, and its seconds of communication in each step.
             rank: the index of this one among them.
 
         Returns:
             The number of steps that all ranks know of.
         """
-        num_steps = min(len(by_step) for _, by_step in everyones)
-        shortest = [min(step) for step in zip(*(by_step[:num_steps] for _, by_step in everyones), strict=True)]
+        num_steps = min(len(by_step) for _, by_step in times)
+        shortest = [min(step) for step in zip(*(by_step[:num_steps] for _, by_step in times), strict=True)]
         told = []
-        for seconds, by_step in everyones:
+        for seconds, by_step in times:
             waited = sum(max(0.0, own - least) for own, least in zip(by_step, shortest, strict=False))
             waited = min(waited, seconds["communication"])
             communication = seconds["communication"] - waited
@@ -56,6 +56,14 @@ class Measured:
         self._everyones = told
         self.seconds.update(told[rank])
         return num_steps
+
+    def shares(self) -> list[dict[str, float]]:
+        """Returns the shares of the phases, of each rank that is known."""
+        walls = [max(sum(seconds.values()), 1e-12) for seconds in self._everyones]
+        return [
+            {phase: seconds[phase] / wall for phase in PHASES}
+            for seconds, wall in zip(self._everyones, walls, strict=True)
+        ]
 
     def mean_shares(self) -> dict[str, float]:
         """Returns the shares of the phases, mean over the ranks that are known."""
@@ -76,14 +84,14 @@ class HostClock(PhaseClock):
     def __init__(self) -> None:
         super().__init__()
         self.by_step: list[float] = []
-        self._taken = dict(self.seconds)
+        self._taken = self.seconds
         self._num_steps = 0
         self._at_step = 0.0
 
     def end_step(self) -> None:
         """Called after each optimizer step."""
         self._num_steps += 1
-        communication = self.seconds["communication"]
+        communication = self._sums["communication"]
         self.by_step.append(communication - self._at_step)
         self._at_step = communication
 
@@ -121,6 +129,7 @@ class DeviceClock(HostClock):
         self._marks: list[tuple[str | None, Any]] = []  # the phase that ended, and when; None: a step did
         self._in_step_s = 0.0
         self._num_to_forget = 0
+        self._phase = "engine"
         super().__init__()
 
     @property
@@ -136,10 +145,19 @@ class DeviceClock(HostClock):
         event.record() if self._stream is None else event.record(self._stream)
         return event
 
-    def _change(self, phase: str) -> None:
-        if phase != self.phase:
-            self._marks.append((self.phase, self._event()))
-        super()._change(phase)
+    def enter(self, activity: str) -> str:
+        """Begins `activity`; see `PhaseClock`."""
+        outer = self.activity
+        if not self._is_sealed:
+            self._change(activity)
+        return outer
+
+    def _change(self, activity: str) -> None:
+        phase = phase_of_activity(activity)
+        if phase != self._phase:
+            self._marks.append((self._phase, self._event()))
+            self._phase = phase
+        super()._change(activity)
 
     def end_step(self) -> None:
         """Called after each optimizer step."""

@@ -1,4 +1,4 @@
-"""How much of a CPU the thread that trains has in forward and backward, and how long it waits there for one."""
+"""Measures the training thread's CPU time in forward and backward, and the time that it waits there for a CPU."""
 
 import os
 import threading
@@ -12,11 +12,11 @@ _EVERY_BATCHES = 4
 
 
 class HostUse:
-    """Looks at the system's counters of this thread around one forward and backward of four: 10 us each time.
+    """Reads the system's counters of this thread around every fourth forward and backward; a read takes 10 us.
 
     Attributes:
-        cpu_s: CPU time, since `take`.
-        runqueue_s: ready to run, while another thread had its CPU; None where the system does not say.
+        cpu_s: CPU time since `take`.
+        runqueue_s: time ready to run, while another thread had the CPU; None if the system does not report it.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class HostUse:
         self.cpu_s, self.runqueue_s = 0.0, 0.0
 
     def begin(self) -> None:
-        """Before forward."""
+        """Called before forward."""
         self._is_under_way = self._num_batches % _EVERY_BATCHES == 0
         self._num_batches += 1
         if self._is_under_way:
             self._began = time.thread_time(), self._runqueue_s()
 
     def end(self) -> None:
-        """After backward."""
+        """Called after backward."""
         if self._is_under_way:
             self._is_under_way = False
             self._num_looks += 1
@@ -45,7 +45,7 @@ class HostUse:
             self.runqueue_s += self._runqueue_s() - self._began[1]
 
     def take(self) -> tuple[float | None, float | None]:
-        """Returns both since the last call, as if all batches had been looked at; None: not known."""
+        """Returns both times since the last call, extrapolated to all batches; None if unknown."""
         num_looks, num_batches, cpu_s, runqueue_s = self._num_looks, self._num_batches, self.cpu_s, self.runqueue_s
         self._reset()
         if num_looks == 0:
@@ -55,11 +55,11 @@ class HostUse:
 
     @property
     def rss_mb(self) -> float:
-        """The memory of this process."""
+        """Returns the resident memory of this process, in MB."""
         return self._process.memory_info().rss / 1e6
 
     def close(self) -> None:
-        """Nothing more is looked at."""
+        """Closes the counters."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -71,7 +71,7 @@ class HostUse:
 def _open_counters() -> int | None:
     try:
         file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # no Linux, or one without these statistics
+    except OSError:  # not Linux, or a kernel without these statistics
         return None
     if len(os.pread(file, 96, 0).split()) < 2:
         os.close(file)
@@ -80,7 +80,7 @@ def _open_counters() -> int | None:
 
 
 def num_cpus() -> float:
-    """CPUs that this process may use, by its affinity and by the quota of its container."""
+    """Returns the number of CPUs that this process may use, limited by its affinity and its container's quota."""
     usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:

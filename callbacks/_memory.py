@@ -1,4 +1,4 @@
-"""The most memory that this process has had, on its device or in all."""
+"""Peak memory of this process, on its device or on the host."""
 
 import resource
 import sys
@@ -12,13 +12,13 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Bytes that torch has allocated on `device` at most; on the CPU, bytes of the process that were resident."""
+    """Returns the peak of torch's allocated bytes on `device`; on the CPU, the peak resident bytes of the process."""
     if device.type != "cpu" and torch.accelerator.is_available():
         return torch.accelerator.max_memory_allocated(device)
     try:
-        # Not getrusage's figure, which a process begins with its parent's.
+        # Not getrusage: its peak starts with the value of the parent process.
         (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-    except (OSError, ValueError):  # no /proc outside of Linux: KiB there, bytes on macOS
+    except (OSError, ValueError):  # no /proc: getrusage, in KiB on Linux and in bytes on macOS
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""The file in which a rank notes its intervals."""
+"""The file to which a rank writes its intervals."""
 
 import os
 from contextlib import suppress
@@ -10,12 +10,12 @@ __all__ = ["Notes"]
 
 
 class Notes:
-    """Appends a line for each interval, and joins neighbours where there are too many.
+    """Appends a line for each interval, and merges neighbouring intervals when there are too many.
 
     Args:
-        folder: in which the file ``rank_<r>.jsonl`` is; one of an earlier run becomes ``rank_<r>.jsonl.before``. None:
-            nothing is written.
-        info: of this rank.
+        folder: folder of the file ``rank_<r>.jsonl``; the file of an earlier run is renamed to
+            ``rank_<r>.jsonl.before``. None: nothing is written.
+        info: information about this rank.
     """
 
     def __init__(self, folder: str | None, info: RankInfo) -> None:
@@ -30,7 +30,7 @@ class Notes:
             self._write_all()
 
     def add(self, interval: Interval) -> None:
-        """Notes an interval."""
+        """Adds an interval."""
         self.intervals.append(interval)
         if len(self.intervals) > MAX_INTERVALS:
             self.intervals = compact(self.intervals)
@@ -40,7 +40,7 @@ class Notes:
             self._file.flush()
 
     def close(self) -> None:
-        """Nothing more is noted."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -49,4 +49,4 @@ class Notes:
         if self._path is not None:
             self.close()
             write_rank(self._path, self.info, self.intervals)
-            self._file = open(self._path, "a")  # noqa: SIM115  # it stays open
+            self._file = open(self._path, "a")  # noqa: SIM115  # stays open until `close`

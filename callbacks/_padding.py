@@ -1,4 +1,4 @@
-"""The share of padding in batches, by their ``attention_mask``; counted where they are, and read an interval later."""
+"""The share of padding in batches by their ``attention_mask``; counted on the device, and read one interval later."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ _EVERY_BATCHES = 16
 
 
 class PaddingWatch:
-    """Looks at one batch of sixteen.
+    """Measures every sixteenth batch.
 
     Args:
-        device: that batches are on.
+        device: the device of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class PaddingWatch:
         self._copied: tuple[Tensor, int, Any] | None = None
 
     def look(self, batch: Any, number: int) -> None:
-        """Counts the tokens of the `number`-th batch if it is one of those."""
+        """Counts the tokens of the `number`-th batch, if that is one to measure."""
         if number % _EVERY_BATCHES == 1 and isinstance(batch, Mapping):
             mask = batch.get("attention_mask")
             if isinstance(mask, Tensor):
@@ -35,7 +35,7 @@ class PaddingWatch:
                 self._num_tokens += mask.numel()
 
     def take(self) -> float | None:
-        """Returns the share of padding, 0 to 1: since the last call, on accelerators before it; None: not known."""
+        """Returns the share of padding, 0 to 1, since the last call (on accelerators, before it); None if unknown."""
         sums, num_tokens, before = self._sums, self._num_tokens, self._copied
         self._sums, self._num_tokens, self._copied = [], 0, None
         module = module_of(self._device)

@@ -1,4 +1,4 @@
-"""Finds reads of the device in `training_step`, each of which has the host wait for all that it has launched."""
+"""Finds device reads in `training_step`; at each of them the host waits for all work that it has launched."""
 
 import sys
 from collections import Counter
@@ -24,7 +24,7 @@ _FOREIGN = ("torch.", "lightning.", "polyphase.", "torchmetrics.", "contextlib",
 
 
 class ReadWatch:
-    """Watches one `training_step` of many; none on a CPU, where a read waits for nothing, nor in compiled code.
+    """Samples single calls of `training_step`; not on a CPU, where a read does not wait, nor in compiled code.
 
     Args:
         trainer: an engine.
@@ -34,41 +34,41 @@ class ReadWatch:
         self._may = trainer.strategy.root_device.type != "cpu" and not trainer.flags.get("compile")
         self._next = 0
         self._mode: _Reads | None = None
-        self._found: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
     def begin(self, number: int) -> None:
-        """Watches from here to `end`, where the `number`-th batch is due."""
+        """Starts to watch, if the `number`-th batch is one to sample; until `end`."""
         if self._may and number >= self._next and self._mode is None:
             self._next = number + _EVERY_BATCHES
             self._mode = _Reads()
             self._mode.__enter__()
 
     def end(self) -> None:
-        """Watches no more."""
+        """Stops watching."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
-            self._found, self._mode = dict(self._mode.found), None
+            self._counts, self._mode = dict(self._mode.counts), None
 
     def take(self) -> dict[str, int]:
-        """Returns the reads of the step that was watched since the last call, by what and where."""
-        found, self._found = self._found, {}
-        return found
+        """Returns the number of reads in the step sampled since the last call, by function and line of code."""
+        counts, self._counts = self._counts, {}
+        return counts
 
 
 class _Reads(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _READS.get(function)
         if name is not None and args and args[0].device.type != "cpu":
-            self.found[f"{name} at {_users_line()}"] += 1
+            self.counts[f"{name} at {_users_line()}"] += 1
         return function(*args, **(kwargs or {}))
 
 
 def _users_line() -> str:
-    """The innermost line that is the user's own."""
+    """Returns the innermost line of the user's own code."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

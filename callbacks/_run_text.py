@@ -1,4 +1,4 @@
-"""The lines with which a run ends: pure text of what is known, each of at most 100 columns where paths are short."""
+"""The text printed at the end of a run, in lines of at most 100 columns unless paths are long."""
 
 import inspect
 import os
@@ -18,7 +18,7 @@ _INDENT = "    "
 
 
 class RunEnd(NamedTuple):
-    """Figures of a finished run; those that are None are not printed."""
+    """Figures of a finished run; a figure that is None is not printed."""
 
     num_steps: int
     elapsed_s: float
@@ -28,7 +28,7 @@ class RunEnd(NamedTuple):
 
 
 def end_text(trainer: Any, end: RunEnd) -> list[str]:
-    """The lines after training."""
+    """Returns the lines to print after training."""
     path = _saved(trainer)
     return [
         _figures(trainer, end),
@@ -40,7 +40,7 @@ def end_text(trainer: Any, end: RunEnd) -> list[str]:
 
 
 def stop_text(trainer: Any, cause: str) -> list[str]:
-    """The lines after a run that was stopped by `cause`."""
+    """Returns the lines to print after a run that `cause` has stopped."""
     path = _saved(trainer)
     stopped = f"Stopped by {cause} after {_counted(trainer.global_step, 'step')}."
     if path is None:
@@ -65,7 +65,7 @@ def _figures(trainer: Any, end: RunEnd) -> str:
 
 
 def _model_checkpoints(trainer: Any) -> list[ModelCheckpoint]:
-    """The callbacks that say what they saved; a stand-in for one, of its class alone, does not."""
+    """Returns the real `ModelCheckpoint` callbacks, without substitutes for one."""
     found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return [callback for callback in found if hasattr(callback, "last_model_path")]
 
@@ -91,7 +91,7 @@ def _where(trainer: Any) -> list[str]:
 
 
 def _saved(trainer: Any) -> str | None:
-    """The last checkpoint that is still there."""
+    """Returns the path of the last checkpoint that still exists."""
     callbacks = _model_checkpoints(trainer)
     paths = [trainer.last_checkpoint, *(path for c in callbacks for path in (c.last_model_path, c.best_model_path))]
     return next((path for path in paths if path and ("://" in path or os.path.exists(path))), None)
@@ -118,7 +118,7 @@ def _to_go_on(trainer: Any, path: str | None) -> list[str]:
 
 
 def _limit(trainer: Any) -> str | None:
-    """The flag that has ended training, if it was one."""
+    """Returns the flag that ended training, if one did."""
     if trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps:
         return "max_steps"
     is_last = trainer.max_epochs not in (None, -1) and trainer.current_epoch >= trainer.max_epochs
@@ -126,7 +126,7 @@ def _limit(trainer: Any) -> str | None:
 
 
 def _command() -> list[str] | None:
-    """The command line of LightningCLI, by which this process was started; None if it was not."""
+    """Returns the LightningCLI command line of this process; None if it was started in another way."""
     if "lightning.pytorch.cli" not in sys.modules or sys.argv[1:2] != ["fit"]:
         return None
     program = os.path.basename(sys.argv[0])
@@ -159,7 +159,7 @@ def _to_load(trainer: Any, path: str | None) -> list[str]:
 
 
 def _builds_itself(module: LightningModule) -> bool:
-    """Whether `load_from_checkpoint` can make the module anew: each argument has a default, or was saved."""
+    """Whether `load_from_checkpoint` can construct the module: each argument has a default or was saved."""
     parameters = inspect.signature(_class_of(module)).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     arguments = [p for p in parameters if p.kind not in kinds]
@@ -167,7 +167,7 @@ def _builds_itself(module: LightningModule) -> bool:
 
 
 def _class_of(module: LightningModule) -> type:
-    """Returns the module's class; not the one that `fully_shard` has made of it."""
+    """Returns the module's own class, not the subclass that `fully_shard` creates."""
     return next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed."))
 
 

@@ -1,10 +1,10 @@
-"""The place where a progress bar is drawn: lines at the bottom of a terminal, an output of a notebook's cell, or none.
+"""The screen on which a progress bar is drawn: the bottom of a terminal, an output of a notebook's cell, or none.
 
-Several processes write to one terminal: rank 0 with its bar, the other ranks, the workers of loaders, libraries in C++.
-So nobody keeps count of where the cursor is. The bar is drawn below the cursor, which then goes back to an empty line
-above it; whoever prints a line next prints it there, and the bar is drawn again below. Python's streams erase the old
-bar first, on every rank (`guard`). The cursor stays visible and no mode of the terminal is changed, so that a process
-that is killed leaves nothing to repair.
+Several processes write to one terminal: rank 0 with its bar, other ranks, workers of loaders, C++ libraries. So no
+process can track the cursor. The bar is drawn below the cursor, which then returns to an empty line above the bar. The
+next line of any process is printed there, and the bar is drawn again below it. Python's streams erase the old bar
+first, on every rank (`guard`). The cursor stays visible and no terminal mode is changed, so a killed process leaves the
+terminal usable.
 """
 
 import os
@@ -22,47 +22,47 @@ from ._streams import WholeLines, is_terminal
 __all__ = ["BottomLines", "CellOutput", "PlainOutput", "Screen", "can_draw", "screen_of"]
 
 _ERASE = "\r\x1b[J"
-"""The escape codes that go to the beginning of the line and erase all from there to the end of the screen."""
+"""Escape codes that move to the start of the line and erase from there to the end of the screen."""
 _REDRAW_S = 1.0
-"""Time between two drawings where nothing else asks for one."""
+"""Seconds between two drawings if nothing else causes one."""
 
 Render = Callable[[], Sequence[str]]
-"""Gives the rows as they are now, each narrower than the terminal."""
+"""Returns the current rows, each narrower than the terminal."""
 
 
 class Screen(Protocol):
-    """A place that a progress bar can draw on."""
+    """An output that a progress bar can draw on."""
 
     is_live: bool
-    """Whether `show` shows anything."""
+    """Whether `show` draws anything."""
     period_s: float
-    """Time from one drawing to the next, at least."""
+    """Shortest time between two drawings, in seconds."""
 
     def guard(self, *, is_drawn_here: bool) -> None:
-        """Keeps the lines that this process prints apart from the bar and the lines of other processes, from now on.
+        """Starts to keep this process's printed lines separate from the bar and from lines of other processes.
 
         Args:
-            is_drawn_here: whether it is this process that draws the bar.
+            is_drawn_here: whether this process draws the bar.
         """
 
     def release(self) -> None:
-        """Leaves what this process prints as it was before `guard`."""
+        """Undoes `guard`."""
 
     def show(self, render: Render) -> None:
-        """Replaces what was drawn; `render` may be called again by another thread."""
+        """Replaces the drawing; `render` may be called again by another thread."""
 
     def keep(self, rows: Sequence[str]) -> None:
-        """Replaces what was drawn by rows that stay; what is printed or shown next comes below."""
+        """Replaces the drawing by permanent rows; later output appears below them."""
 
     def clear(self) -> None:
-        """Takes away what was drawn."""
+        """Removes the drawing."""
 
 
 class PlainOutput:
-    """A file, or a terminal without escape codes: only rows that stay are printed.
+    """A file, or a terminal without escape codes: only permanent rows are printed.
 
     Args:
-        file: where.
+        file: the file to print to.
     """
 
     is_live = False
@@ -89,7 +89,7 @@ class PlainOutput:
 
 
 class CellOutput:
-    """One output of a notebook's cell, which is replaced; it needs no widgets, and works in forked processes."""
+    """One output of a notebook's cell, which is updated in place; it needs no widgets and works in forked processes."""
 
     is_live = True
     period_s = 0.5  # each drawing is a message to the browser
@@ -99,24 +99,24 @@ class CellOutput:
         self._lines = WholeLines()
 
     def guard(self, *, is_drawn_here: bool) -> None:
-        """Sends whole lines only: in forked processes the kernel sends each part of a line by itself."""
+        """Sends whole lines only: in forked processes the kernel would send each part of a line separately."""
         self._lines.guard(terminals_only=False)
 
     def release(self) -> None:
-        """Leaves the streams as they were."""
+        """Restores the streams."""
         self._lines.release()
 
     def show(self, render: Render) -> None:
-        """Replaces what was drawn."""
+        """Replaces the drawing."""
         self._display(render())
 
     def keep(self, rows: Sequence[str]) -> None:
-        """The next drawing is another output."""
+        """Keeps the rows; the next drawing starts a new output."""
         self._display(rows)
         self._handle = None
 
     def clear(self) -> None:
-        """Leaves an empty output, to be drawn on again."""
+        """Empties the output, which is used again by the next drawing."""
         if self._handle is not None:
             self._display(())
 
@@ -128,7 +128,7 @@ class CellOutput:
         if self._handle is None:
             kernel = getattr(get_ipython(), "kernel", None)
             if kernel is not None:
-                # Its session drops what forked processes display until somebody has printed; then it does the same.
+                # The session drops displays of forked processes until something is printed; printing sets this too.
                 kernel.session.check_pid = False
             self._handle = display(content, raw=True, display_id=True)
         else:
@@ -153,23 +153,23 @@ class BottomLines:
         self._redrawing: _Redrawing | None = None
 
     def guard(self, *, is_drawn_here: bool = True) -> None:
-        """Makes the lines that this process prints erase the bar from now on, whichever rank has drawn it."""
+        """Makes the lines of this process erase the bar first, whichever rank has drawn it."""
         self._is_drawn_here = is_drawn_here
         self._lines.guard(terminals_only=True)
 
     def release(self) -> None:
-        """Leaves the streams as they were."""
+        """Restores the streams."""
         self._lines.release()
 
     def show(self, render: Render) -> None:
-        """Replaces what was drawn; draws it again once in a while, as another rank's lines erase it."""
+        """Replaces the drawing, and repeats it regularly, since lines of other ranks erase it."""
         self.guard()
         self._draw_anew(render)
         if self._redrawing is None:
             self._redrawing = _Redrawing(partial(self._draw_anew, render))
 
     def keep(self, rows: Sequence[str]) -> None:
-        """Replaces what was drawn by rows that stay; what is printed or shown next comes below."""
+        """Replaces the drawing by permanent rows; later output appears below them."""
         if self._redrawing is not None:
             self._redrawing.stop()
             self._redrawing = None
@@ -178,7 +178,7 @@ class BottomLines:
             self._write(erased + "".join(f"{row}\n" for row in rows))
 
     def clear(self) -> None:
-        """Takes away what was drawn."""
+        """Removes the drawing."""
         self.keep(())
 
     def _draw_anew(self, render: Render) -> None:
@@ -192,14 +192,14 @@ class BottomLines:
             self._write(_ERASE + "".join(f"\n{row}" for row in self._rows) + f"\x1b[{len(self._rows)}A\r")
 
     def _write(self, text: str) -> None:
-        """Writes in one call of the system, as the terminal lets no other process's text into that."""
-        with suppress(OSError):  # a terminal that was closed ends no training
+        """Writes with one system call, so that output of other processes can't be mixed in."""
+        with suppress(OSError):  # a closed terminal must not end training
             self._file.flush()
             os.write(self._file.fileno(), text.encode(self._file.encoding, errors="replace"))
 
 
 class _Redrawing:
-    """A thread that draws every now and then: another rank's lines erase the bar, and time goes by."""
+    """A thread that redraws the bar regularly, since lines of other ranks erase it, and to update the times."""
 
     def __init__(self, redraw: Callable[[], None]) -> None:
         self._is_stopped = threading.Event()
@@ -216,16 +216,16 @@ class _Redrawing:
 
 
 def can_draw() -> bool:
-    """Whether a bar can be drawn on what this process prints to: a notebook, or a terminal with escape codes."""
+    """Whether a bar can be drawn on this process's output: a notebook, or a terminal with escape codes."""
     console = Console()
     return console.is_jupyter or (is_terminal(sys.stdout) and not console.is_dumb_terminal)
 
 
 def screen_of(console: Console) -> Screen:
-    """Chooses the place that a bar draws on for this console."""
+    """Chooses the screen for a bar on this console."""
     if console.is_jupyter:
         return CellOutput()
     file: Any = console.file
-    # Rich takes a file for a terminal where FORCE_COLOR is set, as on many a CI: a wish for colours, not for a bar.
+    # With FORCE_COLOR (as in many CI systems) Rich treats a file as a terminal; that asks for colours, not for a bar.
     is_drawn = console.is_terminal and is_terminal(file) and not console.is_dumb_terminal
     return BottomLines(file) if is_drawn else PlainOutput(file)

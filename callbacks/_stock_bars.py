@@ -1,4 +1,4 @@
-"""`train_progress_bar` and its like: what scripts read from the bars of Lightning's `TQDMProgressBar`."""
+"""`train_progress_bar` and similar attributes, which scripts read from Lightning's `TQDMProgressBar`."""
 
 import dataclasses
 from typing import Any
@@ -8,39 +8,39 @@ __all__ = ["BarState", "StockBars", "num_train_batches"]
 
 @dataclasses.dataclass(frozen=True)
 class BarState:
-    """The progress of a stage, by the names that tqdm has for it."""
+    """The progress of a stage, with tqdm's attribute names."""
 
     desc: str
     """Name of the stage: Epoch, Validation, Testing or Predicting."""
     n: int
-    """Batches done."""
+    """Number of batches done."""
     total: float
-    """Batches in all; infinity where nobody knows."""
+    """Total number of batches; infinity if unknown."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"this bar has desc, n and total, but no {name!r}: it is no tqdm bar. For one of those,"
+            f"this bar has desc, n and total, but no {name!r}: it is no tqdm bar. To use one, pass"
             " Engine(callbacks=[TQDMProgressBar()]) (lightning.pytorch.callbacks)."
         )
 
 
 class StockBars:
-    """Adds to a progress bar what `TQDMProgressBar` lets others read; computed when asked for.
+    """Adds the attributes of `TQDMProgressBar` to a progress bar; they are computed at access.
 
-    Evaluation counts the batches of all its loaders together.
+    In evaluation the batches of all loaders are counted together.
     """
 
     trainer: Any
 
     @property
     def train_progress_bar(self) -> BarState:
-        """The progress of the latest epoch of training, which may be over."""
+        """The progress of the latest training epoch, which may have ended."""
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return BarState("Epoch", done, num_train_batches(self.trainer, done))
 
     @property
     def val_progress_bar(self) -> BarState:
-        """The progress of the latest validation: that of `validate` if this was called last, else that of `fit`."""
+        """The progress of the latest validation: of `validate` if that was called last, otherwise of `fit`."""
         trainer = self.trainer
         is_alone = trainer.state.fn == "validate"
         loop = trainer.validate_loop if is_alone else trainer.fit_loop.epoch_loop.val_loop
@@ -48,19 +48,19 @@ class StockBars:
 
     @property
     def test_progress_bar(self) -> BarState:
-        """The progress of the latest test, which may be over."""
+        """The progress of the latest test, which may have ended."""
         loop = self.trainer.test_loop
         return BarState("Testing", loop.batch_progress.current.ready, _total(loop.max_batches))
 
     @property
     def predict_progress_bar(self) -> BarState:
-        """The progress of the latest prediction, which may be over."""
+        """The progress of the latest prediction, which may have ended."""
         loop = self.trainer.predict_loop
         return BarState("Predicting", loop.batch_progress.current.ready, _total(loop.max_batches))
 
 
 def num_train_batches(trainer: Any, done: int) -> float:
-    """Number of batches in this epoch, up to where `max_steps` ends it; infinity if the length is not known."""
+    """Returns the number of batches in this epoch, limited by `max_steps`; infinity if unknown."""
     num_batches = trainer.num_training_batches
     if trainer.max_steps is None or trainer.max_steps < 0:
         return num_batches

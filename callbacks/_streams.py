@@ -1,4 +1,4 @@
-"""`WholeLines`: what this process prints is handed on in whole lines, so that several processes' lines don't mix."""
+"""`WholeLines`: makes the standard streams write whole lines, so that lines of several processes don't mix."""
 
 import os
 import sys
@@ -12,15 +12,16 @@ __all__ = ["WholeLines", "is_terminal"]
 
 
 class WholeLines:
-    """The process's streams, each write of which is one or more whole lines while they are guarded.
+    """Makes each write to the standard streams one or more whole lines, between `guard` and `release`.
 
-    The streams' own `write` is replaced, as loggers and others hold on to the streams themselves. Processes that are
-    forked, such as the workers of loaders, inherit it.
+    The `write` method of the stream objects is replaced, because loggers keep references to these objects. Forked
+    processes, such as workers of loaders, inherit it.
 
     Args:
-        before: is written before the lines, in the same write.
-        after: is called after it, in the process that made this object only.
-        is_needed: whether it matters now; else all is passed on as it comes. Not asked in forked processes.
+        before: text written before the lines, in the same write.
+        after: called after each write, only in the process that created this object.
+        is_needed: returns whether lines must be whole now; otherwise text passes unchanged. Not called in forked
+            processes.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class WholeLines:
         self._is_needed = is_needed
         self._guarded: dict[int, _Guarded] = {}
         self._pid = os.getpid()
-        self.lock = threading.RLock()  # a signal's handler may print in the middle of something
+        self.lock = threading.RLock()  # reentrant: a signal handler may print during a write
         """Held while lines are written."""
 
     def guard(self, *, terminals_only: bool) -> None:
-        """Makes the streams take whole lines from now on; half a line waits for its end.
+        """Starts to write whole lines only; an incomplete line is held until its end arrives.
 
         Args:
-            terminals_only: leave streams alone that go to a file.
+            terminals_only: do not change streams that write to a file.
         """
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             if stream is None or id(stream) in self._guarded or not hasattr(stream, "__dict__"):
@@ -52,7 +53,7 @@ class WholeLines:
                 stream.write = guarded.writer  # type: ignore[method-assign]
 
     def release(self) -> None:
-        """Leaves the streams as they were; half a line is written."""
+        """Restores the streams; an incomplete line is written."""
         with self.lock:
             while self._guarded:
                 _, guarded = self._guarded.popitem()
@@ -60,7 +61,7 @@ class WholeLines:
 
     def _write(self, guarded: "_Guarded", text: str) -> int:
         is_forked = os.getpid() != self._pid
-        if is_forked and not guarded.is_forked:  # a worker of a loader, say; its parent may have held the lock
+        if is_forked and not guarded.is_forked:  # the parent of a forked worker may have held the lock
             guarded.is_forked, guarded.held = True, ""
             self.lock = threading.RLock()
         with self.lock:
@@ -78,22 +79,22 @@ class WholeLines:
 
 @dataclass(eq=False)
 class _Guarded:
-    """A stream that prints whole lines only."""
+    """A stream that writes whole lines only."""
 
     stream: TextIO
     write: Callable[[str], int]
-    """The stream's `write` as it was."""
+    """The stream's original `write`."""
     replaced: Callable[[str], int] | None
-    """The stream's own `write`, if other code had set one before; None: the class's."""
+    """The `write` attribute that other code had set on the stream before; None if it was the class's method."""
     writer: Callable[[str], int] | None = None
     held: str = ""
-    """Half a line, until the rest comes."""
+    """An incomplete line, until its end arrives."""
     is_released: bool = False
     is_forked: bool = False
 
     def release(self) -> None:
         self.is_released = True
-        if vars(self.stream).get("write") is self.writer:  # else another one has wrapped ours, which now passes all on
+        if vars(self.stream).get("write") is self.writer:  # otherwise other code wraps ours, which now passes text on
             if self.replaced is None:
                 del self.stream.write
             else:
@@ -105,7 +106,7 @@ class _Guarded:
 
 
 def is_terminal(file: Any) -> bool:
-    """Whether it is a terminal of whatever kind."""
+    """Whether a file is a terminal of any kind."""
     try:
         return bool(file.isatty())
     except (AttributeError, ValueError):  # no such method; a closed file

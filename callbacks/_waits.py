@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# torch: what tensors of a mesh wait by, when their values are needed.
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from polyphase.engine.phases import PhaseClock, listening, phase_of_action, waits
+# torch: what tensors of a mesh wait by, when their values are needed.
+from polyphase.engine._compat.torch import _functional_collectives as functional
+from polyphase.engine.phases import PhaseClock, listening, phase_of_action, phase_of_activity, waits
 
 __all__ = ["actions_of", "collectives", "mark_end_of_backward"]
 
@@ -63,22 +62,20 @@ def mark_end_of_backward(loss: Tensor, clock: PhaseClock) -> None:
 def actions_of(profiler: Any, clock: PhaseClock) -> Iterator[None]:
     """Tells `clock` of the actions that Lightning tells `profiler`: hooks at the ends of epochs, and its own loop."""
     start, stop = profiler.start, profiler.stop
-    under_way: list[tuple[str, str, float]] = []
+    under_way: list[tuple[str, str]] = []
 
     def timed_start(action: str) -> None:
         start(action)
         phase = phase_of_action(action)
         if phase is not None:
-            under_way.append((action, clock.enter(phase), clock.seconds["callbacks"]))
+            under_way.append((action, clock.enter(_hook(action) if phase == "callbacks" else phase)))
 
     def timed_stop(action: str) -> None:
         if under_way and under_way[-1][0] == action:
-            _, outer, callbacks_s = under_way.pop()
+            _, outer = under_way.pop()
             # Lightning's own loop says where a fetch ends, not what follows: nothing of which is the user's code.
-            between = not under_way and outer == "compute"
+            between = not under_way and phase_of_activity(outer) == "compute"
             clock.enter("engine" if between else outer)
-            if phase_of_action(action) == "callbacks":
-                clock.by_hook[_hook(action)] += clock.seconds["callbacks"] - callbacks_s
         stop(action)
 
     profiler.start, profiler.stop = timed_start, timed_stop

@@ -1,4 +1,4 @@
-"""`ConsoleLogger`: progress as plain lines, for output that is not a terminal: CI, SLURM, a file."""
+"""`ConsoleLogger`: prints progress as plain lines, for output that is not a terminal (CI, SLURM, a file)."""
 
 import time
 from datetime import timedelta
@@ -17,63 +17,63 @@ from .throughput import ThroughputMonitor
 __all__ = ["ConsoleLogger", "default_progress_bar"]
 
 _INTERVAL_STEPS = 50
-"""Steps between two lines where `log_every_n_steps=0` says that nothing is logged."""
+"""Steps between two lines if `log_every_n_steps=0` turns logging off."""
 
 
 class ConsoleLogger(StockBars, LightningProgressBar):
-    """Prints one line every so many optimizer steps, and one with the metrics of each validation in between.
+    """Prints one line every few optimizer steps, and one line with the metrics of each validation; rank 0 only.
 
-    ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``; rank 0 only. The line of a step has what
-    was logged with ``prog_bar=True``, that of a validation all that the validation logged. Results of `validate` and
-    `test` are the trainer's to print, once, as `verbose` says. Values are read from the device for printed lines only.
-    The speed is the mean since the start, validation included, for an honest eta; where the trainer has a
-    `ThroughputMonitor` its last samples/s stand in its place.
+    ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``. The line of a step has the metrics logged
+    with ``prog_bar=True``, the line of a validation all metrics that it logged. The trainer itself prints the results
+    of `validate` and `test`, as `verbose` says. Values are read from the device for printed lines only. The speed is
+    the mean since the start, including validation, so that the eta is realistic; if the trainer has a
+    `ThroughputMonitor`, its last samples/s are shown instead.
 
-    It is the trainer's one progress bar (Lightning allows no second); see `default_progress_bar`.
+    This is the trainer's only progress bar (Lightning allows no second one); see `default_progress_bar`.
 
     Args:
         every_n_steps: optimizer steps between two lines; None for the trainer's `log_every_n_steps`, at which the
             values are read anyway.
 
     Raises:
-        ValueError: `every_n_steps` is no positive whole number.
+        ValueError: `every_n_steps` is not a positive whole number.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__()
         self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
         self._enabled = True
-        self._known: dict[str, Any] = {}  # metrics from before the evaluation
+        self._metrics_before: dict[str, Any] = {}  # metrics from before the evaluation
 
     def disable(self) -> None:
         """Called by Lightning on every rank but 0."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Prints again."""
+        """Turns printing on."""
         self._enabled = True
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it prints; `LightningModule.print` asks it."""
+        """Whether lines are printed; read by `LightningModule.print`."""
         return self._enabled
 
     @property
     def is_disabled(self) -> bool:
-        """Whether nothing is printed."""
+        """Whether printing is turned off."""
         return not self._enabled
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
         self._first_step = self._printed_step = trainer.global_step
         self._started = time.perf_counter()
-        # Where the run ends; asked once, as the trainer takes a while to say so.
+        # The last step of the run; computed once, because the trainer's property is slow.
         steps = trainer.estimated_stepping_batches
-        # -1: a loader of unknown length, without max_steps
+        # The trainer returns -1 for a loader of unknown length without max_steps.
         self._last_step = None if steps in (float("inf"), -1) else int(steps)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Prints a line where one is due."""
+        """Prints a line if the interval ends here."""
         step = trainer.global_step
         if not self._enabled or step == self._printed_step:
             return
@@ -85,11 +85,11 @@ class ConsoleLogger(StockBars, LightningProgressBar):
             )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remembers what is known already."""
-        self._known = dict(trainer.callback_metrics) if self._enabled and trainer.state.fn == "fit" else {}
+        """Remembers the metrics from before the validation."""
+        self._metrics_before = dict(trainer.callback_metrics) if self._enabled and trainer.state.fn == "fit" else {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the metrics of a validation in mid-training."""
+        """Prints the metrics of a validation during training."""
         if self._enabled and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._print(f"validation after step {trainer.global_step}", self._evaluated(trainer))
 
@@ -114,14 +114,14 @@ class ConsoleLogger(StockBars, LightningProgressBar):
         last = self._last_step
         if last is None:
             return speed
-        # An estimate: with several optimizers `global_step` runs past it.
+        # An estimate: with several optimizers `global_step` exceeds the last step.
         return f"{speed}  eta {timedelta(seconds=round(max(0, last - trainer.global_step) / steps_per_s))}"
 
     def _evaluated(self, trainer: Trainer) -> str:
-        """Describes the metrics that the evaluation logged: those whose value is another object than before it."""
-        known, self._known = self._known, {}
+        """Formats the metrics that the evaluation logged: those whose value is a different object than before."""
+        before, self._metrics_before = self._metrics_before, {}
         metrics = trainer.callback_metrics
-        return self._values({name: value for name, value in metrics.items() if known.get(name) is not value})
+        return self._values({name: value for name, value in metrics.items() if before.get(name) is not value})
 
     @staticmethod
     def _values(metrics: dict[str, Any]) -> str:
@@ -129,5 +129,5 @@ class ConsoleLogger(StockBars, LightningProgressBar):
 
 
 def default_progress_bar() -> LightningProgressBar:
-    """One bar in a notebook and on a terminal with escape codes, plain lines elsewhere."""
+    """Returns a progress bar for a notebook or a terminal with escape codes, else a `ConsoleLogger`."""
     return ProgressBar() if can_draw() else ConsoleLogger()

@@ -7,6 +7,7 @@ Phases of an interval's end, on all ranks:
 3. each rank appends a line to its own file, and rank 0 logs the mean shares.
 """
 
+import dataclasses
 import os
 import socket
 import time
@@ -16,25 +17,31 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
 
 from polyphase.engine.devices import peak_bytes
 from polyphase.engine.doctor import Interval, RankInfo, Run, compact, judge, slowest_hooks, write_rank
 from polyphase.engine.flags import split_launcher
 from polyphase.engine.run_info import log_folder, shown_path
+from polyphase.engine.strategies import capabilities_of
 from polyphase.engine.version import __version__
 
-from ._clocks import HostClock, make_clock
-from ._counts import count_samples
+from ._clocks import HostClock, Measured, make_clock
+from ._counts import count_samples, num_places
+from ._flops import StepFlops, device_name, dtype_of, peak_flops_per_s
+from ._health import HealthWatch, lr_interval_steps
 from ._host_use import HostUse, num_cpus
 from ._interval import positive_steps
 from ._notes import Notes
 from ._padding import PaddingWatch
 from ._reads import ReadWatch
+from ._tensorboard import Boards
 from ._waits import actions_of, collectives, mark_end_of_backward
 
-__all__ = ["Doctor"]
+__all__ = ["WARMUP_STEPS", "Doctor", "describe"]
 
-_WARMUP_STEPS = 3
+WARMUP_STEPS = 3
+"""Optimizer steps that are an interval of their own."""
 _INTERVAL_STEPS = 50
 """Optimizer steps between two notes where `log_every_n_steps=0` says that nothing is logged."""
 _NUM_SENT, _NUM_SENT_FAR = 8, 64
@@ -99,19 +106,35 @@ class Doctor(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begins to listen; tells all ranks where rank 0's logs are."""
         self._detach()
-        folder, self._host = trainer.all_ranks.told((self.notes_folder(trainer), socket.gethostname()))
+        folder, self._host = trainer.all_ranks.broadcast_object((self.notes_folder(trainer), socket.gethostname()))
         self._folder = folder
-        self._notes = Notes(folder, _describe(trainer))
+        can = capabilities_of(trainer.strategy)
+        self._may_gather = can.keeps_step
+        self._notes = Notes(folder, self._describe(trainer))
         self._first_step = self._step = self._noted_step = trainer.global_step
         self._num_batches = 0
         self._run, self.last = None, {}
-        # Lightning's own strategies have all ranks step together.
-        self._may_gather = getattr(trainer.strategy, "keeps_step", True)
-        self._marks_backward = trainer.world_size > 1 and not getattr(trainer.strategy, "schedules_itself", False)
+        self._marks_backward = trainer.world_size > 1 and not can.runs_own_schedule
         self._has_fillers = trainer.data_size > 1
+        self._flops: StepFlops | None = None
+        self._flops_of_batch: tuple[float, float] | None = None
+        self._has_counted = False
+        self._boards = Boards(trainer.loggers if trainer.is_global_zero else [], trainer.world_size)
         self._padding = PaddingWatch(trainer.strategy.root_device)
         self._reads = ReadWatch(trainer)
+        self._health = HealthWatch(trainer)
         self._attach(trainer)
+
+    def _describe(self, trainer: Any) -> RankInfo:
+        device, dtype = trainer.strategy.root_device, dtype_of(trainer)
+        peak = peak_flops_per_s(device, dtype)
+        return dataclasses.replace(
+            describe(trainer),
+            device_name=device_name(device),
+            dtype=dtype,
+            peak_flops_per_s=peak,
+            lr_interval_steps=lr_interval_steps(trainer),
+        )
 
     def _attach(self, trainer: Any) -> None:
         clock = self._clock = make_clock(trainer.strategy.root_device)
@@ -132,21 +155,32 @@ class Doctor(Callback):
     def _begin(self) -> None:
         assert self._clock is not None
         self._batches = self._fillers = 0
+        self._syncs: int | None = None
         self._samples: int | None = 0
+        self._tokens: int | None = None
         self._saves = self._clock.num_saves
-        self._hooks = self._clock.by_hook.copy()
+        self._hooks = self._clock.by_hook
         self._slowest_step_s = 0.0
         self._step_began = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begins to watch what the step reads, and what CPU it has, in some of many."""
+        """Begins to watch reads, and the CPU time, of some batches of many; counts what the second one computes."""
+        # In the first one a pipeline is cut, and what is lazy is made.
+        if self._num_batches > 0 and not self._has_counted and not (self._has_fillers and trainer.is_filler(batch_idx)):
+            self._has_counted = True
+            self._flops = StepFlops()
+            self._attached.callback(self._flops.close)
+            self._flops.begin()
         self._use.begin()
-        if self._step - self._first_step >= _WARMUP_STEPS:
+        if self._step - self._first_step >= WARMUP_STEPS:
             self._reads.begin(self._num_batches)
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Marks where the last gradient is there, after which only the other ranks are waited for."""
         self._reads.end()
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            self._syncs = (self._syncs or 0) + model.require_backward_grad_sync
         if self._marks_backward and self._clock is not None and loss.requires_grad:
             mark_end_of_backward(loss, self._clock)
 
@@ -162,6 +196,8 @@ class Doctor(Callback):
         if clock is None:
             return
         self._reads.end()
+        if self._flops is not None:
+            self._end_count(batch)
         self._num_batches += 1
         self._batches += 1
         if self._has_fillers and trainer.is_filler(batch_idx):
@@ -178,7 +214,7 @@ class Doctor(Callback):
         self._step_began = now
         every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
         if self._noted_step == self._first_step:
-            if step - self._first_step >= _WARMUP_STEPS:
+            if step - self._first_step >= WARMUP_STEPS:
                 self._note(trainer, is_warmup=True)
         elif step // every != self._noted_step // every:
             self._note(trainer)
@@ -186,10 +222,34 @@ class Doctor(Callback):
                 outer = clock.enter("logging")
                 for logger in trainer.loggers:
                     logger.log_metrics(self.last, step=step)
+                self._boards.shares(self._shares, step)
                 clock.enter(outer)
+
+    def _end_count(self, batch: Any) -> None:
+        """Ends the count of operations; they are taken for those of each sample, or of each batch."""
+        flops, self._flops = self._flops, None
+        assert flops is not None
+        flops.close()
+        if not flops.is_known or not flops.model:
+            return
+        try:
+            per = count_samples(batch)
+            self._flops_are_by_sample = True
+        except ValueError:
+            per, self._flops_are_by_sample = 1, False
+        self._flops_of_batch = flops.model / max(per, 1), flops.recomputed / max(per, 1)
+
+    def _operations(self) -> tuple[float, float] | tuple[None, None]:
+        number = self._samples if self._flops_of_batch and self._flops_are_by_sample else self._batches - self._fillers
+        if self._flops_of_batch is None or number is None:
+            return None, None
+        return self._flops_of_batch[0] * number, self._flops_of_batch[1] * number
 
     def _count(self, batch: Any) -> None:
         self._padding.look(batch, self._num_batches)
+        tokens = num_places(batch)
+        if tokens is not None:
+            self._tokens = (self._tokens or 0) + tokens
         if self._samples is not None:
             try:
                 self._samples += count_samples(batch)
@@ -201,12 +261,10 @@ class Doctor(Callback):
         clock = self._clock
         assert clock is not None
         measured = clock.take(waits_for_device)
-        cpu_s, runqueue_s = self._use.take()
-        if self._may_gather and not is_warmup:
-            ranks = trainer.all_ranks
-            clock.forget_steps(measured.tell_waits(ranks.gathered((measured.seconds, clock.by_step)), ranks.rank))
-        else:
-            clock.forget_all_steps()
+        cpu_s, runqueue_s = self._cpu_use()
+        self._split_waits(trainer, measured, is_warmup)
+        flops, recomputed_flops = self._operations()
+        self._shares = measured.shares()
         self.last = {f"doctor/{phase}": share for phase, share in measured.mean_shares().items()}
         interval = Interval(
             step=self._step,
@@ -219,17 +277,41 @@ class Doctor(Callback):
             num_saves=clock.num_saves - self._saves,
             num_batches=self._batches,
             num_fillers=self._fillers,
+            num_syncs=self._syncs,
             num_samples=self._samples,
+            num_tokens=self._tokens,
+            flops=flops,
+            recomputed_flops=recomputed_flops,
             cpu_s=cpu_s,
             runqueue_s=runqueue_s,
             padding=self._padding.take(),
             reads=self._reads.take(),
+            **({} if is_warmup else self._looked_at(trainer)),
             rss_mb=self._use.rss_mb,
             device_mb=None if (peak := peak_bytes(trainer.strategy.root_device)) is None else peak / 1e6,
         )
         self._notes.add(interval)
         self._noted_step = self._step
         self._begin()
+
+    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> None:
+        """Tells waits for slower ranks from communication: one gather."""
+        clock = self._clock
+        assert clock is not None
+        if self._may_gather and not is_warmup:
+            ranks = trainer.all_ranks
+            clock.forget_steps(
+                measured.tell_waits(ranks.all_gather_object((measured.seconds, clock.by_step)), ranks.rank)
+            )
+        else:
+            clock.forget_all_steps()
+
+    def _looked_at(self, trainer: Any) -> dict[str, Any]:
+        """Returns the findings of the watch on the health of training, by the names of an `Interval`."""
+        return self._health.look(trainer.lightning_module)
+
+    def _cpu_use(self) -> tuple[float | None, float | None]:
+        return self._use.take()
 
     # --- when it is over
 
@@ -243,11 +325,12 @@ class Doctor(Callback):
         kept = self._notes.intervals
         while len(kept) > (_NUM_SENT if self._host == socket.gethostname() else _NUM_SENT_FAR):
             kept = compact(kept)
-        told = trainer.all_ranks.collected((vars(self._notes.info), [vars(interval) for interval in kept]))
+        told = trainer.all_ranks.gather_object((vars(self._notes.info), [vars(interval) for interval in kept]))
         if trainer.is_global_zero:
             parts = [(RankInfo(**info), [Interval(**each) for each in intervals]) for info, intervals in told]
             self._run = Run({info.rank: info for info, _ in parts}, {info.rank: notes for info, notes in parts})
             self._write_far(parts)
+            self._boards.verdict(self._run, self._step)
 
     def _write_far(self, parts: list[tuple[RankInfo, list[Interval]]]) -> None:
         """Writes what ranks have noted whose files this host can't see."""
@@ -276,7 +359,8 @@ class Doctor(Callback):
         return [*lines, *where]
 
 
-def _describe(trainer: Any) -> RankInfo:
+def describe(trainer: Any) -> RankInfo:
+    """Line 1 of this rank."""
     loader = trainer.train_dataloader
     flag = trainer.flags.get("strategy")
     name = flag.partition(":")[0] if isinstance(flag, str) and flag != "auto" else repr(trainer.strategy).strip("'")
@@ -296,5 +380,6 @@ def _describe(trainer: Any) -> RankInfo:
         compression=str(trainer.flags.get("compression") or "none"),
         loggers=[type(logger).__name__ for logger in trainer.loggers],
         started_at=time.time(),
+        flags=trainer.config.as_plain,
         versions={"polyphase": __version__, "torch": str(torch.__version__)},
     )

@@ -1,4 +1,4 @@
-"""`MemoryMonitor`: how much memory the ranks use."""
+"""`MemoryMonitor`: logs the memory that the ranks use."""
 
 import os
 import resource
@@ -21,29 +21,29 @@ _STATM = Path("/proc/self/statm")
 class MemoryMonitor(IntervalCallback):
     """Logs `memory/min_mb`, `memory/mean_mb` and `memory/max_mb` over the ranks, in units of 10^6 bytes.
 
-    On CUDA it is the most that was allocated on the device since the last measurement (torch's peak counter is reset by
-    it); on other devices the memory of the process that is resident now, or its peak where there is no ``/proc``.
-    One all-reduce of a number per rank at each logging step, nothing in between.
+    On CUDA this is the peak of allocated memory since the last measurement, which resets torch's peak counter. On other
+    devices it is the current resident memory of the process, or its peak if there is no ``/proc``. Each logging step
+    needs one all-reduce of one number per rank; other steps have no communication.
 
     Args:
         every_n_steps: optimizer steps between two measurements; None for the trainer's `log_every_n_steps`.
     """
 
     largest_bytes = 0
-    """The most that one measurement of this rank has found."""
+    """The largest value that this rank has measured."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the first interval: what was allocated to get here is not of it."""
+        """Begins the first interval, which excludes earlier allocations."""
         super().on_train_start(trainer, pl_module)
         reset_peak(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Measures where it is due."""
+        """Measures if the interval ends here."""
         self.log_if_due(trainer)
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """The figures over all ranks."""
-        # A sum in which each rank fills its own place is an all-gather, and every strategy has `reduce`.
+        """Returns the figures over all ranks."""
+        # A sum in which each rank fills its own entry is an all-gather, and every strategy has `reduce`.
         places_mb = [0.0] * trainer.world_size
         used_bytes = _used_bytes(trainer.strategy.root_device)
         self.largest_bytes = max(self.largest_bytes, used_bytes)
@@ -62,6 +62,6 @@ def _used_bytes(device: torch.device) -> int:
         return allocated
     try:
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no /proc outside of Linux: the peak stands in, in KiB there and in bytes on macOS
+    except OSError:  # no /proc: use the peak, which getrusage gives in KiB on Linux and in bytes on macOS
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""`ProgressBar`: one bar at the bottom of the terminal, drawn ten times a second at most, with its metrics below it."""
+"""`ProgressBar`: one bar at the bottom of the terminal with metrics below it, drawn at most ten times a second."""
 
 import atexit
 import time
@@ -19,18 +19,18 @@ _NOTEBOOK_COLUMNS = 100
 
 
 class ProgressBar(StockBars, LightningProgressBar):
-    """A bar for the batches of this epoch, validation, test or prediction, and rows with what is logged to it.
+    """Shows a bar for the batches of this epoch, validation, test or prediction, and rows with the logged metrics.
 
-    ``Epoch 2/15  ━━━━━━━━━━━━━━━━━━━━  12/17  0:00:03  eta 0:00:01  4.1 it/s``; on rank 0 only. What other ranks print
+    ``Epoch 2/15  ━━━━━━━━━━━━━━━━━━━━  12/17  0:00:03  eta 0:00:01  4.1 it/s``; on rank 0 only. Output of other ranks
     appears above it. Metrics are read from the device when the trainer logs (`log_every_n_steps`), at the end of an
-    epoch and after validation. Where nothing can be drawn, in a file or on a terminal without escape codes, the row
-    that a bar ends with is printed; in a notebook it is one output of the cell.
+    epoch and after validation. If nothing can be drawn (in a file, or on a terminal without escape codes), only the
+    final row of a bar is printed. In a notebook the bar is one output of the cell.
 
     Args:
-        refresh_rate: drawings per second at most; 0 for no bar.
-        leave: leave a row for every epoch, not for the last one only.
-        theme: styles, and how metrics are written, as for `lightning.pytorch.callbacks.RichProgressBar`; None for
-            metrics of four digits, two spaces apart.
+        refresh_rate: largest number of drawings per second; 0 for no bar.
+        leave: keep a row for every epoch, instead of only the last epoch.
+        theme: styles and format of metrics, as for `lightning.pytorch.callbacks.RichProgressBar`; None for metrics with
+            four digits, two spaces apart.
         console_kwargs: arguments of `rich.console.Console`.
     """
 
@@ -61,18 +61,18 @@ class ProgressBar(StockBars, LightningProgressBar):
         self._read_step = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without what belongs to this process's terminal."""
+        """Returns the state without the terminal objects of this process."""
         live = ("_screen", "_renderer", "_shown", "_training")
         return {**self.__dict__, **dict.fromkeys(live)}
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a bar; on ranks other than 0 there is none."""
+        """Whether the bar is shown; it is not shown on ranks other than 0."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Whether there is no bar."""
+        """Whether the bar is turned off."""
         return not self.is_enabled
 
     def disable(self) -> None:
@@ -80,11 +80,11 @@ class ProgressBar(StockBars, LightningProgressBar):
         self._enabled = False
 
     def enable(self) -> None:
-        """Draws again."""
+        """Turns the bar on."""
         self._enabled = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Disables the bar on every rank but 0; from here on no rank's lines mix with rank 0's bar."""
+        """Disables the bar on every rank but 0, and keeps the lines of all ranks separate from the bar."""
         super().setup(trainer, pl_module, stage)
         if self.refresh_rate <= 0 or (trainer.is_global_zero and self.is_disabled):
             return
@@ -95,14 +95,14 @@ class ProgressBar(StockBars, LightningProgressBar):
             self._screen.guard(is_drawn_here=trainer.is_global_zero)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keeps the last row where something ended the run before its end."""
+        """Keeps the last row if the run ended early."""
         self._finish()
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the last row."""
+        """Keeps the last row."""
         self._finish()
-        if trainer.is_global_zero:  # the last words of another rank may come while rank 0's bar still stands
+        if trainer.is_global_zero:  # other ranks keep the guard: they may still print while rank 0's bar is shown
             self._close()
 
     def _close(self) -> None:
@@ -123,10 +123,10 @@ class ProgressBar(StockBars, LightningProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the bar where that is due."""
+        """Moves the bar; draws it if due."""
         if self.is_disabled:
             return
-        if self._training is None:  # resumed in mid-epoch, which has no start
+        if self._training is None:  # a run resumed within an epoch has no epoch start
             self._begin_epoch(trainer, done=batch_idx + 1)
         step = trainer.global_step
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ class ProgressBar(StockBars, LightningProgressBar):
             self._draw()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the last epoch's row."""
+        """Keeps the last epoch's row."""
         if self.is_enabled:
             self._read_metrics(trainer, pl_module)  # with the means of the last epoch
             self._finish()
@@ -172,12 +172,12 @@ class ProgressBar(StockBars, LightningProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Moves the bar where that is due."""
+        """Moves the bar; draws it if due."""
         if self.is_enabled:
             self._move(batch_idx + 1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes back to the bar of the epoch; without one, leaves the last row."""
+        """Shows the bar of the epoch again; if there is none, keeps the last row."""
         self.reset_dataloader_idx_tracker()
         if self.is_disabled:
             return
@@ -190,7 +190,7 @@ class ProgressBar(StockBars, LightningProgressBar):
             self._draw()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._shown = None
         if self.is_enabled and self._screen is not None:
             self._screen.clear()
@@ -212,12 +212,12 @@ class ProgressBar(StockBars, LightningProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Moves the bar where that is due."""
+        """Moves the bar; draws it if due."""
         if self.is_enabled:
             self._move(batch_idx + 1)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the last row."""
+        """Keeps the last row."""
         self.reset_dataloader_idx_tracker()
         self._finish()
 
@@ -238,19 +238,19 @@ class ProgressBar(StockBars, LightningProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Moves the bar where that is due."""
+        """Moves the bar; draws it if due."""
         if self.is_enabled:
             self._move(batch_idx + 1)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the last row."""
+        """Keeps the last row."""
         self.reset_dataloader_idx_tracker()
         self._finish()
 
     def _epoch(self, trainer: Trainer) -> str:
         """Names the epoch, counted from 1, as `ConsoleLogger` does."""
-        known = trainer.max_epochs is not None and trainer.max_epochs > 0
-        return f"Epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if known else "")
+        is_limited = trainer.max_epochs is not None and trainer.max_epochs > 0
+        return f"Epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if is_limited else "")
 
     def _begin_epoch(self, trainer: Trainer, done: int = 0) -> None:
         self._metrics = self._metrics if self._training else []
@@ -261,7 +261,7 @@ class ProgressBar(StockBars, LightningProgressBar):
             console = Console(**self._console_kwargs)
             self._screen = self._screen or screen_of(console)
             width = None
-            if isinstance(self._screen, CellOutput):  # there Rich would show each row in an output of its own
+            if isinstance(self._screen, CellOutput):  # in a notebook Rich would show each row in a separate output
                 console, width = Console(force_jupyter=False, color_system=None), _NOTEBOOK_COLUMNS
             self._renderer = BarRenderer(console, self.theme, width)
         self._shown = progress = Progress(description, total, done)
@@ -272,7 +272,7 @@ class ProgressBar(StockBars, LightningProgressBar):
         progress = self._shown
         if progress is None or self._screen is None:
             return
-        progress.total = max(progress.total, done)  # an estimate: with several optimizers `global_step` runs past it
+        progress.total = max(progress.total, done)  # an estimate: with several optimizers `global_step` exceeds it
         period_s = max(1 / self.refresh_rate, self._screen.period_s)
         if is_due or done == progress.total or time.monotonic() - self._drawn_s >= period_s:
             progress.advance_to(done)
@@ -294,7 +294,7 @@ class ProgressBar(StockBars, LightningProgressBar):
         return self._renderer.rows(self._shown, self._metrics if self._training is not None else ())
 
     def _finish(self) -> None:
-        """The bar is done: its row stays."""
+        """Ends the bar and keeps its row."""
         rows = self._rows()
         if rows and self._screen is not None:
             self._screen.keep(rows)
@@ -302,6 +302,6 @@ class ProgressBar(StockBars, LightningProgressBar):
 
 
 def _of_loaders(name: str, index: int, loaders: Any) -> str:
-    """Returns the name, with the loader's number where there are several."""
+    """Returns the name, with the loader's number if there are several."""
     num_loaders = len(loaders) if isinstance(loaders, list) else 1
     return name if num_loaders == 1 else f"{name} {index + 1}/{num_loaders}"

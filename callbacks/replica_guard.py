@@ -1,10 +1,10 @@
-"""`ReplicaGuard`: stops a run whose ranks no longer have the same weights where they must.
+"""`ReplicaGuard`: stops a run whose ranks should have the same weights but do not.
 
-Phases of a check, which the callback makes after the first two optimizer steps and then at each logging interval:
-1. each rank computes the norm and the sum of each of its parameters, in float64, without a copy of them;
+Phases of a check, after the first two optimizer steps and then at each logging interval:
+1. each rank computes the norm and the sum of each of its parameters in float64, without copying them;
 2. one all-gather of 16 bytes per parameter and rank, for which the ranks wait;
-3. each rank compares itself with the ranks that must have the same tensor.
-Nothing is written, and no random number is drawn: weights are bit for bit those of a run without it.
+3. each rank compares its values with those of the ranks that must have the same tensor.
+The check changes no state and draws no random numbers: the weights are bitwise those of a run without it.
 """
 
 import logging
@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from polyphase.engine.data import Together
-from polyphase.engine.strategies import LayoutStrategy
-from polyphase.engine.verify import is_to_equal
+from polyphase.engine.data import UnevenTrainLoader
+from polyphase.engine.strategies import adapt
 
-__all__ = ["ReplicaError", "ReplicaGuard"]
+__all__ = ["ReplicaError", "ReplicaGuard", "why_not"]
 
 _FIRST_STEPS = 2
 _INTERVAL_STEPS = 50
-"""Optimizer steps between two checks where `log_every_n_steps=0` says that nothing is logged."""
+"""Optimizer steps between two checks if `log_every_n_steps=0` turns logging off."""
 
 log = logging.getLogger("polyphase.callbacks")
 
@@ -35,13 +34,13 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaGuard(Callback):
-    """Compares what ranks must have in common: all parameters under `ddp`, those that are not split under `tp`.
+    """Compares the parameters that must be equal on several ranks: all under `ddp`, the unsplit ones under `tp`.
 
-    It sees weights that drift apart, and says nothing of an error that all ranks make alike: `polyphase verify` does.
+    It detects weights that diverge between ranks. It does not see errors that all ranks share: use `polyphase verify`.
 
     Raises:
-        ReplicaError: after an optimizer step, with the parameter that differs most. Ranks that have drifted apart don't
-            come together again, so that each further step would be wasted.
+        ReplicaError: after an optimizer step; names the parameter that differs most. Diverged ranks do not become equal
+            again, so further steps would be wasted.
     """
 
     def __init__(self) -> None:
@@ -50,14 +49,14 @@ class ReplicaGuard(Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds out whether there is something to compare; says so if not."""
+        """Determines whether the ranks have anything to compare; logs the reason if not."""
         self._first = self._step = trainer.global_step
-        self._reason = _why_not(trainer)
+        self._reason = why_not(trainer)
         if self._reason and trainer.is_global_zero:
             log.info("ReplicaGuard compares nothing: %s.", self._reason)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Checks where it is due."""
+        """Checks if the interval ends here."""
         step = trainer.global_step
         if self._reason or step == self._step:
             return
@@ -68,17 +67,19 @@ class ReplicaGuard(Callback):
             _check(pl_module)
 
 
-def _why_not(trainer: Trainer) -> str | None:
-    strategy = trainer.strategy
+def why_not(trainer: Trainer) -> str | None:
+    """Returns the reason why ranks have nothing to compare; None if they have."""
+    strategy = adapt(trainer.strategy)
     if trainer.world_size == 1:
         return "there is one rank"
-    if not isinstance(strategy, LayoutStrategy) or not is_to_equal(strategy):
+    can = strategy.capabilities
+    if not can.replicas_stay_equal or not strategy.expects_parity:
         return "this strategy does not keep ranks equal after each step"
     loses_ranks = any(strategy.can_lose(rank) for rank in range(trainer.world_size))
-    if strategy.layout.pp > 1 or strategy.layout.shard > 1 or strategy.state_is_spread or loses_ranks:
+    if strategy.layout.pp > 1 or strategy.layout.shard > 1 or can.optimizer_state_partitioned or loses_ranks:
         return "it knows only `ddp` and `tp`"
     loader = trainer.train_dataloader
-    if not isinstance(loader, DataLoader) or isinstance(loader, Together):
+    if not isinstance(loader, DataLoader) or isinstance(loader, UnevenTrainLoader):
         return "ranks may have different numbers of batches, so that one could wait for the others in vain"
     if not dist.is_initialized() or dist.get_world_size() != strategy.layout.world_size:
         return "the ranks have no process group in common"
@@ -108,15 +109,15 @@ def _check(module: LightningModule) -> None:
             )
     if worst[1]:
         raise ReplicaError(
-            f"ranks no longer have the same weights of {type(module).__name__}. Most different is {worst[1]}. A"
-            " gradient that was not reduced, or code that changes weights on one rank. `polyphase verify`, with the"
-            " same model, data and strategy, says at which step and in which tensor the run first differs from one"
-            " process."
+            f"ranks no longer have the same weights of {type(module).__name__}. Most different is {worst[1]}. The cause"
+            " may be a gradient that was not reduced, or code that changes weights on one rank. `polyphase verify`,"
+            " with the same model, data and strategy, finds the step and the tensor at which the run first differs"
+            " from a run in one process."
         )
 
 
 def _replicas(parameter: Tensor) -> list[int]:
-    """The ranks that must have the same local tensor of a parameter."""
+    """Returns the ranks that must have the same local tensor of a parameter."""
     if not isinstance(parameter, DTensor):
         return list(range(dist.get_world_size()))
     is_whole = all(placement.is_replicate() for placement in parameter.placements)

@@ -1,4 +1,4 @@
-"""`RunSummary`: what a run is, in one line as training begins, and where its results are, in a few as it ends."""
+"""`RunSummary`: describes a run in one line at the start, and its results in a few lines at the end."""
 
 import sys
 from time import perf_counter
@@ -16,12 +16,13 @@ from ._run_text import RunEnd, end_text, stop_text
 from .doctor import Doctor
 from .memory import MemoryMonitor
 from .throughput import ThroughputMonitor
+from .trace_profiler import TraceProfiler
 
 __all__ = ["RunSummary"]
 
 
 class _Figures(NamedTuple):
-    """The figures that a rank has counted while it trained."""
+    """The figures that a rank has counted during training."""
 
     num_samples: int | None
     waited_s: float | None
@@ -29,22 +30,23 @@ class _Figures(NamedTuple):
 
 
 class RunSummary(Callback):
-    """Prints one line as training begins, and about eight as it ends; rank 0 only.
+    """Prints one line when training begins, and about eight lines when it ends; rank 0 only.
 
-    The engine adds it; see its argument `enable_run_summary`. As training begins: version, strategy and layout,
-    precision, the global batch as ranks x micro-batch x accumulated micro-batches, and the folder of the logs. As it
-    ends:
+    The engine adds it; see its argument `enable_run_summary`. The first line has the version, strategy and layout,
+    precision, the global batch as ranks x micro-batch x accumulated micro-batches, and the folder of the logs. The
+    lines at the end have:
 
-    - optimizer steps, and samples/s over all ranks: of the time in which they trained, without validation; what several
-      ranks share counts once, and no samples are printed where a batch does not show how many it has;
+    - optimizer steps, and samples/s over all ranks for the time of training without validation; samples shared by
+      several ranks count once, and no samples are printed if a batch does not show how many it has;
     - the share of that time in which the ranks waited for their data loaders, mean over ranks;
-    - the largest peak memory of a rank: what torch has allocated on its device, or on the CPU what the process had
-      resident at most, both since the process began;
-    - the best checkpoint and its value, where logs and checkpoints are, how to go on, and how to load the weights;
-    - with a `Doctor` among the callbacks, where the time went, and what costs most of it.
+    - the largest peak memory of a rank since its process began: memory that torch allocated on the device, or resident
+      memory on the CPU;
+    - the best checkpoint and its value, the folders of logs and checkpoints, how to continue, and how to load the
+      weights;
+    - with a `Doctor` among the callbacks, where the time went, and its most expensive cause.
 
-    After Ctrl-C and SIGTERM: what was saved, and how to go on. What it counts is sent once, when training is over; the
-    host never waits for the device but once then, and before and after each validation.
+    After Ctrl-C and SIGTERM it prints what was saved, and how to continue. The counts are sent once, when training is
+    over. The host waits for the device only then, and before and after each validation.
     """
 
     def __init__(self) -> None:
@@ -52,6 +54,11 @@ class RunSummary(Callback):
         self._began = False
         self._started: float | None = None
         self._elapsed_s = 0.0
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of this rank's samples since training began; None if a batch does not show how many it has."""
+        return self._num_samples
 
     # --- while training
 
@@ -78,7 +85,7 @@ class RunSummary(Callback):
             return
         try:
             self._num_samples += self._count(batch)
-        except ValueError:  # a batch of a kind that does not show how many it has
+        except ValueError:  # a batch that does not show its number of samples
             self._num_samples = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,7 +93,7 @@ class RunSummary(Callback):
         self._stop_clock(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets the clock go on."""
+        """Continues the clock."""
         if self._began:
             _wait_for_device(trainer)
             self._started = perf_counter()
@@ -98,16 +105,16 @@ class RunSummary(Callback):
             self._started = None
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Tells the other ranks what this one has counted: one gather of three numbers."""
+        """Gathers the counts of all ranks: one gather of three numbers."""
         self._stop_clock(trainer)
         waited = None if None in (trainer.data_wait_s, self._waited_s) else trainer.data_wait_s - self._waited_s
         peak = max([peak_bytes(trainer.strategy.root_device), *_monitored_peaks(trainer)])
-        self._figures = trainer.all_ranks.gathered(_Figures(self._num_samples, waited, peak))
+        self._figures = trainer.all_ranks.all_gather_object(_Figures(self._num_samples, waited, peak))
 
     # --- when it is over
 
     def on_run_end(self, trainer: Any, pl_module: LightningModule, exception: BaseException | None) -> None:
-        """Called by the engine when all is saved and all other hooks are through: prints what there is to say."""
+        """Prints the final lines; called by the engine after all saves and all other hooks."""
         figures, began = self._figures, self._began
         self._figures, self._began, self._started = None, False, None
         if not began or not trainer.is_global_zero:
@@ -116,13 +123,15 @@ class RunSummary(Callback):
             cause = "Ctrl-C" if isinstance(exception, KeyboardInterrupt) else "SIGTERM"
             _say(*stop_text(trainer, cause))
         elif exception is None and figures is not None:
-            verdict = [line for c in trainer.callbacks if isinstance(c, Doctor) for line in c.summary()]
+            verdict = [
+                line for c in trainer.callbacks if isinstance(c, (Doctor, TraceProfiler)) for line in c.summary()
+            ]
             _say(*end_text(trainer, self._end(trainer, figures)), *verdict)
 
     def _end(self, trainer: Any, figures: list[_Figures]) -> RunEnd:
         counts = [rank.num_samples for rank in figures]
         waits = [rank.waited_s for rank in figures]
-        # Ranks that share their batches are one replica of the data.
+        # Ranks that share batches count as one replica of the data.
         sharing = trainer.world_size // trainer.data_size
         elapsed_s = max(self._elapsed_s, 1e-9)
         return RunEnd(
@@ -135,7 +144,7 @@ class RunSummary(Callback):
 
 
 def _say(*lines: str) -> None:
-    # Not by print(), which programs and tests replace to see what the module prints.
+    # Not with print(), which programs and tests replace to capture the module's own output.
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
@@ -147,5 +156,5 @@ def _wait_for_device(trainer: Trainer) -> None:
 
 
 def _monitored_peaks(trainer: Any) -> list[int]:
-    """Returns the peaks that each `MemoryMonitor` has seen before it reset torch's counter."""
+    """Returns the peaks that each `MemoryMonitor` measured before it reset torch's counter."""
     return [c.largest_bytes for c in trainer.callbacks if isinstance(c, MemoryMonitor)]

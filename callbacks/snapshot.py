@@ -1,4 +1,4 @@
-"""Snapshots from which the same command, run again, goes on: at most one interval is lost to a crash."""
+"""`Snapshot`: saves a run regularly, so that the same command continues it; a crash loses at most one interval."""
 
 import os
 import time
@@ -16,23 +16,23 @@ __all__ = ["Snapshot", "default_snapshot"]
 
 
 class Snapshot(Callback):
-    """Saves the whole state of a run after whole optimizer steps, in the background, and keeps the newest few.
+    """Saves the complete state of a run in the background, after whole optimizer steps, and keeps the newest few.
 
-    Also saves when the run ends, when it is sent SIGTERM (and then stops) or SIGUSR1 (and then goes on), and, of one
-    process, when it fails. ``Engine(resume="auto")`` goes on from the newest one that is not damaged.
+    It also saves when the run ends, on SIGTERM (the run then stops) and SIGUSR1 (the run continues), and, in a run of
+    one process, when it fails. ``Engine(resume="auto")`` continues from the newest undamaged snapshot.
 
     Args:
-        dirpath: folder, local or an fsspec URL; None for ``snapshots`` in the trainer's ``default_root_dir``. One run
-            at a time may hold it.
-        every_n_steps: optimizer steps between two snapshots; None for none.
-        every_minutes: minutes between two snapshots, by rank 0's clock; None for none.
+        dirpath: folder, local or an fsspec URL; None for ``snapshots`` in the trainer's ``default_root_dir``. Only one
+            run at a time can use it.
+        every_n_steps: optimizer steps between two snapshots; None to disable.
+        every_minutes: minutes between two snapshots, by rank 0's clock; None to disable.
         keep_last: number of snapshots to keep.
-        keep_every_n_steps: keep those of multiples of this step for ever; None for none.
-        monitor: name of a logged metric; the snapshot where it was best is kept as well.
-        mode: whether the best is the ``"min"`` or the ``"max"``.
+        keep_every_n_steps: keep snapshots whose step is a multiple of this forever; None to disable.
+        monitor: name of a logged metric; the snapshot with the best value is kept as well.
+        mode: whether the best value is the ``"min"`` or the ``"max"``.
 
     Raises:
-        ValueError: an argument that is out of range; neither steps nor minutes are given.
+        ValueError: an argument is out of range, or neither steps nor minutes are given.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Snapshot(Callback):
                 check_count(name, steps)
         if every_minutes is not None:
             check_number("every_minutes", every_minutes, above=0)
-        # Absolute at once, that a change of directory does not split a run over two folders.
+        # Made absolute now, so that a later change of directory does not split a run over two folders.
         self.dirpath = None if dirpath is None else absolute(dirpath)
         self._default_dirpaths: dict[str, str] = {}
         self.every_n_steps = every_n_steps
@@ -72,11 +72,11 @@ class Snapshot(Callback):
         return "Snapshot"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best snapshot so far."""
+        """Returns the best snapshot so far."""
         return dict(self._best)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Knows the best snapshot again."""
+        """Restores the best snapshot so far."""
         self._best = dict(state_dict)
 
     def snapshot_folder(self, trainer: Trainer) -> str:
@@ -89,7 +89,7 @@ class Snapshot(Callback):
         return self._default_dirpaths[root]
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Takes the folder for this run.
+        """Locks the folder for this run.
 
         Raises:
             CheckpointError: another run saves there.
@@ -102,20 +102,20 @@ class Snapshot(Callback):
         folder = self.snapshot_folder(trainer)
         release = lock(folder)
         for path in repair(folder):
-            rank_zero_info(f"Found {path}, which was saved but had not got its name yet")
+            rank_zero_info(f"Restored {path}, which was complete but not yet renamed")
         return release
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the first interval."""
         self._saved_at = time.monotonic()
-        # What was resumed from need not be saved again.
+        # The state that the run resumed from need not be saved again.
         self._saved_step, self._saved_epochs = trainer.global_step, _epochs_done(trainer)
 
     def on_train_step_end(self, trainer: Any, pl_module: LightningModule, save_now: bool) -> None:
-        """Called by the engine between two optimizer steps, when all that belongs to the first is over."""
+        """Saves if due; called by the engine between two optimizer steps, after all hooks of the first."""
         if save_now or (self.every_n_steps and trainer.global_step % self.every_n_steps == 0):
             self._save(trainer)
-        # The ranks' clocks differ, so rank 0's decides, and all agree on a step.
+        # The ranks' clocks differ, so rank 0 decides, and all ranks agree on a step.
         elif self.every_minutes and trainer.is_global_zero and self._minutes_since_save() >= self.every_minutes:
             self._saved_at = time.monotonic()
             trainer.request_snapshot()
@@ -125,26 +125,28 @@ class Snapshot(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Saves the end of the run."""
-        # Once more if the last epoch has ended since: its mean values, logged there, can't be logged again.
+        # Saves again if the last epoch has ended since the last save, because its mean values were logged there. A
+        # finished run must not lose them when it is started again. The snapshot records an epoch that was cut short,
+        # for which a longer run logs them anew.
         if trainer.loggers and _epochs_done(trainer) != self._saved_epochs:
             self._saved_step = None
         self._save(trainer)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves what can be saved: all ranks agreed to stop, or there is only one."""
+        """Saves if the state is consistent: all ranks agreed to stop, or there is only one rank."""
         if trainer.state.fn == "fit" and self._saved_step is not None:
             if isinstance(exception, SIGTERMException) or trainer.world_size == 1:
-                self._save(trainer)  # not if `nonfinite="error"` has found that the state is of no use
+                self._save(trainer)  # not after `nonfinite="error"`, which means that the state is unusable
             is_asked = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-            if not (is_asked and any(hasattr(c, "on_run_end") for c in trainer.callbacks)):  # which says the same
+            if not (is_asked and any(hasattr(c, "on_run_end") for c in trainer.callbacks)):  # that hook prints the same
                 rank_zero_info(f"Stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
-        self._let_go()  # Lightning tears callbacks down after a good end only
+        self._unlock()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Lets another run have the folder."""
-        self._let_go()
+        """Unlocks the folder."""
+        self._unlock()
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self._release is not None:
             self._release()
             self._release = None
@@ -172,13 +174,13 @@ class Snapshot(Callback):
             self._best = {"path": path, "value": float(value)}
 
     def _superfluous(self, snapshots: list[Any], newest: str) -> list[str]:
-        """Returns those neither among the last few, nor to be kept for ever, nor the best; `newest` is on its way.
+        """Returns the snapshots to remove: not among the last few, not kept forever, and not the best.
 
         Args:
-            snapshots: those of this run and of the ones it continues, the newest first: no other is removed.
-            newest: path.
+            snapshots: snapshots of this run and of the runs it continues, newest first; no others are removed.
+            newest: path of the snapshot that is being saved.
         """
-        older = [found for found in snapshots if found.name != os.path.basename(newest)]
+        older = [snapshot for snapshot in snapshots if snapshot.name != os.path.basename(newest)]
         every, best = self.keep_every_n_steps, os.path.basename(self._best.get("path", ""))
         return [
             found.path
@@ -188,10 +190,10 @@ class Snapshot(Callback):
 
 
 def _epochs_done(trainer: Any) -> int:
-    """Counts the finished epochs; not one that `max_steps` has cut short, in which a longer run goes on."""
-    return trainer.fit_loop.epoch_progress.current.processed - trainer.fit_loop.is_cut_short
+    """Counts the epochs that are over, including one that was cut short."""
+    return trainer.fit_loop.epoch_progress.current.processed
 
 
 def default_snapshot() -> Snapshot:
-    """Returns the callback that ``resume="auto"`` adds where no snapshots were asked for."""
+    """Returns the callback that ``resume="auto"`` adds if the user has added none."""
     return Snapshot()

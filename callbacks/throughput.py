@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`: how fast the run is, counted over all ranks."""
+"""`ThroughputMonitor`: logs the speed of the run over all ranks."""
 
 import time
 from collections.abc import Callable
@@ -17,23 +17,23 @@ __all__ = ["ThroughputMonitor"]
 
 
 class ThroughputMonitor(IntervalCallback):
-    """Logs samples/s, tokens/s where the batches have them, the time of a step and the share of it spent on data.
+    """Logs samples/s, tokens/s if batches have tokens, the time of a step, and the share of time spent on data.
 
-    - `throughput/samples_per_s`, `throughput/tokens_per_s`: over all ranks, true counts also of ragged batches; what
-      several ranks share (tensor parallelism) counts once.
-    - `throughput/step_time_ms`: of one optimizer step, all its micro-batches included; mean over ranks.
-    - `throughput/data_wait_share`: the part of the time, 0 to 1, that the host spends between the end of a batch and
-      the start of the next one: the loader, the copy to the device, other callbacks in between; mean over ranks.
+    - `throughput/samples_per_s`, `throughput/tokens_per_s`: over all ranks, with the true counts of ragged batches;
+      samples shared by several ranks (tensor parallelism) count once.
+    - `throughput/step_time_ms`: time of one optimizer step with all its micro-batches; mean over ranks.
+    - `throughput/data_wait_share`: part of the time, 0 to 1, that the host spends between the end of a batch and the
+      start of the next one: the loader, the copy to the device, other callbacks in between; mean over ranks.
 
-    The clock stands still in validation and in `trainer.save_checkpoint`, after waiting for the device on either side.
-    Between two logging steps nothing else is synchronised or sent; at a logging step there is one wait for the device
-    and one all-reduce of five numbers.
+    The clock pauses in validation and in `trainer.save_checkpoint`, with a wait for the device before and after. Other
+    steps have no synchronisation or communication; a logging step has one wait for the device and one all-reduce of
+    five numbers.
 
     Args:
         every_n_steps: optimizer steps between two measurements; None for the trainer's `log_every_n_steps`.
-        num_samples: from a batch to its number of samples; None for the length of its first tensor.
-        num_tokens: from a batch to its number of tokens, an int or a 0-d tensor, or None if it has none; by default the
-            sum of its ``attention_mask``, else the size of its first integer tensor of 2 dims or more.
+        num_samples: function from a batch to its number of samples; None for the length of its first tensor.
+        num_tokens: function from a batch to its number of tokens, an int or a 0-d tensor, or None if it has none; by
+            default the sum of its ``attention_mask``, else the size of its first integer tensor of 2 dims or more.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ThroughputMonitor(IntervalCallback):
         super().__init__(every_n_steps)
         self.count_samples = num_samples or count_samples
         self._num_tokens = num_tokens or count_tokens
-        self._pauses = 0  # how many are under way: a checkpoint may be saved inside validation
+        self._pauses = 0  # number of nested pauses: a checkpoint may be saved during validation
         self._paused_s = self._batch_ended = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,8 +69,8 @@ class ThroughputMonitor(IntervalCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch, without reading from the device, and ends the interval where it is due."""
-        if batch is not None:  # Lightning skips such a batch
+        """Counts the batch without reading from the device, and measures if the interval ends here."""
+        if batch is not None:  # Lightning skips a batch that is None
             self._samples += self.count_samples(batch)
             tokens = self._num_tokens(batch)
             if tokens is not None:
@@ -83,25 +83,25 @@ class ThroughputMonitor(IntervalCallback):
         self._pause(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets the clock go on."""
+        """Continues the clock."""
         self._resume(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the trainer as it was."""
+        """Restores the trainer."""
         vars(trainer).pop("save_checkpoint", None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the trainer as it was."""
+        """Restores the trainer."""
         vars(trainer).pop("save_checkpoint", None)
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """One all-reduce of five numbers."""
-        wait_for(trainer.strategy.root_device)  # what was launched counts when it is done
+        """Returns the figures over all ranks; needs one all-reduce of five numbers."""
+        wait_for(trainer.strategy.root_device)  # launched work counts only when it is finished
         elapsed_s = time.perf_counter() - self._started - self._paused_s
         tokens = 0.0 if self._tokens is None else float(self._tokens)
         mine = [self._samples, tokens, self._tokens is not None, elapsed_s, self._waited_s]
         samples, tokens, ranks_with_tokens, all_elapsed_s, waited_s = sum_over_ranks(trainer, mine)
-        # Ranks that share their batches are one replica of the data, in the strategy's own words to the sampler.
+        # Ranks that share batches are one replica of the data; the strategy reports the number of replicas here.
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
         per_s = num_replicas / all_elapsed_s  # sum / (world_size / num_replicas) / (all_elapsed_s / world_size)
         figures = {
@@ -118,9 +118,9 @@ class ThroughputMonitor(IntervalCallback):
         return figures
 
     def _watch_saves(self, trainer: Trainer) -> None:
-        """Pauses the clock in `trainer.save_checkpoint`, whoever calls it, until the end of training.
+        """Pauses the clock in every `trainer.save_checkpoint` call, until the end of training.
 
-        Lightning's hook `on_save_checkpoint` says neither when a save ends nor that only weights are saved.
+        Lightning's hook `on_save_checkpoint` is not enough: it is not called at the end of a save, or for weights only.
         """
         vars(trainer).pop("save_checkpoint", None)
         save = trainer.save_checkpoint
@@ -147,4 +147,4 @@ class ThroughputMonitor(IntervalCallback):
             wait_for(trainer.strategy.root_device)
             pause_s = time.perf_counter() - self._pause_began
             self._paused_s += pause_s
-            self._batch_ended += pause_s  # nor is it a wait for data
+            self._batch_ended += pause_s  # the pause is not a wait for data either

@@ -12,7 +12,8 @@ from .version import __version__
 if TYPE_CHECKING:
     from .compression import register_comm_hook
     from .engine import Engine, fit
-    from .strategies import read_weights, register_strategy
+    from .initialization.stored_weights import read_weights
+    from .strategies import register_strategy
 
 __all__ = ["Engine", "__version__", "fit", "read_weights", "register_comm_hook", "register_strategy"]
 
@@ -21,7 +22,7 @@ __getattr__ = import_on_access(
     {
         "Engine": "engine",
         "fit": "engine",
-        "read_weights": "strategies",
+        "read_weights": "initialization.stored_weights",
         "register_comm_hook": "compression",
         "register_strategy": "strategies",
     },

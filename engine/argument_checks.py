@@ -20,9 +20,9 @@ from typing import Any, Literal, ParamSpec
 
 from .arguments import Arguments
 from .choices import AcceleratorName
+from .errors import RefusedError, refusing
 from .flags import check_count, check_number, choose, did_you_mean
-from .refusal import RefusedError, refusing
-from .strategies.precision_names import canonical_precision
+from .precision.names import canonical_precision
 
 __all__ = ["ArgumentError", "check_arguments", "checks_arguments"]
 
@@ -102,7 +102,7 @@ class ArgumentError(RefusedError, TypeError):
 
 
 def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates an ``__init__``: refuses wrong arguments, and has what it raises itself be a `RefusedError`."""
+    """Decorates an ``__init__``: refuses names it does not have, and has what it raises be a `RefusedError`."""
     names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
@@ -115,7 +115,6 @@ def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
         unknown = [f"{unexpected} {name!r}.{did_you_mean(name, names)}" for name in flags if name not in names]
         if unknown:
             raise ArgumentError("\n".join(unknown[:3]))
-        check_arguments(flags)
         with refusing():
             init(*args, **flags)
 

@@ -42,17 +42,20 @@ from .choices import (
     StrategyName,
     UnevenPolicy,
 )
+from .comm_benchmark import NUM_STEPS, ReportWriter, WireReport
 from .compression import COMM_HOOKS, make_comm_hook
+from .config import EngineConfig
 from .data import check_batch_sizes, check_loader
+from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .flags import Layout, check_count, choose
-from .launchers import environment_of_launcher, resolve_sizes
+from .initialization.stored_weights import read_stored
+from .launch.detection import environment_of_launcher, resolve_sizes
 from .loop import (
     CompileSteps,
-    LoopTrainer,
     NonFiniteWatch,
     OffloadActivations,
     RecomputeBlocks,
-    attach,
+    TrainerBase,
     check_callbacks,
     check_graphs,
     check_manual_optimization,
@@ -60,15 +63,15 @@ from .loop import (
     compile_mode,
     defaults_from_environment,
     folders_written_to,
+    install_loops,
     says_how_it_ends,
 )
+from .old_names import warn_of_old_name
 from .preflight import check_module
-from .refusal import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
-from .strategies import STRATEGIES, LayoutStrategy, check_join, prepare_to_repeat, read_stored
+from .strategies import STRATEGIES, adapt, check_join, lists_devices, prepare_to_repeat
 from .strategies.offload import choose_offload
-from .strategies.recompute import blocks_to_recompute, check_recompute
+from .strategies.recompute import blocks_to_recompute, check_recompute, kept_operators
 from .strategies.select import select, use_own_device
-from .wire import NUM_STEPS, ReportWriter, WireReport
 
 __all__ = ["Engine", "fit"]
 
@@ -85,14 +88,22 @@ _A_FEW_STEPS = {
 _OURS = frozenset(Arguments.__annotations__) - frozenset(inspect.signature(Trainer).parameters)
 """Arguments that `Trainer` does not have."""
 
-_SILENT = {"name": None, "enable_run_summary": False, "check_first_steps": False}
+_SILENT = {"name": None, "enable_run_summary": False, "enable_doctor": False, "check_first_steps": False}
 """Arguments of ours of a run that leaves nothing behind."""
 
-_SPREADING = _OURS | {"callbacks", "devices", "num_nodes", "plugins", "precision", "strategy", "sync_batchnorm"}
+_DISTRIBUTION_FLAGS = _OURS | {
+    "callbacks",
+    "devices",
+    "num_nodes",
+    "plugins",
+    "precision",
+    "strategy",
+    "sync_batchnorm",
+}
 """Flags that `Engine.verify` compares against their absence."""
 
 
-class Engine(LoopTrainer):
+class Engine(TrainerBase):
     """A `lightning.pytorch.Trainer` that runs any module under any strategy, with the same result.
 
     Every argument of `Trainer` keeps its name, default and meaning.
@@ -138,6 +149,8 @@ class Engine(LoopTrainer):
         name: of the folder of the default logger, in the place of ``version_0``; one that is taken gets a number.
         enable_run_summary: print one line about the run as training begins, and where its results are as it ends. None:
             unless `barebones`, or neither a logger nor a progress bar is wanted.
+        enable_doctor: add a `LightDoctor` if there is no `Doctor`: measure where the time of each rank goes, and say at
+            the end which cause has cost seconds, and what mends it.
         global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
         micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
@@ -210,6 +223,7 @@ class Engine(LoopTrainer):
         seed_samples: bool = False,
         name: str | None = None,
         enable_run_summary: bool | None = None,
+        enable_doctor: bool = False,
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
@@ -249,83 +263,62 @@ class Engine(LoopTrainer):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
     ) -> None:
-        self._flags = {name: value for name, value in locals().items() if name in Arguments.__annotations__}
-        launched, num_nodes = resolve_sizes(devices, num_nodes, _as_list(plugins))
-        if not (devices == "auto" and getattr(strategy, "parallel_devices", None)):  # which the strategy's object has
-            devices = launched
-        watch = NonFiniteWatch(nonfinite)
-        mode = compile_mode(compile)
-        parts = select(
-            strategy=strategy,
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            compression=compression,
-            sync_batchnorm=sync_batchnorm,
-            plugins=[*_as_list(plugins), *environment_of_launcher(_as_list(plugins), num_nodes)],
+        self.config = config = EngineConfig.from_arguments(locals())
+        watch, mode = NonFiniteWatch(config.nonfinite), compile_mode(config.compile)
+        num_nodes = self._choose_parts(config)
+        users, default_bar = _callbacks(config, mode)
+        super().__init__(
+            **config.arguments_of_trainer
+            | {
+                "strategy": self._parts.strategy,
+                "devices": self._parts.devices,
+                "num_nodes": num_nodes,
+                "precision": self._parts.precision,
+                "callbacks": users,
+                "plugins": self._parts.plugins,
+            }
         )
-        given = _as_list(callbacks)
-        default_bar: Callback | None = None
-        if enable_progress_bar is not False and not barebones and not any(isinstance(c, ProgressBar) for c in given):
-            given.append(default_bar := _progress_bar())
-        if resume in ("auto", "fresh") and not any(hasattr(callback, "snapshot_folder") for callback in given):
-            given.append(_snapshot())
-        if mode is not None:
-            given.insert(0, CompileSteps(mode))
-        is_silent = barebones or (enable_progress_bar is False and logger is False)
-        wants_summary = not is_silent if enable_run_summary is None else enable_run_summary
-        has_summary = any(hasattr(callback, "on_run_end") for callback in given)
-        self._parts = parts
-        decided = {
-            "strategy": parts.strategy,
-            "devices": parts.devices,
-            "num_nodes": num_nodes,
-            "precision": parts.precision,
-            "callbacks": given,
-            "plugins": parts.plugins,
-        }
-        trainers = {name: value for name, value in self._flags.items() if name not in _OURS}
-        super().__init__(**{**trainers, **decided})
-        use_own_device(self, strategy)
-        self._recomputes = check_recompute(self.strategy, activation_checkpointing, compiles=mode is not None)
-        if self._recomputes != "none":
-            self.callbacks.insert(0, RecomputeBlocks(self._recomputes))  # type: ignore[attr-defined]
-        if choose_offload(self.strategy, offload, compiles=mode is not None):
-            self.callbacks.insert(0, OffloadActivations())  # type: ignore[attr-defined]
-        self._resume = resume
-        attach(
-            self,
-            watch,
-            default_bar,
-            _run_summary() if wants_summary and not has_summary else None,
-            hang_timeout_s=hang_timeout_s,
-            async_checkpoints=async_checkpoints,
-            checkpoint_format=checkpoint_format,
-            keeps_global_batch=resume in ("auto", "fresh"),
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            uneven=uneven,
-            seed_samples=seed_samples,
-            name=name,
-            check_first_steps=check_first_steps,
-        )
+        use_own_device(self, config.strategy)
+        self._save_memory(config, compiles=mode is not None)
+        summary, doctor = _default_run_summary(config, users), _default_doctor(config, users)
+        install_loops(self, config, watch, default_bar, summary, doctor)
         check_graphs(mode, self.layout)
-        if uneven == "join" and self.world_size > 1:
+        self._check_batches(config)
+
+    def _choose_parts(self, config: EngineConfig) -> int:
+        """Chooses the parts that honour the flags; returns the number of nodes, which a launcher may have said."""
+        plugins = _as_list(config.plugins)
+        devices, num_nodes = resolve_sizes(config.devices, config.num_nodes, plugins)
+        if config.devices == "auto" and lists_devices(config.strategy):
+            devices = "auto"  # which the strategy's object has
+        plugins = [*plugins, *environment_of_launcher(plugins, num_nodes)]
+        self._parts = select(config, devices=devices, num_nodes=num_nodes, plugins=plugins)
+        return num_nodes
+
+    def _save_memory(self, config: EngineConfig, *, compiles: bool) -> None:
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        self._recomputes = check_recompute(self.strategy, config.activation_checkpointing, compiles=compiles)
+        if self._recomputes != "none":
+            callbacks.insert(0, RecomputeBlocks(self._recomputes))
+        if choose_offload(self.strategy, config.offload, compiles=compiles):
+            callbacks.insert(0, OffloadActivations())
+
+    def _check_batches(self, config: EngineConfig) -> None:
+        if config.uneven == "join" and self.world_size > 1:
             check_join(self.strategy)
-        if micro_batch_size == "auto" and self.world_size > 1:
-            prepare_to_repeat(self.strategy, sync_batchnorm=sync_batchnorm)
+        if config.micro_batch_size == "auto" and self.world_size > 1:
+            prepare_to_repeat(self.strategy, sync_batchnorm=config.sync_batchnorm)
         check_batch_sizes(
-            global_batch_size,
-            micro_batch_size,
+            config.global_batch_size,
+            config.micro_batch_size,
             num_ranks=self.data_size,
-            accumulate_grad_batches=accumulate_grad_batches,
+            accumulate_grad_batches=config.accumulate_grad_batches,
         )
 
     @property
     def layout(self) -> Layout:
         """Sizes of the device mesh by axis; all processes are replicas under Lightning's own strategies."""
-        return getattr(self.strategy, "layout", None) or Layout(replicate=self.world_size)
+        return adapt(self.strategy).layout
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -355,7 +348,7 @@ class Engine(LoopTrainer):
                 starts. A `ValueError` and a `MisconfigurationException`.
             SIGTERMException: the process was sent SIGTERM; all ranks stop after the same step, with exit code 143.
         """
-        resume = self._resume if ckpt_path is None else ckpt_path
+        resume = self.config.resume if ckpt_path is None else ckpt_path
         with refusing():
             self._check_fit(model, train_dataloaders)
             check_checkpoint(resume, self.strategy.checkpoint_io)
@@ -370,20 +363,22 @@ class Engine(LoopTrainer):
             raise
 
     def _check_fit(self, model: LightningModule, train_dataloaders: Any) -> None:
-        check_nodes(self.num_nodes, getattr(self.strategy, "cluster_environment", None))
+        strategy = adapt(self.strategy)
+        check_nodes(self.num_nodes, strategy.cluster_environment)
         if isinstance(model, LightningModule):  # else Lightning says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
             check_manual_optimization(self, model)
             if self._recomputes != "none" and not is_overridden("configure_model", model):  # else there is more to come
                 blocks_to_recompute(model)
-            if isinstance(self.strategy, LayoutStrategy):
-                self.strategy.check_module(model)
-                self.strategy.check_run(compiles=bool(self._flags["compile"]), callbacks=self.callbacks)  # type: ignore[attr-defined]
-                self.strategy.check_loader(train_dataloaders)
-        global_batch_size = self._flags["global_batch_size"]
+            if self._recomputes == "selective":
+                kept_operators(model)
+            strategy.check_module(model)
+            strategy.check_run(compiles=bool(self.config.compile), callbacks=self.callbacks)  # type: ignore[attr-defined]
+            strategy.check_loader(train_dataloaders)
+        global_batch_size = self.config.global_batch_size
         check_callbacks(self.callbacks, launcher=self.strategy.launcher, global_batch_size=global_batch_size)  # type: ignore[attr-defined]
         if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
-            check_loader(train_dataloaders, global_batch_size, self._flags["micro_batch_size"])
+            check_loader(train_dataloaders, global_batch_size, self.config.micro_batch_size)
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Writes the weights of the module that was trained, whole under every strategy; all ranks call it.
@@ -431,14 +426,14 @@ class Engine(LoopTrainer):
         check_count("steps", steps)
         quiet = {**_A_FEW_STEPS, "max_steps": steps}
         # The reference gets all flags but those that are ours, or that say how the run is spread.
-        shared = {key: value for key, value in self._flags.items() if key not in _SPREADING}
+        shared = {key: value for key, value in self.flags.items() if key not in _DISTRIBUTION_FLAGS}
         loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
         generator: Any = getattr(getattr(loader, "sampler", None), "generator", None)
         order = generator.get_state() if generator is not None else None
         numbers = get_random_state()
         with tempfile.TemporaryDirectory() as folder, verification.exact_arithmetic():
             recorder = verification.Recorder(Path(folder) / "states.pt")
-            engine = type(self)(**{**self._flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
+            engine = type(self)(**{**self.flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             certificate: Any = None  # on the other ranks, which wait for it below
             if engine.is_global_zero:
@@ -451,23 +446,23 @@ class Engine(LoopTrainer):
                 reference = verification.reference_steps(
                     whole,
                     loader,
-                    self._flags["global_batch_size"] or (loader.batch_size or 0) * engine.data_size,
+                    self.config.global_batch_size or (loader.batch_size or 0) * engine.data_size,
                     {**shared, **quiet},
                 )
-                flag = None if verification.is_to_equal(engine.strategy) else str(self._flags["strategy"])
+                flag = None if adapt(engine.strategy).expects_parity else str(self.config.strategy)
                 certificate = verification.certify(ours, reference, tolerance, differs_by=flag)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
         rank_zero_info(str(self.certificate))
         return self.certificate
 
-    def wire(
+    def bench_comm(
         self,
         model: LightningModule,
         train_dataloaders: Any = None,
         datamodule: LightningDataModule | None = None,
         compressions: list[str] | None = None,
     ) -> WireReport:
-        """Measures the wire between this engine's ranks, and forecasts a step of `model` under each compression.
+        """Measures the network between this engine's ranks, and forecasts a step of `model` under each compression.
 
         Args:
             model: left as it is; a copy takes a few steps.
@@ -485,11 +480,11 @@ class Engine(LoopTrainer):
             path = Path(folder) / "report.json"
             flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
             try:
-                engine = type(self)(**{**self._flags, **_A_FEW_STEPS, **_SILENT, **flags})
+                engine = type(self)(**{**self.flags, **_A_FEW_STEPS, **_SILENT, **flags})
             except ValueError as error:  # of all these flags only "auto" can be one that the strategy refuses
                 *names, last = (name for name, row in STRATEGIES.items() if "auto" in row.compressions)
                 raise RefusedError(
-                    f"wire can't forecast under strategy {self._flags['strategy']!r}: choose {', '.join(names)} or"
+                    f"bench-comm can't forecast under strategy {self.config.strategy!r}: choose {', '.join(names)} or"
                     f" {last}."
                 ) from error
             for flag in compressions or ():
@@ -501,6 +496,11 @@ class Engine(LoopTrainer):
         self.report: WireReport = engine.strategy.broadcast(report)  # type: ignore[assignment]
         rank_zero_info(str(self.report))
         return self.report
+
+    def wire(self, *args: Any, **kwargs: Any) -> WireReport:
+        """Calls `bench_comm`, which had this name before 0.2; warns, and goes with 0.3."""
+        warn_of_old_name("the method Engine.wire", "Engine.bench_comm")
+        return self.bench_comm(*args, **kwargs)
 
 
 @with_arguments_of(Engine)
@@ -517,8 +517,33 @@ def fit(module: LightningModule, data: LightningDataModule | DataLoader[Any], **
     return engine
 
 
-def _as_list(given: Any) -> list[Any]:
-    return [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+def _callbacks(config: EngineConfig, mode: str | None) -> tuple[list[Callback], Callback | None]:
+    """The user's callbacks with those that flags ask for, and the default progress bar where that is among them."""
+    callbacks = _as_list(config.callbacks)
+    default_bar: Callback | None = None
+    shows_progress = config.enable_progress_bar is not False and not config.barebones
+    if shows_progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        callbacks.append(default_bar := _progress_bar())
+    if config.continues_runs and not any(hasattr(callback, "snapshot_folder") for callback in callbacks):
+        callbacks.append(_snapshot())
+    if mode is not None:
+        callbacks.insert(0, CompileSteps(mode))
+    return callbacks, default_bar
+
+
+def _default_run_summary(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
+    is_wanted = not config.is_silent if config.enable_run_summary is None else config.enable_run_summary
+    has_one = any(hasattr(callback, "on_run_end") for callback in callbacks)
+    return _run_summary() if is_wanted and not has_one else None
+
+
+def _default_doctor(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
+    has_one = any(hasattr(callback, "notes_folder") for callback in callbacks)
+    return _light_doctor() if config.enable_doctor and not has_one else None
+
+
+def _as_list(values: Any) -> list[Any]:
+    return [] if values is None else list(values) if isinstance(values, Iterable) else [values]
 
 
 # Callbacks import the engine, never the other way round; these are the exception, and by name.
@@ -538,3 +563,9 @@ def _run_summary() -> Callback:
     from polyphase.callbacks import RunSummary
 
     return RunSummary()
+
+
+def _light_doctor() -> Callback:
+    from polyphase.callbacks import LightDoctor
+
+    return LightDoctor()

@@ -1,10 +1,10 @@
-"""Reads the environment variables about the processes and their connections; `launchers` reads who started them."""
+"""Reads the environment variables about the processes and their connections; `launch.detection` those of launchers."""
 
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,26 +12,29 @@ import psutil
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from .launchers import LaunchedEnvironment, started_by
+from .launch.detection import LaunchedEnvironment, launcher_name
 
 __all__ = [
     "ALL_FRAMES",
+    "allow_late_nodes",
+    "bind_interface",
     "child_environment",
+    "environment_with",
     "given_seed",
     "global_seed",
-    "is_started_again",
+    "has_rendezvous",
+    "is_elastic",
+    "job_marks",
     "job_secret",
     "keep_job_secret",
     "keeping_interface",
-    "knows_where_nodes_meet",
     "listen_on_loopback",
     "listen_towards",
-    "listening_on",
-    "make_room_for_nodes",
+    "num_launched",
     "own_address",
+    "owns_master_port",
     "parent_pid",
     "place_on_one_machine",
-    "port_is_ours",
     "restart_count",
     "share_job_secret",
     "share_threads",
@@ -52,7 +55,7 @@ _kept_secrets: list[str] = []
 """The secret of the job whose other ranks this process has started: one, or none."""
 
 
-def is_started_again() -> bool:
+def is_elastic() -> bool:
     """Whether torchrun may start the processes again and again, over one key-value store that it keeps."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -62,7 +65,7 @@ def restart_count() -> int:
     return max(int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM"))
 
 
-def knows_where_nodes_meet(cluster_environment: Any) -> bool:
+def has_rendezvous(cluster_environment: Any) -> bool:
     """Whether a launcher, or the user, has named the address at which the processes of several nodes meet."""
     # Lightning's own environment is the one for processes that nobody has started: it takes this machine's address.
     return "MASTER_ADDR" in os.environ or type(cluster_environment) is not LightningEnvironment
@@ -73,7 +76,7 @@ def share_threads(num_processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
 
 
-def make_room_for_nodes() -> None:
+def allow_late_nodes() -> None:
     """Lets torchrun's agents take in a node that comes later, unless the user has said how they shall meet.
 
     Otherwise it would wait in vain: it looks for the address of the store that the agents share among the keys of the
@@ -83,7 +86,7 @@ def make_room_for_nodes() -> None:
 
 
 @contextmanager
-def port_is_ours(environment: Any) -> Iterator[bool]:
+def owns_master_port(environment: Any) -> Iterator[bool]:
     """Whether nobody has named the port at which processes meet; one that is named in here then holds in here only.
 
     Args:
@@ -100,7 +103,7 @@ def port_is_ours(environment: Any) -> Iterator[bool]:
 
 
 @contextmanager
-def listening_on(interface: str | None) -> Iterator[None]:
+def bind_interface(interface: str | None) -> Iterator[None]:
     """Makes gloo and TensorPipe listen on a network interface in here; None: what the user has set, or loopback."""
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     with _restored(*names):
@@ -171,6 +174,22 @@ def job_secret() -> bytes | None:
     return (os.environ.get(_SECRET) or "".join(_kept_secrets)).encode() or None
 
 
+def job_marks() -> list[str]:
+    """Texts by which launchers tell jobs apart; the same in all processes of one."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+    return [os.environ.get(name, "") for name in names]
+
+
+def num_launched() -> int:
+    """The number of processes that a launcher such as torchrun has started; 1 where none has."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def environment_with(more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process for another one, with `more` variables set."""
+    return {**os.environ, **more}
+
+
 def share_job_secret() -> None:
     """Gives the processes that this one starts a secret, unless the user has."""
     if not os.environ.get(_SECRET):
@@ -201,7 +220,7 @@ def parent_pid() -> int | None:
 
     SLURM ends its processes itself.
     """
-    if started_by() == "torchrun":
+    if launcher_name() == "torchrun":
         return os.getppid()
     pid = os.environ.get(_PARENT, "")
     return int(pid) if pid.isdecimal() and int(pid) != os.getpid() else None

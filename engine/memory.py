@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["held_by", "held_bytes"]
+from .strategies import adapt
+
+__all__ = ["held_bytes", "model_state_bytes"]
 
 
-def held_by(trainer: Any) -> dict[str, int]:
+def model_state_bytes(trainer: Any) -> dict[str, int]:
     """Bytes of this rank's part of what `trainer` trains, by kind: see `held_bytes`; and what the strategy keeps."""
-    own_bytes = getattr(trainer.strategy, "held_bytes", 0)  # Lightning's strategies have none
+    own_bytes = adapt(trainer.strategy).held_bytes
     return {**held_bytes(trainer.lightning_module, trainer.optimizers), "strategy": own_bytes}
 
 

@@ -1,6 +1,5 @@
 """The description of a run: in the words of its header, and as the flat values by which loggers tell runs apart."""
 
-import json
 import os
 import platform
 import subprocess
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 
+from .config import plain_value
 from .environment import given_seed
-from .verify import is_to_equal
+from .strategies import adapt
 from .version import __version__
 
 __all__ = ["header", "run_parameters", "shown_path"]
@@ -61,7 +61,8 @@ def _batch(trainer: Any) -> str | None:
         return None
     total, micro, num_micro_batches = found
     ranks = trainer.data_size
-    if getattr(trainer.strategy, "steps_alone", False) or not is_to_equal(trainer.strategy):
+    strategy = adapt(trainer.strategy)
+    if strategy.capabilities.steps_alone or not strategy.expects_parity:
         return f"batch {micro * num_micro_batches} on each of {ranks} ranks"
     if total == ranks * micro * num_micro_batches:
         return f"global batch {total} = {ranks} x {micro} x {num_micro_batches}"
@@ -132,14 +133,5 @@ def _flat(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{name}/{key}")
         else:
-            flat[f"{name}/{key}"] = _plain(value)
+            flat[f"{name}/{key}"] = plain_value(value)
     return flat
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        entries = [_plain(entry) for entry in value]
-        return json.dumps(entries) if entries and not isinstance(entries[0], str) else ", ".join(map(str, entries))
-    return str(value) if isinstance(value, os.PathLike) else type(value).__name__

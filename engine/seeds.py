@@ -1,8 +1,8 @@
 """Seeds out of other numbers."""
 
-__all__ = ["mixed"]
+__all__ = ["derive_seed"]
 
 
-def mixed(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """A seed per tuple of whole numbers, in [0, 2^63): neighbouring tuples have nothing in common."""
     return hash(numbers) % 2**63  # a hash of whole numbers is the same in every process

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-__all__ = ["Certificate", "Recorder", "certify", "exact_arithmetic", "is_to_equal", "reference_steps"]
+__all__ = ["Certificate", "Recorder", "certify", "exact_arithmetic", "reference_steps"]
 
 _States = list[dict[str, Tensor]]
 
@@ -160,17 +160,11 @@ def reference_steps(module: LightningModule, loader: DataLoader, batch_size: int
         return torch.load(recorder.path, weights_only=True)
 
 
-def is_to_equal(strategy: Any) -> bool:
-    """Whether a run under `strategy`, which is over, was to compute what one process does."""
-    staleness = getattr(getattr(strategy, "options", None), "staleness", 0)
-    return bool(getattr(strategy, "averages_gradients", True)) and staleness == 0
-
-
-def certify(ours: _States, reference: _States, tolerance: float, differs_by: str | None = None) -> Certificate:
+def certify(states: _States, reference: _States, tolerance: float, differs_by: str | None = None) -> Certificate:
     """Compares two lists of states, one entry a step; for `differs_by` see `Certificate`."""
     differences = []
     first: tuple[int, str] | None = None
-    for step, (state, expected) in enumerate(zip(ours, reference, strict=True), start=1):
+    for step, (state, expected) in enumerate(zip(states, reference, strict=True), start=1):
         by_name = {name: _difference(state[name], tensor) for name, tensor in expected.items()}
         differences.append(max(by_name.values(), default=0.0))
         beyond = [name for name, difference in by_name.items() if not difference <= tolerance]

@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
-from polyphase.engine.memory import held_by
+from polyphase.engine.memory import model_state_bytes
 from polyphase.models import ByteGPT, PythonSource
 
 SAME = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "hsdp:replicate=2": 4, "tp": 2, "fsdp+tp:tp=2": 4, "pp": 2}
-SAME |= {"pp:schedule=gpipe": 2, "pp+ddp:stages=2": 4, "pp+fsdp:stages=2": 4, "ps:staleness=0": 2}
-STRATEGIES = SAME | {"ps:staleness=4": 2, "local_sgd:every=4": 2, "diloco:every=4,outer_momentum=0.5": 2}
+SAME |= {"pp:schedule=gpipe": 2, "pp+ddp:pipeline_size=2": 4, "pp+fsdp:pipeline_size=2": 4, "ps:staleness=0": 2}
+STRATEGIES = SAME | {"ps:staleness=4": 2, "local_sgd:sync_every=4": 2, "diloco:sync_every=4,outer_momentum=0.5": 2}
 """Numbers of processes by flag; those in `SAME` are to end with the same weights."""
 QUIET = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
 
@@ -41,7 +41,7 @@ class Held(Callback):
         self.folder = Path(folder)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        held = held_by(trainer)
+        held = model_state_bytes(trainer)
         (self.folder / str(trainer.global_rank)).write_text(json.dumps(sum(held.values())))
 
 

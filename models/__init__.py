@@ -1,4 +1,4 @@
-"""Modules and data to start from: real data, nothing to download."""
+"""Example modules and data modules, with real data that needs no download."""
 
 from .digits import Digits, DigitsClassifier
 from .gpt import SIZES, ByteGPT

@@ -19,7 +19,7 @@ class DigitsClassifier(LightningModule):
     Args:
         width: channels of the first layer; the second has twice as many.
         lr: highest learning rate of the one-cycle schedule.
-        weight_decay: of all parameters.
+        weight_decay: weight decay of all parameters.
     """
 
     def __init__(self, width: int = 32, lr: float = 5e-3, weight_decay: float = 1e-2) -> None:
@@ -42,11 +42,11 @@ class DigitsClassifier(LightningModule):
         self.test_accuracy = MulticlassAccuracy(10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, 10]."""
+        """Returns logits [batch, 10]."""
         return self.net(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy."""
+        """Returns the mean cross-entropy."""
         images, classes = batch
         loss = functional.cross_entropy(self(images), classes)
         self.log("train/loss", loss, prog_bar=True)
@@ -61,7 +61,7 @@ class DigitsClassifier(LightningModule):
         self._evaluate(batch, "test", self.test_accuracy)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The likeliest class of each image, [batch]."""
+        """Returns the most likely class of each image, [batch]."""
         return self(batch[0]).argmax(1)
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
@@ -73,7 +73,7 @@ class DigitsClassifier(LightningModule):
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=len(images))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW with a one-cycle schedule per step over the whole run."""
+        """Returns AdamW with a one-cycle schedule per step over the whole run."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps + 1)
@@ -81,12 +81,12 @@ class DigitsClassifier(LightningModule):
 
 
 class Digits(LightningDataModule):
-    """The digits, 60 / 15 / 25 per cent to train, validate and test, each with its share of every class.
+    """The digits, split by class into 60 / 15 / 25 per cent for training, validation and test.
 
     Args:
         batch_size: images per batch and process.
-        num_workers: loader processes.
-        seed: of the split.
+        num_workers: number of loader processes.
+        seed: seed of the split.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -94,11 +94,11 @@ class Digits(LightningDataModule):
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
-        self.save_hyperparameters(logger=False)  # loggers refuse a name that the model has too
+        self.save_hyperparameters(logger=False)  # the model logs these names too, and loggers refuse duplicates
         self.parts: dict[str, TensorDataset] = {}
 
     def prepare_data(self) -> None:
-        """Fails early, and once per node, where scikit-learn is missing."""
+        """Fails early, once per node, if scikit-learn is missing."""
         _load()
 
     def setup(self, stage: str) -> None:
@@ -115,19 +115,19 @@ class Digits(LightningDataModule):
         }
 
     def train_dataloader(self) -> DataLoader:
-        """The loader of the training part, shuffled."""
+        """Returns the loader of the training part, shuffled."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader:
-        """The loader of the validation part, in order."""
+        """Returns the loader of the validation part, in order."""
         return self._loader("val")
 
     def test_dataloader(self) -> DataLoader:
-        """The loader of the test part, in order."""
+        """Returns the loader of the test part, in order."""
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        """The test part, in order."""
+        """Returns the loader of the test part, in order."""
         return self._loader("test")
 
     def _loader(self, part: str) -> DataLoader:
@@ -144,7 +144,7 @@ class Digits(LightningDataModule):
 
 
 def _load() -> tuple[Tensor, Tensor]:
-    """Images [1797, 1, 8, 8] in [0, 1] and classes [1797]."""
+    """Returns images [1797, 1, 8, 8] in [0, 1] and classes [1797]."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:

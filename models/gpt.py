@@ -1,4 +1,4 @@
-"""`ByteGPT`: a GPT over bytes, small enough for a CPU by default, GPT-2's 124M by name."""
+"""`ByteGPT`: a GPT over bytes; by default small enough for a CPU, up to GPT-2's 124M."""
 
 import math
 from typing import Any, Literal
@@ -18,24 +18,24 @@ SIZES: dict[str, dict[str, int]] = {
     "10M": {"num_layers": 6, "num_heads": 6, "dim": 384, "context_length": 256},
     "124M": {"num_layers": 12, "num_heads": 12, "dim": 768, "context_length": 1024},
 }
-"""Shapes by name; the last is GPT-2's smallest."""
+"""Shapes by name; the last is the smallest GPT-2."""
 
 
 class ByteGPT(LightningModule):
     """Predicts the next byte; logs `train/loss`, `val/loss` and `val/bits_per_byte`.
 
-    Batches are integer tensors [batch, time + 1]: bytes 0 to 255, the target of each being the next one. Or they are
-    what `PackSequences` makes, whose losses are weighed by the number of bytes that are predicted.
+    Batches are integer tensors [batch, time + 1] of bytes 0 to 255; the target of each byte is the next one. Batches
+    of `PackSequences` work as well; their losses are weighted by the number of predicted bytes.
 
     Args:
         size: ``"tiny"``, ``"10M"`` or ``"124M"``; the four shapes below override it one by one.
         num_layers: number of blocks.
-        num_heads: attention heads per block.
-        dim: width.
+        num_heads: number of attention heads per block.
+        dim: width of the residual stream.
         context_length: longest sequence, in bytes.
-        dropout: probability.
+        dropout: dropout probability.
         lr: learning rate at the end of the warm-up.
-        weight_decay: of matrices; biases, norms and nothing else go without.
+        weight_decay: weight decay of matrices; biases and norms have none.
         warmup_steps: optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
     """
 
@@ -55,16 +55,16 @@ class ByteGPT(LightningModule):
         self.save_hyperparameters()
         given = {"num_layers": num_layers, "num_heads": num_heads, "dim": dim, "context_length": context_length}
         shape = SIZES[size] | {name: value for name, value in given.items() if value is not None}
-        # Not read back from `hparams`: a subclass with a constructor of its own records its own arguments there.
+        # Not read from `hparams`: a subclass with its own constructor records its own arguments there.
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.net = Transformer(num_tokens=256, dropout=dropout, **shape)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Logits [batch, time, 256] for bytes [batch, time], with the positions of packed ones."""
+        """Returns logits [batch, time, 256] for bytes [batch, time]; packed sequences need `position_ids`."""
         return self.net(tokens) if position_ids is None else self.net(tokens, position_ids)
 
     def training_step(self, batch: Tensor | dict[str, Tensor], batch_idx: int) -> STEP_OUTPUT:
-        """Mean cross-entropy in nats per byte."""
+        """Returns the mean cross-entropy in nats per byte."""
         loss = self._loss(batch)
         self.log("train/loss", loss, prog_bar=True, batch_size=_num_rows(batch))
         return {"loss": loss, "weight": _num_predicted(batch)} if isinstance(batch, dict) else loss
@@ -84,7 +84,7 @@ class ByteGPT(LightningModule):
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW in two groups, with a schedule per step over the whole run."""
+        """Returns AdamW with two parameter groups and a schedule per step over the whole run."""
         matrices = [p for p in self.parameters() if p.requires_grad and p.dim() >= 2]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
         groups: list[dict[str, Any]] = [

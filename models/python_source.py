@@ -1,4 +1,4 @@
-"""`PythonSource`: the text of the Python standard library that is installed on this machine, as bytes."""
+"""`PythonSource`: the text of the Python standard library installed on this machine, as bytes."""
 
 import sysconfig
 import zlib
@@ -37,16 +37,16 @@ class Windows(Dataset[Tensor]):
 
 
 class PythonSource(LightningDataModule):
-    """Bytes of the standard library's ``.py`` files in the order of their paths; every tenth file or so validates.
+    """Bytes of the standard library's ``.py`` files in the order of their paths; a tenth of them for validation.
 
-    Which files validate depends on their names alone, so the split is the same everywhere.
+    The split depends only on the files' names, so it is the same everywhere.
 
     Args:
-        batch_size: windows per batch and process.
-        context_length: bytes predicted per window; batches are [batch_size, context_length + 1].
-        num_workers: loader processes.
-        max_bytes: at most so much text to train on.
-        max_val_bytes: at most so much text to validate on.
+        batch_size: number of windows per batch and process.
+        context_length: number of predicted bytes per window; batches are [batch_size, context_length + 1].
+        num_workers: number of loader processes.
+        max_bytes: largest size of the training text.
+        max_val_bytes: largest size of the validation text.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PythonSource(LightningDataModule):
         max_val_bytes: int = 64_000,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(logger=False)  # loggers refuse a name that the model has too
+        self.save_hyperparameters(logger=False)  # the model logs these names too, and loggers refuse duplicates
         self.train: Windows | None = None
         self.val: Windows | None = None
 
@@ -70,11 +70,11 @@ class PythonSource(LightningDataModule):
             self.val = Windows(_read(True, self.hparams["max_val_bytes"]), length)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Shuffled windows."""
+        """Returns the loader of shuffled windows."""
         return self._loader(self.train, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Windows in order."""
+        """Returns the loader of windows in order."""
         return self._loader(self.val, shuffle=False)
 
     def _loader(self, windows: Windows | None, shuffle: bool) -> DataLoader[Tensor]:
@@ -93,7 +93,7 @@ class PythonSource(LightningDataModule):
 
 
 def source_files(validation: bool) -> list[Path]:
-    """The files of one side of the split, in the order of their paths."""
+    """Returns the files of one side of the split, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = (path for path in files if not _SKIPPED.intersection(path.parts))

@@ -1,8 +1,8 @@
 """A decoder-only transformer (GPT-2's, Radford et al. 2019): pre-norm blocks, learned positions, tied embeddings.
 
-Each module that wants other first values than torch's defaults has a `reset_parameters` that sets just its own, called
-at the end of its constructor. Calling them again, children before parents, draws the same numbers: that is how an
-engine gives weights to a model that was built on the meta device.
+Each module with initial values other than torch's defaults has a `reset_parameters` that sets only its own parameters;
+its constructor calls it at the end. Calling these methods again, children before parents, draws the same numbers: so an
+engine can initialise a model that was built on the meta device.
 """
 
 import math
@@ -15,7 +15,7 @@ from polyphase.engine.data import block_diagonal_mask
 
 __all__ = ["Block", "Transformer"]
 
-_STD = 0.02  # of all weight matrices, as in GPT-2
+_STD = 0.02  # standard deviation of all weight matrices, as in GPT-2
 
 
 class Attention(nn.Module):
@@ -31,12 +31,12 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, zero biases; those that write to the residual stream are smaller."""
+        """Draws normal weights, smaller for the output projection to the residual stream; sets biases to zero."""
         _normal(self.qkv, _STD)
         _normal(self.out, self.residual_std)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Each position attends to itself and those before, or where `mask` [batch, 1, time, time] is true."""
+        """Attends to the same and earlier positions, or where `mask` [batch, 1, time, time] is true."""
         batch, time, dim = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers with GELU between. Input and output: [..., dim]."""
+    """Two linear layers with GELU in between. Input and output: [..., dim]."""
 
     def __init__(self, dim: int, residual_std: float) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class MLP(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, zero biases."""
+        """Draws normal weights; sets biases to zero."""
         _normal(self.up, _STD)
         _normal(self.down, self.residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies both layers position by position."""
+        """Applies both layers at each position."""
         return self.down(functional.gelu(self.up(x)))
 
 
@@ -76,24 +76,24 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Adds both to the stream; `mask` is the attention's."""
+        """Adds attention and MLP to the residual stream; `mask` is for the attention."""
         x = x + self.dropout(self.attention(self.attention_norm(x), mask))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Transformer(nn.Module):
-    """Token indices [batch, time] to logits [batch, time, num_tokens]; position t sees positions up to t.
+    """Maps token indices [batch, time] to logits [batch, time, num_tokens]; position t sees positions up to t.
 
     Args:
         num_tokens: size of the vocabulary.
         context_length: longest sequence.
         dim: width of the residual stream, a multiple of `num_heads`.
-        num_heads: attention heads per block.
+        num_heads: number of attention heads per block.
         num_layers: number of blocks.
-        dropout: probability, in [0, 1).
+        dropout: dropout probability, in [0, 1).
 
     Raises:
-        ValueError: `dim` is no multiple of `num_heads`, or (when called) a sequence is longer than the context.
+        ValueError: `dim` is not a multiple of `num_heads`, or (when called) a sequence is longer than the context.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"dim must be a multiple of num_heads, but {dim} is none of {num_heads}.")
+            raise ValueError(f"dim must be a multiple of num_heads, but {dim} is not a multiple of {num_heads}.")
         self.context_length = context_length
         self.token_embedding = nn.Embedding(num_tokens, dim)
         self.position_embedding = nn.Embedding(context_length, dim)
@@ -113,16 +113,16 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal embeddings; the output shares those of the tokens."""
+        """Draws normal embeddings; the output layer shares the token embeddings."""
         nn.init.normal_(self.token_embedding.weight, std=_STD)
         nn.init.normal_(self.position_embedding.weight, std=_STD)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Logits of the next token at each position.
+        """Returns the logits of the next token at each position.
 
         Args:
             tokens: [batch, time].
-            position_ids: [batch, time] of packed sequences, 0 where one begins: each sees itself alone.
+            position_ids: [batch, time], 0 at the start of each packed sequence; a sequence attends only to itself.
         """
         time = tokens.size(1)
         if time > self.context_length:

@@ -1,13 +1,18 @@
 """Shared by all tests: one thread per process, and the few warnings of others that are not ours to act on."""
 
+import atexit
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
 
 import pytest
+
+from tests import warm
 
 IGNORED = (
     # Advice about the loader's workers, which tiny test data doesn't need.
@@ -35,31 +40,42 @@ ALONE = (
     "callbacks/test_communication_integration.py",
     "callbacks/test_doctor.py",
     "callbacks/test_doctor_integration.py",
+    "engine/doctor/test_trial_integration.py",
+)
+"""Files whose tests measure seconds, or count what the machine as a whole does."""
+
+DEADLINES = (
     "callbacks/test_notebook_integration.py",
     "callbacks/test_snapshot_integration.py",
     "callbacks/test_terminal_integration.py",
     "chaos/test_elastic_integration.py",
+    "chaos/test_logged_integration.py",
     "chaos/test_storm_integration.py",
+    "docs/test_howto_integration.py",
     "engine/checkpoint/test_killed_integration.py",
+    "engine/doctor/test_stacks_integration.py",
+    "engine/launch/test_agent_integration.py",
+    "engine/launch/test_command_integration.py",
+    "engine/launch/test_process_launchers_integration.py",
     "engine/loop/test_compile_integration.py",
-    "engine/loop/test_signals_integration.py",
-    "engine/strategies/test_endings_integration.py",
-    "engine/strategies/test_failure_integration.py",
-    "engine/strategies/test_launch_integration.py",
-    "engine/strategies/test_network_integration.py",
-    "engine/strategies/test_watchdog.py",
-    "engine/strategies/test_watchdog_integration.py",
-    "engine/test_launch_integration.py",
+    "engine/reliability/test_endings_integration.py",
+    "engine/reliability/test_failure_integration.py",
+    "engine/reliability/test_network_integration.py",
+    "engine/reliability/test_signals_integration.py",
+    "engine/reliability/test_two_hosts_integration.py",
+    "engine/reliability/test_watchdog.py",
+    "engine/reliability/test_watchdog_integration.py",
     "engine/test_packaging_integration.py",
 )
-"""Files whose tests have processes end within seconds, or count what the machine as a whole does."""
+"""Files whose tests have processes end within seconds: they mostly wait, and only for their own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(root).as_posix() in ALONE:
-            item.add_marker("alone")
+        for mark, files in (("alone", ALONE), ("deadlines", DEADLINES)):
+            if item.path.relative_to(root).as_posix() in files:
+                item.add_marker(mark)
         if root / "simulated_device" in item.path.parents:
             item.add_marker("device")
 
@@ -69,6 +85,7 @@ def pytest_collection_finish() -> None:
     # objects, and so copy the pages that it shares with this process: half a second per rank.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is frozen is never cleared: triton, where it is there, takes it for a leak
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,6 +93,21 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in IGNORED:
         config.addinivalue_line("filterwarnings", line)
+    if not hasattr(config, "workerinput"):  # xdist's workers have that of the process that has started them
+        _have_temporary_folder(config)
+    warm.keep_environment()
+
+
+def _have_temporary_folder(config: pytest.Config) -> None:
+    """What the processes of tests leave in the system's temporary folder, killed ones above all, goes with this run."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps what it has of three runs
+    folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+
+    def clean() -> None:
+        warm.stop()  # its socket is in there
+        shutil.rmtree(folder, ignore_errors=True)
+
+    config.add_cleanup(clean)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,6 +122,13 @@ def _outside_of_the_repository(tmp_path_factory):
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     """Whatever a run writes (logs, checkpoints) goes to the test's own folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def warm_workers():
+    """Workers that an engine in the test spawns have imported torch and the engine when they start."""
+    with warm.spawning():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.multiprocessing as mp
 
+from tests import warm
+
 ROOT = Path(__file__).parents[1]
+
+_COMMANDS = str(Path(sys.executable).parent)
 
 _LAST_WORDS_S = 2.0
 """How long before its deadline a rank prints where it is."""
@@ -32,11 +36,18 @@ class Finished(NamedTuple):
     """Standard output and error, as they came."""
 
 
-def run_command(arguments: Sequence[str | Path], *, timeout_s: float = 120, cwd: Path | None = None) -> Finished:
-    """Runs a command in a process group of its own; at the deadline the whole group is killed."""
+def run_command(
+    arguments: Sequence[str | Path], *, timeout_s: float = 120, cwd: Path | None = None, cold: bool = False
+) -> Finished:
+    """Runs a command in a process group of its own; at the deadline the whole group is killed.
+
+    Interpreters in it, this one's, are forks of one that has imported torch and the engine (`tests.warm`), unless they
+    are to be `cold`.
+    """
+    words = [str(argument) for argument in arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [str(argument) for argument in arguments],
+        words if cold else warmed(words),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,18 +61,28 @@ def run_command(arguments: Sequence[str | Path], *, timeout_s: float = 120, cwd:
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        warm.kill_rest(process.pid)
         output, _ = process.communicate()
         output += f"\n[ended after {timeout_s} s]"
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # children that outlived it
+        warm.kill_rest(process.pid)
     return Finished(process.returncode, output)
 
 
+def warmed(words: Sequence[str]) -> list[str]:
+    """A command line whose interpreters and Python commands are warm, by their paths or by their folder in PATH."""
+    return [
+        word.replace(_COMMANDS, warm.commands(), 1) if word.startswith((_COMMANDS, f"PATH={_COMMANDS}")) else word
+        for word in words
+    ]
+
+
 def torchrun(
-    script: Path, *arguments: str, nproc: int = 2, timeout_s: float = 120, cwd: Path | None = None
+    script: Path, *arguments: str, nproc: int = 2, timeout_s: float = 120, cwd: Path | None = None, cold: bool = False
 ) -> Finished:
-    """Runs a script under real torchrun, on loopback."""
+    """Runs a script under real torchrun, on loopback; `cold` as for `run_command`."""
     launcher = [
         sys.executable,
         "-m",
@@ -69,7 +90,7 @@ def torchrun(
         f"--nproc-per-node={nproc}",
         f"--master-port={free_port()}",
     ]
-    return run_command([*launcher, script, *arguments], timeout_s=timeout_s, cwd=cwd)
+    return run_command([*launcher, script, *arguments], timeout_s=timeout_s, cwd=cwd, cold=cold)
 
 
 def in_a_fork(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
@@ -134,7 +155,8 @@ def run_ranks(
         all_started = mp.get_context(start_method).Event()
         port = server.port if connects else None
         workers = (all_started, timeout_s, function, num_ranks, port, arguments)
-        context = mp.start_processes(_rank, args=workers, nprocs=num_ranks, join=False, start_method=start_method)
+        with warm.spawning() if start_method == "spawn" else nullcontext():
+            context = mp.start_processes(_rank, args=workers, nprocs=num_ranks, join=False, start_method=start_method)
         all_started.set()
         deadline = time.monotonic() + timeout_s
         # As often as a rank ends.

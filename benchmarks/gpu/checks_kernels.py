@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from polyphase.engine.compression import Bucket, CommHook, Member, Plain, Wire, make_comm_hook
+from polyphase.engine.compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice, make_comm_hook
 from polyphase.engine.compression.powersgd import _householder
 from polyphase.engine.compression.topk import largest
 
@@ -85,13 +85,13 @@ def averages() -> str:
 
 
 def _average(flag: str, shape: tuple[int, int], least: float) -> str:
-    hook: CommHook = make_comm_hook(flag) or Plain()
+    hook: CommHook = make_comm_hook(flag) or AllReduceHook()
     module = nn.Module()
     module.weight = nn.Parameter(torch.empty(shape, device=device.root()))
-    hook.begin(module, Wire())
+    hook.begin(module, CountingGroup())
     gradient = torch.randn(shape[0], 2, device=device.root()) @ torch.randn(2, shape[1], device=device.root())
     flat = gradient.flatten()
-    bucket = Bucket(0, flat.clone(), (Member("weight", shape),))
+    bucket = Bucket(0, flat.clone(), (ParamSlice("weight", shape),))
     for _ in range(2):  # powersgd's factors start from random ones
         bucket.gradients.copy_(flat)
         hook.average(bucket, hook.wire)

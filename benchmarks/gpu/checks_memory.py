@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from polyphase.engine.devices import peak_bytes, reset_peak, wait_for
-from polyphase.engine.strategies.rounded_gather import gather_rounded
+from polyphase.engine.strategies.fsdp.rounded_gather import gather_rounded
 from polyphase.engine.strategies.tensor.plan import make_plan
 from polyphase.engine.strategies.units import shard_units
 from polyphase.models import ByteGPT

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from polyphase.engine import Engine
-from polyphase.engine.compression import Wire
+from polyphase.engine.compression import CountingGroup
+from polyphase.engine.strategies.pipeline.tree_broadcast import TreeBroadcast
 
 from . import device
 from .child import Outcome, elsewhere, two_ranks
-from .subjects import MLP, QUIET, STEPS, close, largest_difference, rows, seeded, weights
+from .meter import Meter
+from .subjects import GPT, MLP, QUIET, STEPS, close, engine, largest_difference, rows, seeded, text, weights
 
 HERE = "benchmarks.gpu.checks_ranks"
 HOOKS = ("none", "bf16", "powersgd:4,start=2")
@@ -85,15 +88,15 @@ def lost_collective() -> str:
 
 
 def lose_memory_once() -> tuple[int, list[float], int]:
-    start, raised = Wire.start_all_to_all, []
+    start, raised = CountingGroup.start_all_to_all, []
 
-    def without_memory(wire: Wire, payload: Tensor) -> Any:
+    def without_memory(wire: CountingGroup, payload: Tensor) -> Any:
         if wire.rank == 0 and wire.num_calls >= 5 and not raised:
             raised.append(1)
             raise torch.OutOfMemoryError("no memory for an all-to-all, for a check")
         return start(wire, payload)
 
-    Wire.start_all_to_all = without_memory  # type: ignore[method-assign]
+    CountingGroup.start_all_to_all = without_memory  # type: ignore[method-assign]
     module = seeded(MLP)
     flags: dict[str, Any] = {"global_batch_size": 16, "micro_batch_size": "auto", "max_steps": 8}
     trainer = rank_engine(device.kind(), compression="int8", **flags)
@@ -216,3 +219,46 @@ def server_and_verify() -> str:
     certificate = Engine(strategy="fsdp", **flags).verify(seeded(Conv if device.kind() == "cuda" else MLP), rows())
     assert certificate.equal, str(certificate)
     return f"ps: weights move by {moved:.1e}; verify: {max(certificate.differences):.1e}"
+
+
+# --- a pipeline
+
+
+class Timed(GPT):
+    """Ticks at each step; the first stage notes what a step has cost, and how long it spent on what hosts tell."""
+
+    def __init__(self, path: str, meter: Meter, spent: list[float]) -> None:
+        super().__init__()
+        self.path, self.meter, self.spent = path, meter, spent
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.meter.tick()
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            assert self.spent, "the stages told each other nothing: this check looks in the wrong place"
+            later = self.spent[len(self.spent) // 2 :]
+            per_step = sum(later) / len(later) * len(self.spent) / self.trainer.global_step
+            Path(self.path).write_text(json.dumps([self.meter.step_s, per_step]))
+
+
+def pipeline() -> str:
+    if device.simulated() is None and torch.accelerator.device_count() < 2:
+        raise device.NotRunError("needs two devices: stages that share one can't exchange tensors over NCCL")
+    told, spent = TreeBroadcast._broadcast_form, []
+
+    def timed(broadcast: TreeBroadcast, content: bytes) -> bytes:
+        began = time.perf_counter()
+        found = told(broadcast, content)
+        spent.append(time.perf_counter() - began)
+        return found
+
+    meter = Meter(warm_up=5, timed=5 if device.smoke() else 50)
+    TreeBroadcast._broadcast_form = timed  # type: ignore[method-assign]  # in the ranks, too, which are forks
+    try:
+        trainer = engine("pp_fork:microbatches=4", devices=2, max_steps=meter.steps)
+        trainer.fit(seeded(Timed, "pipeline.json", meter, spent), text(meter.steps))
+    finally:
+        TreeBroadcast._broadcast_form = told  # type: ignore[method-assign]
+    step_s, told_s = json.loads(Path("pipeline.json").read_text())
+    return f"a step {1e3 * step_s:.2f} ms, of which hosts tell each other for {1e3 * told_s:.2f} ms"

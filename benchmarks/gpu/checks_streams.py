@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from polyphase.engine.compression import Bucket, CommHook, Member, Wire
+from polyphase.engine.compression import Bucket, CommHook, CountingGroup, ParamSlice
 from polyphase.engine.devices import module_of
-from polyphase.engine.strategies.unit_hooks import ReplicaAverage
+from polyphase.engine.strategies.fsdp.comm import ReplicaAverage
 
 from . import device
 from .child import elsewhere
@@ -50,7 +50,7 @@ class _Slow(CommHook):
 
     name, description = "slow", "for a check"
 
-    def average(self, bucket: Bucket, wire: Wire) -> None:
+    def average(self, bucket: Bucket, wire: CountingGroup) -> None:
         device.sleep(0.2)
         bucket.gradients.mul_(2)
         self.kept = bucket.gradients.clone()
@@ -61,9 +61,9 @@ def replicas() -> str:
     module = module_of(device.root())
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, device_id=device.root())
     hook = _Slow()
-    hook.begin(seeded(MLP), Wire())
+    hook.begin(seeded(MLP), CountingGroup())
     n = 2**12 if device.smoke() else 2**24
-    average = ReplicaAverage(hook, 0, (Member("weight", (n,)),))
+    average = ReplicaAverage(hook, 0, (ParamSlice("weight", (n,)),))
     reducing, averaging = (module.Stream(device=device.root()) for _ in range(2))
     reducing.wait_stream(module.current_stream(device.root()))
     with module.stream(reducing):

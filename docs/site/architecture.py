@@ -33,7 +33,7 @@ BATCH: Sequence[Stop] = (
     (
         "The loss gets its weight",
         "by the samples (or tokens) of this micro-batch, of all in the step",
-        "engine/loop/weights.py",
+        "engine/loop/loss_weighting.py",
     ),
     ("self.log keeps tensors", "they become numbers when somebody reads them", "engine/loop/log.py"),
     ("The step ends", "signals, snapshots and validation come between two steps", "engine/loop/training.py"),
@@ -53,10 +53,14 @@ GRADIENT: Sequence[Stop] = (
     (
         "A collective averages it over the ranks",
         "during backward; the wire counts the bytes of each comm hook",
-        "engine/compression/wire.py",
+        "engine/compression/counting_group.py",
     ),
     ("The norm is taken over all shards", "and the gradients are clipped by it", "engine/strategies/clipping.py"),
-    ("Not finite? The rank is named", "all values of a logging interval are read at once", "engine/loop/nonfinite.py"),
+    (
+        "Not finite? The rank is named",
+        "all values of a logging interval are read at once",
+        "engine/reliability/nonfinite.py",
+    ),
     (
         "The optimizer steps",
         "whole tensors, shards (DTensors), or this rank's parameters",
@@ -69,22 +73,22 @@ CHECKPOINT: Sequence[Stop] = (
     (
         "The state is collected",
         "weights, optimizer, loops; of each rank: random state, position in the data",
-        "engine/loop/saving.py",
+        "engine/resume/saving.py",
     ),
     ("Tensors are copied to host memory", "a step waits only for this copy", "engine/checkpoint/saver.py"),
-    ("Each rank writes its shards", "in a directory beside the final name", "engine/checkpoint/shards.py"),
+    ("Each rank writes its shards", "in a directory beside the final name", "engine/checkpoint/dcp_storage.py"),
     (
         "Rank 0 writes the manifest and renames",
         "sizes and checksums of all files; then the link `last`",
-        "engine/checkpoint/store.py",
+        "engine/checkpoint/publish.py",
     ),
     ("A run resumes: all files are checked", "each rank reads its share of them", "engine/checkpoint/opening.py"),
     (
         "The state is restored",
         "under any layout: by the names of the parameters",
-        "engine/loop/checkpoint_connector.py",
+        "engine/resume/checkpoint_connector.py",
     ),
-    ("The data goes on at the next sample", "any number of ranks, any batch size", "engine/loop/places.py"),
+    ("The data goes on at the next sample", "any number of ranks, any batch size", "engine/resume/data_position.py"),
 )
 WAYS = {"batch": BATCH, "gradient": GRADIENT, "checkpoint": CHECKPOINT}
 
@@ -93,13 +97,19 @@ ROOMS = (
     ("models/", "modules, data to start from", 1, 0),
     ("engine/cli/", "the `polyphase` command", 2, 0),
     ("engine/engine.py", "Engine: flags become parts", 0, 1),
-    ("engine/loop/", "fit, evaluate, log, resume", 1, 1),
-    ("engine/strategies/", "splits, sends; failures", 2, 1),
-    ("engine/data/", "order, shards, uneven ranks", 0, 2),
-    ("engine/checkpoint/", "files, whole or not there", 1, 2),
-    ("engine/compression/", "comm hooks, traffic", 2, 2),
-    ("Lightning: Trainer, LightningModule, callbacks", "", 0, 3),
-    ("torch.distributed: DDP, FSDP2, DTensor, pipelining, checkpoint", "", 0, 4),
+    ("engine/loop/", "fit, evaluate, log", 1, 1),
+    ("engine/resume/", "loops, place in the data", 2, 1),
+    ("engine/strategies/", "what is split, what is sent", 0, 2),
+    ("engine/launch/", "starts the processes", 1, 2),
+    ("engine/loggers/", "one curve a run", 2, 2),
+    ("engine/data/", "order, shards, uneven ranks", 0, 3),
+    ("engine/checkpoint/", "files, whole or not there", 1, 3),
+    ("engine/compression/", "comm hooks, traffic", 2, 3),
+    ("engine/reliability/", "watchdog, failure reports", 0, 4),
+    ("engine/precision/", "mixed and true precision", 1, 4),
+    ("engine/distributed/", "groups, the job's store", 2, 4),
+    ("Lightning: Trainer, LightningModule, callbacks", "", 0, 5),
+    ("torch.distributed: DDP, FSDP2, DTensor, pipelining, checkpoint", "", 0, 6),
 )
 
 
@@ -134,8 +144,8 @@ def draw_rooms() -> Drawing:
     for name, note, column, row in ROOMS:
         if "engine/" in name and not (ROOT / name).exists():
             raise FileNotFoundError(name)
-        y = MARGIN + row * 76 - (26 if row == 4 else 0)
-        if row >= 3:
+        y = MARGIN + row * 76 - (26 if row == 6 else 0)
+        if row >= 5:
             drawing.box(MARGIN, y, WIDTH - 2 * MARGIN, 36, "mark")
             drawing.text(WIDTH / 2, y + 23, name, "", "middle")
             continue

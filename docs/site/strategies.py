@@ -113,14 +113,14 @@ PICTURES = {
         ),
     ),
     "pp": Picture(
-        "pp:stages=2",
+        "pp:pipeline_size=2",
         2,
         _pp,
         ("0 1 2 3 4 5 6 7",) * 2,
         ("forward: activations to the next stage; backward: their gradients back, in micro-batches",),
     ),
     "pp-ddp": Picture(
-        "pp+ddp:stages=2,replicate=2",
+        "pp+ddp:pipeline_size=2,replicate=2",
         4,
         _pp_ddp,
         ("0 2 4 6", "1 3 5 7", "0 2 4 6", "1 3 5 7"),
@@ -130,7 +130,7 @@ PICTURES = {
         ),
     ),
     "local-sgd": Picture(
-        "local_sgd:every=16",
+        "local_sgd:sync_every=16",
         2,
         _all,
         HALVES,

@@ -1,6 +1,6 @@
-"""Checkpoints: directories that are whole or not there, and open under every strategy.
+"""Checkpoints: saved completely or not at all, and readable under every strategy.
 
-Each name is imported when it is first asked for: what reads manifests alone needs no torch.
+Names are imported at first access, so code that only reads manifests does not import torch.
 """
 
 from typing import TYPE_CHECKING
@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 from ..lazy import import_on_access
 
 if TYPE_CHECKING:
-    from .files import absolute
-    from .rng import draw_alone, get_random_state, of_host, set_random_state
-    from .saver import Saver, load_checkpoint
-    from .store import (
+    from .checked_io import absolute
+    from .publish import (
         CheckpointError,
         Manifest,
         NewerFormatError,
@@ -22,53 +20,55 @@ if TYPE_CHECKING:
         read_manifest,
         repair,
     )
-    from .tree import NAMES, by_name, by_number, numbered
+    from .rng import get_random_state, host_state, seed_rank_stream, set_random_state
+    from .saver import AsyncCheckpointer, load_checkpoint
+    from .state_tree import NAMES, by_name, by_number, to_lightning
 
 __all__ = [
     "NAMES",
+    "AsyncCheckpointer",
     "CheckpointError",
     "Manifest",
     "NewerFormatError",
-    "Saver",
     "absolute",
     "by_name",
     "by_number",
-    "draw_alone",
     "find",
     "get_random_state",
+    "host_state",
     "is_checkpoint",
     "is_directory",
     "load_checkpoint",
     "lock",
-    "numbered",
-    "of_host",
     "read_manifest",
     "repair",
+    "seed_rank_stream",
     "set_random_state",
+    "to_lightning",
 ]
 
 __getattr__ = import_on_access(
     __name__,
     {
-        "NAMES": "tree",
-        "CheckpointError": "store",
-        "Manifest": "store",
-        "NewerFormatError": "store",
-        "Saver": "saver",
-        "absolute": "files",
-        "by_name": "tree",
-        "by_number": "tree",
-        "draw_alone": "rng",
-        "find": "store",
+        "NAMES": "state_tree",
+        "CheckpointError": "publish",
+        "Manifest": "publish",
+        "NewerFormatError": "publish",
+        "AsyncCheckpointer": "saver",
+        "absolute": "checked_io",
+        "by_name": "state_tree",
+        "by_number": "state_tree",
+        "seed_rank_stream": "rng",
+        "find": "publish",
         "get_random_state": "rng",
-        "is_checkpoint": "store",
-        "is_directory": "store",
+        "is_checkpoint": "publish",
+        "is_directory": "publish",
         "load_checkpoint": "saver",
-        "lock": "store",
-        "numbered": "tree",
-        "read_manifest": "store",
-        "repair": "store",
-        "of_host": "rng",
+        "lock": "publish",
+        "to_lightning": "state_tree",
+        "read_manifest": "publish",
+        "repair": "publish",
+        "host_state": "rng",
         "set_random_state": "rng",
     },
 )

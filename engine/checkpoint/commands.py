@@ -1,6 +1,6 @@
-"""The `polyphase ckpt` command: what a user wants of checkpoints without a run.
+"""The `polyphase ckpt` command: lists, inspects, verifies, exports and prunes checkpoints.
 
-What opens tensors is imported where it is needed: `list`, `verify` and `prune` need no torch.
+Modules that open tensors are imported inside functions, so that `list`, `verify` and `prune` do not import torch.
 """
 
 import argparse
@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..flags import choose, did_you_mean
+from .checked_io import Files, resolve
 from .endings import SUFFIXES
-from .files import Files, resolve
-from .folder import prune, survey
 from .manifest import (
     METADATA,
     RANKS,
@@ -29,6 +28,7 @@ from .manifest import (
     is_directory,
     read_manifest,
 )
+from .retention import list_entries, prune
 from .single_file import wrong_in
 
 __all__ = ["main"]
@@ -36,7 +36,7 @@ __all__ = ["main"]
 HELP = """\
 usage: polyphase ckpt {list,inspect,verify,export,prune} ...
 
-A checkpoint is a file that stock Lightning opens; or, of a snapshot and where the state is sharded, a directory:
+A checkpoint is a file that stock Lightning opens. Snapshots, and checkpoints with sharded state, are directories with
 sharded tensors, Lightning's state, and MANIFEST.json with the checksum of every file.
 Paths are local ones or URLs (s3://...); FOLDER/last is the newest checkpoint of a run.
 
@@ -75,7 +75,7 @@ def _list(folder: str) -> int:
     _check_exists(folder)
     if is_checkpoint(folder):
         raise ValueError(f"{folder} is one checkpoint: polyphase ckpt inspect {folder}, or list {_parent(folder)}")
-    entries = survey(folder)
+    entries = list_entries(folder)
     table = Table("name", "step", "epoch", "age", "size", "layout", "versions")
     for entry in entries:
         if entry.manifest is not None:
@@ -89,8 +89,8 @@ def _list(folder: str) -> int:
 
 
 def _inspect(path: str, tensors: bool) -> int:
+    from .dcp_storage import tensors_in
     from .opening import check_content
-    from .shards import tensors_in
 
     _check_exists(path)
     if is_checkpoint(path) and not is_directory(path):
@@ -113,13 +113,13 @@ def _inspect_file(path: str, tensors: bool) -> int:
     manifest = read_manifest(path)
     try:
         rest, ranks, stored = whole_tensors(path)
-        said = _said(rest, ranks)
+        lines = _describe_state(rest, ranks)
     except CheckpointError as refused:
         if wrong_in(path):
             raise
-        stored, said = {}, {"the rest": str(refused)}
+        stored, lines = {}, {"the rest": str(refused)}
     shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in stored.items()}
-    _print({**_about(path, manifest, len(stored)), **said}, shapes if tensors else {})
+    _print({**_about(path, manifest, len(stored)), **lines}, shapes if tensors else {})
     return 0
 
 
@@ -145,10 +145,12 @@ def _verify(paths: list[str]) -> int:
             checkpoints.append((path, ""))
             continue
         inside = [
-            (entry.path, entry.problem) for entry in survey(path) if entry.kind in ("checkpoint", "damaged", "newer")
+            (entry.path, entry.problem)
+            for entry in list_entries(path)
+            if entry.kind in ("checkpoint", "damaged", "newer")
         ]
         if not inside:
-            raise ValueError(f"There is no checkpoint in {path}, and it is none.")
+            raise ValueError(f"{path} is not a checkpoint, and contains none.")
         checkpoints += inside
     status = 0
     for path, problem in checkpoints:
@@ -164,7 +166,7 @@ def _export(path: str, to: str, overwrite: bool, trust: bool) -> int:
     _check_exists(path)
     left_out = export(path, to, overwrite=overwrite, weights_only=not trust)
     if left_out:
-        print(f"left out, for they are no tensors: {', '.join(left_out)}")
+        print(f"left out, because they are not tensors: {', '.join(left_out)}")
     print(f"wrote {to}")
     return 0
 
@@ -174,7 +176,7 @@ def _prune(folder: str, keep_last: int, keep_every: int | None, dry_run: bool) -
     pruned = prune(folder, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
     would = "would be " if dry_run else ""
     for path in pruned.renamed:
-        print(f"{would}brought back, for it was whole but had not got its name: {path}")
+        print(f"{would}restored, because it was complete but not yet renamed: {path}")
     for path in pruned.removed:
         print(f"{would}removed: {path}")
     for path in pruned.kept:
@@ -212,37 +214,37 @@ def _about(path: str, manifest: Manifest, num_tensors: int) -> dict[str, str]:
 
 
 def _progress(files: Files) -> dict[str, str]:
-    """Reads the progress of training, as lines by their headings, from Lightning's part and the ranks' own."""
+    """Reads the progress of training from the checkpoint's state; returns one line of text per heading."""
     from .opening import load_file
 
     try:
-        return _said(load_file(files, REST, True), load_file(files, RANKS, True))
+        return _describe_state(load_file(files, REST, True), load_file(files, RANKS, True))
     except CheckpointError as refused:
         return {"the rest": str(refused)}
 
 
-def _said(rest: dict[str, Any], ranks: list[Any]) -> dict[str, str]:
+def _describe_state(rest: dict[str, Any], ranks: list[Any]) -> dict[str, str]:
     ours = rest.get("polyphase", {})
-    said = {"keys": ", ".join(rest), "callbacks": ", ".join(rest.get("callbacks", {})) or "none"}
+    lines = {"keys": ", ".join(rest), "callbacks": ", ".join(rest.get("callbacks", {})) or "none"}
     if "optimizers" in ours:
         place = "between epochs" if ours["between_epochs"] else f"{ours['batches']} batch(es) of its epoch done"
-        said["optimizers"] = ", ".join(ours["optimizers"]) or "none"
-        said["place"] = place + (", in validation" if ours["in_validation"] else "")
-        said["accumulation"] = str(ours["accumulate_grad_batches"])
-        said.update(_trained_on(ranks))
-    return said
+        lines["optimizers"] = ", ".join(ours["optimizers"]) or "none"
+        lines["place"] = place + (", in validation" if ours["in_validation"] else "")
+        lines["accumulation"] = str(ours["accumulate_grad_batches"])
+        lines.update(_trained_on(ranks))
+    return lines
 
 
 def _trained_on(ranks: list[Any]) -> dict[str, str]:
-    """Describes for each training loader which part of the epoch's order was trained on, and by how many ranks."""
-    said = {}
+    """Describes for each training loader which part of its epoch was trained on, and by how many ranks."""
+    lines = {}
     for number, loader in enumerate(ranks[0].get("data", {}).get("loaders", [])):
         if "ledger" in loader:
             spans = [f"{s['from']} to {s['to']} by {s['world_size']}" for s in loader["ledger"] if s["to"] > s["from"]]
             ranges = f" ({', '.join(spans)} rank(s))" if spans else ""
             done = f"{loader['position']} of {loader['length']} {loader['unit']} of epoch {loader['epoch']}{ranges}"
-            said[f"trained on, loader {number}" if number else "trained on"] = done
-    return said
+            lines[f"trained on, loader {number}" if number else "trained on"] = done
+    return lines
 
 
 def _problems(path: str) -> list[str]:
@@ -258,7 +260,7 @@ def _problems(path: str) -> list[str]:
 
 
 def _unopenable(path: str) -> list[str]:
-    """Lists why a file can't be opened: also that opening it would run code, which is not done here."""
+    """Lists the reasons why a file can't be opened. A file that would run code is reported; its code is not run."""
     from .whole import whole_tensors
 
     try:
@@ -310,9 +312,9 @@ def _complain(error: Exception, status: int) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raises an error in place of printing the usage: what is wrong, and the flag that was probably meant."""
-        found = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        hint = did_you_mean(found[1], self._option_string_actions, str) if found else ""
+        """Raises an error that suggests the closest flag, instead of printing the usage."""
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        hint = did_you_mean(unknown[1], self._option_string_actions, str) if unknown else ""
         raise ValueError(f"{message}.{hint}\nAll options: {self.prog} --help")
 
 
@@ -335,24 +337,27 @@ COMMANDS = {
     ),
     "verify": _Command(
         _verify,
-        "Reads every file of checkpoints and compares its size and checksum with the manifest's.",
+        "Reads every file of the checkpoints and compares its size and checksum with the manifest.",
         {"paths": {"nargs": "+", "metavar": "PATH", "help": "a checkpoint or a folder of checkpoints"}},
     ),
     "export": _Command(
         _export,
-        "Writes a checkpoint as one file, after all of it was verified: "
+        "Verifies a checkpoint and writes it as one file: "
         + "; ".join(f"{suffix} is {description}" for suffix, description in SUFFIXES.items()),
         {
             "path": _PATH,
             "--to": {"required": True, "metavar": "FILE", "help": f"name of the file; ends in {' or '.join(SUFFIXES)}"},
             "--overwrite": {**_SWITCH, "help": "replace the file if it exists"},
-            "--trust": {**_SWITCH, "help": "unpickle any object in it: runs code, so only for what you wrote yourself"},
+            "--trust": {
+                **_SWITCH,
+                "help": "unpickle any object in it. This can run code: for your own files only only",
+            },
         },
     ),
     "prune": _Command(
         _prune,
-        "Removes checkpoints, and what was never finished if no run saves there. The newest one that is not damaged,"
-        " and the one that the link `last` points at, always stay.",
+        "Removes checkpoints, and unfinished ones if no run saves in the folder. The newest undamaged checkpoint and"
+        " the target of the link `last` are always kept.",
         {
             "folder": _FOLDER,
             "--keep-last": {"type": int, "required": True, "metavar": "N", "help": "keep the N newest"},
@@ -361,7 +366,7 @@ COMMANDS = {
                 "metavar": "K",
                 "help": "also keep those whose step is a multiple of K",
             },
-            "--dry-run": {**_SWITCH, "help": "only say what would be removed"},
+            "--dry-run": {**_SWITCH, "help": "only print what would be removed"},
         },
     ),
 }

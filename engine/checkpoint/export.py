@@ -1,7 +1,7 @@
-"""One file out of a checkpoint: what stock Lightning opens, or the weights alone.
+"""Exports a checkpoint as one file: a Lightning checkpoint, or the weights alone.
 
-Written beside its final name, synced and renamed, so that it is whole or not there. One process holds all of it in
-memory.
+The file is written under a temporary name, synced and renamed, so it is never incomplete. One process holds the whole
+content in memory.
 """
 
 import os
@@ -16,12 +16,12 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from ..flags import choose
+from .checked_io import Files, resolve, sync
 from .endings import SUFFIXES
-from .files import Files, resolve, sync
 from .manifest import CheckpointError
-from .saver import Saver
+from .saver import AsyncCheckpointer
 from .single_file import OURS
-from .tree import NAMES, mapped, numbered
+from .state_tree import NAMES, mapped, to_lightning
 from .whole import whole_checkpoint
 
 __all__ = ["export"]
@@ -30,20 +30,20 @@ _NOT_WEIGHTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 
 
 def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = True) -> list[str]:
-    """Writes the checkpoint `path`, all of whose files are checked first, to one file.
+    """Verifies all files of the checkpoint `path` and writes its content to one file.
 
     Args:
-        path: of the directory or file, local or an fsspec URL.
-        to: name of the file, local or an fsspec URL; what is written goes by its ending, see `SUFFIXES`.
-        overwrite: a file of that name may be replaced.
+        path: the checkpoint, a directory or file, local or an fsspec URL.
+        to: the file to write, local or an fsspec URL; its extension selects the format, see `SUFFIXES`.
+        overwrite: replace an existing file.
         weights_only: as for `torch.load`.
 
     Returns:
-        Names in the module's state that are no tensors, which the file therefore does not have.
+        Names of the entries in the module's state that are not tensors; the file does not contain them.
 
     Raises:
-        CheckpointError: `path` is no checkpoint, or damaged, or has no weights.
-        ValueError: another ending, or the file is there already.
+        CheckpointError: `path` is not a checkpoint, is damaged, or has no weights.
+        ValueError: the extension is unknown, or the file exists already.
     """
     suffix = choose("ending", os.path.splitext(to)[1], SUFFIXES)
     fs, target = resolve(to)
@@ -52,15 +52,15 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
     if fs.exists(target) and not overwrite:
         raise ValueError(f"{to} is there already: give another name, or --overwrite to replace it.")
     if suffix == ".ckpt":
-        content = numbered(_load(path, weights_only))
-        # As in the files that the engine writes itself.
+        content = to_lightning(_load(path, weights_only))
+        # The same place as in the engine's own files.
         content.setdefault(OURS, {})[NAMES] = content.pop(NAMES)
         _write(fs, target, lambda name: _save(content, name))
         return []
     content = _load(path, weights_only, leave_out=_NOT_WEIGHTS)
     if "state_dict" not in content:
         raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
-    # Each was read into memory of its own: none shares its storage with another, which the format can't express.
+    # The tensors share no storage (safetensors can't express that): each was read into its own memory.
     weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
     save = _save_weights if suffix == ".safetensors" else _save
     _write(fs, target, lambda name: save(weights, name))
@@ -74,7 +74,7 @@ def _load(path: str, weights_only: bool, leave_out: tuple[str, ...] = ()) -> dic
         if leave_out:  # tensors of a file may share their memory
             return {key: mapped(torch.clone, value) for key, value in content.items() if key not in leave_out}
         return content
-    return Saver().load(path, weights_only=weights_only, alone=True, leave_out=leave_out)
+    return AsyncCheckpointer().load(path, weights_only=weights_only, alone=True, leave_out=leave_out)
 
 
 def _save(content: dict[str, Any], name: str) -> None:
@@ -84,7 +84,7 @@ def _save(content: dict[str, Any], name: str) -> None:
 
 def _save_weights(weights: dict[str, Tensor], name: str) -> None:
     with open(name, "wb"):
-        mode = os.stat(name).st_mode  # as for any new file; safetensors makes one that nobody else may read
+        mode = os.stat(name).st_mode  # keep the default mode; safetensors creates files that only the owner can read
     try:
         safetensors.torch.save_file(weights, name, metadata={"format": "pt"})
         os.chmod(name, mode)
@@ -94,7 +94,7 @@ def _save_weights(weights: dict[str, Tensor], name: str) -> None:
 
 
 def _write(fs: AbstractFileSystem, target: str, write: Callable[[str], Any]) -> None:
-    """Calls `write` with the name of a new file, and then makes that file the target."""
+    """Calls `write` with a temporary file name, then moves that file to `target`."""
     is_local = isinstance(fs, LocalFileSystem)
     folder, name = os.path.split(target)
     if is_local:

@@ -1,7 +1,7 @@
-"""`.metadata` of format 1, which is a pickle, read without unpickling: no class of it is called, set or even imported.
+"""Reads the `.metadata` pickle of format 1 without unpickling: no class in it is imported, called or changed.
 
-A pickle is a program for a stack machine. This one knows the few instructions that such a file consists of, and makes
-inert records of names, arguments and states. What they say is then looked for by name.
+A pickle is a program for a stack machine. The machine here supports only the instructions that such a file needs, and
+builds inert records of names, arguments and states. The index is then read from these records by name.
 """
 
 import pickletools
@@ -49,7 +49,7 @@ class _Name(NamedTuple):
 
 
 class _Object:
-    """Stands for the object that the pickle would build by calling a class or function; nothing is called."""
+    """A record of the object that the pickle would build by calling a class or function; nothing is called."""
 
     def __init__(self, name: _Name, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments = name.text, arguments
@@ -57,16 +57,16 @@ class _Object:
 
 
 def parse_metadata(content: bytes) -> Index:
-    """The tensors by their keys; objects that are no tensors are left out.
+    """Returns the tensors by key; objects that are not tensors are left out.
 
     Raises:
-        CheckpointError: the file is no such metadata, or names anything else than torch's metadata classes.
+        CheckpointError: the content is not valid metadata, or names something other than torch's metadata classes.
     """
     try:
         return _index(_Machine().run(content))
     except CheckpointError:
         raise
-    except Exception as damage:  # whatever nonsense makes `pickletools` raise
+    except Exception as damage:  # `pickletools` raises many types for invalid content
         raise CheckpointError(f"{METADATA} makes no sense ({type(damage).__name__}: {str(damage)[:200]})") from None
 
 
@@ -122,10 +122,12 @@ class _Machine:
             stack.append(_Object(_exactly(called, _Name), _exactly(arguments, tuple)))
         elif name == "BUILD":
             (state,) = self._pop(1)
-            made = _exactly(stack[-1], _Object)  # never a class: what is set on one is set for the whole process
-            if made.state is not None:
+            record = _exactly(
+                stack[-1], _Object
+            )  # never a class: setting state on a class would affect the whole process
+            if record.state is not None:
                 raise ValueError("an object is built twice")
-            made.state = state
+            record.state = state
         else:
             raise CheckpointError(
                 f"{METADATA} has the instruction {name}, which no checkpoint needs: it is not opened."
@@ -154,15 +156,15 @@ class _Machine:
             target = target.state
         _exactly(target, dict)
         for key, value in zip(values[::2], values[1::2], strict=True):
-            # No other keys: to hash a deep nest of tuples ends the process.
+            # Only these keys are allowed: hashing deeply nested tuples would crash the process.
             target[_Key(key) if type(key) is _Object else _exactly(key, str)] = value
 
 
 class _Key:
     """A `MetadataIndex` as the key of a dict."""
 
-    def __init__(self, made: _Object) -> None:
-        self.made = made
+    def __init__(self, record: _Object) -> None:
+        self.record = record
 
 
 def _allowed(text: str) -> _Name:
@@ -179,47 +181,47 @@ def _exactly(value: Any, expected: type) -> Any:
     return value
 
 
-# --- what the records say
+# --- the index from the records
 
 
 def _index(metadata: Any) -> Index:
-    said = _state(metadata, f"{_META} Metadata")
+    fields = _state(metadata, f"{_META} Metadata")
     places = {}
-    for key, info in _exactly(said["storage_data"], dict).items():
-        about = _state(_exactly(key, _Key).made, f"{_META} MetadataIndex")
+    for key, info in _exactly(fields["storage_data"], dict).items():
+        about = _state(_exactly(key, _Key).record, f"{_META} MetadataIndex")
         offset = about.get("offset")
         place = _state(info, "torch.distributed.checkpoint.filesystem _StorageInfo")
         name = _exactly(place["relative_path"], str), *whole_numbers((place["offset"], place["length"]))
         places[_exactly(about["fqn"], str), None if offset is None else _size(offset)] = name
     return {
         _exactly(key, str): _tensor(key, about, places)
-        for key, about in _exactly(said["state_dict_metadata"], dict).items()
+        for key, about in _exactly(fields["state_dict_metadata"], dict).items()
         if _exactly(about, _Object).name != f"{_META} BytesStorageMetadata"  # which torch would unpickle
     }
 
 
-def _tensor(key: str, made: Any, places: dict[Any, Any]) -> StoredTensor:
-    said = _state(made, f"{_META} TensorStorageMetadata")
+def _tensor(key: str, record: Any, places: dict[Any, Any]) -> StoredTensor:
+    fields = _state(record, f"{_META} TensorStorageMetadata")
     chunks = []
-    for chunk in _exactly(said["chunks"], list):
+    for chunk in _exactly(fields["chunks"], list):
         about = _state(chunk, f"{_META} ChunkStorageMetadata")
         offsets = _size(about["offsets"])
         chunks.append(Chunk(offsets, _size(about["sizes"]), *places[key, offsets]))
-    properties = _exactly(said["properties"], _Object)
+    properties = _exactly(fields["properties"], _Object)
     if properties.name != f"{_META} TensorProperties":
         raise ValueError("no properties")
     dtype = _exactly(_exactly(properties.state, tuple)[0], _Name).text.removeprefix("torch ")
-    return StoredTensor(DTYPES[dtype], _size(said["size"]), chunks)
+    return StoredTensor(DTYPES[dtype], _size(fields["size"]), chunks)
 
 
-def _state(made: Any, name: str) -> dict[str, Any]:
-    if _exactly(made, _Object).name != name:
-        raise ValueError(f"{made.name} in place of {name}")
-    return _exactly(made.state, dict)
+def _state(record: Any, name: str) -> dict[str, Any]:
+    if _exactly(record, _Object).name != name:
+        raise ValueError(f"{record.name} in place of {name}")
+    return _exactly(record.state, dict)
 
 
-def _size(made: Any) -> tuple[int, ...]:
-    if _exactly(made, _Object).name != "torch Size":
-        raise ValueError(f"{made.name} in place of torch Size")
-    (numbers,) = made.arguments
+def _size(record: Any) -> tuple[int, ...]:
+    if _exactly(record, _Object).name != "torch Size":
+        raise ValueError(f"{record.name} in place of torch Size")
+    (numbers,) = record.arguments
     return whole_numbers(numbers)

@@ -1,7 +1,7 @@
-"""The run that saved a checkpoint, the runs it continues, and the checkpoints of a folder that are therefore its own.
+"""Run ids and lineage: which run saved a checkpoint, which runs it continues, and which snapshots it may remove.
 
-A run keeps its id where ``resume="auto"`` goes on with it. Of a run that begins with a checkpoint of another's, the ids
-of that one and of all before it are its lineage. All of it holds for files and for directories.
+A run that ``resume="auto"`` continues keeps its id. A run that starts from another run's checkpoint gets a new id; its
+lineage lists the ids of the earlier runs. This holds for checkpoints that are files and for directories.
 """
 
 import os
@@ -11,18 +11,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .folder import Entry
 from .manifest import Manifest
+from .retention import Entry
 
 __all__ = ["Ledger", "RunId", "Snapshot", "begin_run", "free_suffix"]
 
 
 class RunId(NamedTuple):
-    """A run, and those it continues."""
+    """The id of a run, and the ids of the runs it continues."""
 
     id: str
     lineage: tuple[str, ...]
-    """Ids of the runs that it continues, the oldest first, and its own."""
+    """Ids of the runs that this run continues, oldest first, then its own id."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the ids as plain values, for a checkpoint."""
@@ -30,11 +30,11 @@ class RunId(NamedTuple):
 
 
 def begin_run(continues: Mapping[str, Any] | None = None, *, is_same: bool = False) -> RunId:
-    """A run that begins now.
+    """Returns the id of a run that begins now.
 
     Args:
-        continues: what the checkpoint that it begins with says of its run, as `RunId.as_dict` has it; None for none.
-        is_same: it is that run, started again.
+        continues: the run id in the checkpoint that the run starts from, as from `RunId.as_dict`; None without one.
+        is_same: the run is that run, restarted, and keeps its id.
     """
     before = tuple(continues.get("lineage", ())) if continues else ()
     if is_same and continues and continues.get("id"):
@@ -44,7 +44,7 @@ def begin_run(continues: Mapping[str, Any] | None = None, *, is_same: bool = Fal
 
 
 class Snapshot(NamedTuple):
-    """A checkpoint that this run, or one that it continues, has saved to go on from."""
+    """A checkpoint for resuming, saved by this run or by a run that it continues."""
 
     path: str
     name: str
@@ -53,21 +53,21 @@ class Snapshot(NamedTuple):
 
 
 class Ledger:
-    """The snapshots of a run, and the number of its next save, from one look at its folder: it reads no manifest again.
+    """Tracks a run's snapshots and the number of its next save, so that manifests are read only once.
 
-    Kept by rank 0. A save adds to it on a thread of its own.
+    Rank 0 keeps it. The save thread adds to it.
 
     Args:
-        run: whose folder it is.
-        entries: what stands in the folder.
+        run: the run that saves into the folder.
+        entries: the entries of the folder.
     """
 
     def __init__(self, run: RunId, entries: Sequence[Entry]) -> None:
         self._run = run
         self._lock = threading.Lock()
         manifests = [(entry.path, entry.manifest) for entry in entries if entry.manifest is not None]
-        known = [manifest.sequence for _, manifest in manifests] + [entry.newer_sequence or 0 for entry in entries]
-        self._sequence = max(known, default=0)
+        sequences = [manifest.sequence for _, manifest in manifests] + [entry.newer_sequence or 0 for entry in entries]
+        self._sequence = max(sequences, default=0)
         self._snapshots: dict[str, Snapshot] = {}
         for path, manifest in manifests:
             self.note_published(path, manifest)
@@ -79,30 +79,32 @@ class Ledger:
         vars(self).update(state, _lock=threading.Lock())
 
     def next_sequence(self) -> int:
-        """The number of the next save."""
+        """Returns the number of the next save."""
         with self._lock:
             self._sequence += 1
             return self._sequence
 
     def note_published(self, path: str, manifest: Manifest) -> None:
-        """A checkpoint is there."""
+        """Adds a published checkpoint, if it is a snapshot of this run's lineage."""
         if manifest.kind == "snapshot" and manifest.run in self._run.lineage:
             with self._lock:
                 self._snapshots[path] = Snapshot(path, manifest.name, manifest.step, manifest.sequence)
 
     def note_removed(self, path: str) -> None:
-        """A checkpoint is there no more."""
+        """Forgets a removed checkpoint."""
         with self._lock:
             self._snapshots.pop(path, None)
 
     def snapshots(self) -> list[Snapshot]:
-        """The snapshots that are this run's to remove, the newest first."""
+        """Returns the snapshots that this run may remove, newest first."""
         with self._lock:
-            return sorted(self._snapshots.values(), key=lambda found: (found.sequence, found.step), reverse=True)
+            return sorted(
+                self._snapshots.values(), key=lambda snapshot: (snapshot.sequence, snapshot.step), reverse=True
+            )
 
 
 def free_suffix(run: RunId, entries: Sequence[Entry]) -> str:
-    """Returns a suffix for the names of a run's snapshots, so that none is called like one of another run's."""
+    """Returns a suffix for the names of a run's snapshots that no other run's snapshots have."""
     others = [
         os.path.basename(entry.path)
         for entry in entries

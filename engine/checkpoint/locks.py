@@ -1,4 +1,4 @@
-"""One run at a time saves into a folder: a lock that ends with its process, however that ends."""
+"""A lock on a folder, so that only one run at a time saves into it. It is released when the process ends, however."""
 
 import fcntl
 import os
@@ -9,14 +9,14 @@ from typing import IO, NamedTuple
 
 from fsspec.implementations.local import LocalFileSystem
 
-from .files import resolve
+from .checked_io import resolve
 from .manifest import CheckpointError
 
 __all__ = ["keep_lock", "lock"]
 
 _LOCK = ".lock"
-_SAYS = "process "
-"""The first word in each lock file of ours."""
+_HOLDER_PREFIX = "process "
+"""The beginning of each of our lock files."""
 
 
 class _Held(NamedTuple):
@@ -25,15 +25,15 @@ class _Held(NamedTuple):
 
 
 _held: dict[str, _Held] = {}
-"""The locks of this process by folder. The system gives a process its own lock a second time, and takes it away when
-any of its handles on the file is closed, so nobody may open it twice."""
+"""The locks of this process by folder. POSIX grants a process its own lock again, and releases it when any handle on
+the file is closed, so the file must not be opened twice."""
 
 
 def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
-    """Holds `folder` for this process, until the function returned is called or the process ends, however it ends.
+    """Locks `folder` until the returned function is called or the process ends.
 
     Raises:
-        CheckpointError: another process, or another engine of this one, holds it; or ``.lock`` is not ours.
+        CheckpointError: another process, or another engine of this process, holds the lock; or ``.lock`` is not ours.
     """
     fs, root = resolve(folder)
     if not isinstance(fs, LocalFileSystem):
@@ -54,18 +54,18 @@ def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
 
 
 def keep_lock(folder: str) -> None:
-    """Takes a lock anew that this process holds on a local folder, if somebody has removed the folder meanwhile.
+    """Takes a lock of this process again if its local folder was removed in the meantime.
 
     Raises:
-        CheckpointError: another process was faster.
+        CheckpointError: another process took the lock first.
     """
     root = os.path.realpath(folder)
     held = _held.get(root)
     if held is None or held.process != os.getpid():
         return
     try:
-        there, ours = os.stat(f"{root}/{_LOCK}"), os.fstat(held.stream.fileno())
-        if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+        current, locked = os.stat(f"{root}/{_LOCK}"), os.fstat(held.stream.fileno())
+        if (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino):
             return
     except FileNotFoundError:
         os.makedirs(root, exist_ok=True)
@@ -86,31 +86,33 @@ def _take(root: str, folder: str | os.PathLike[str]) -> IO[str]:
         os.close(handle)
         raise _not_ours(root)
     stream = os.fdopen(handle, "r+")
-    said = stream.read(1000)
+    holder = stream.read(1000)
     try:
-        # A record lock: children that inherit the file (a loader's workers, say) do not hold it.
+        # A record lock: child processes that inherit the file (workers of a loader, say) do not hold it.
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # how systems say that another process has it
+    except (BlockingIOError, PermissionError):  # either means that another process holds the lock
         stream.close()
-        raise _in_use(folder, said.strip() or "another process") from None
-    if said and not said.startswith(_SAYS):
+        raise _in_use(folder, holder.strip() or "another process") from None
+    if holder and not holder.startswith(_HOLDER_PREFIX):
         stream.close()
         raise _not_ours(root)
     stream.seek(0)
     stream.truncate(0)
-    stream.write(f"{_SAYS}{os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    stream.write(
+        f"{_HOLDER_PREFIX}{os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    )
     stream.flush()
     return stream
 
 
 def _in_use(folder: str | os.PathLike[str], holder: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder} is in use: {holder} writes its checkpoints there. Give each run a folder of its own, or end the"
-        " other one first."
+        f"{folder} is in use: {holder} writes its checkpoints there. Use a different folder for each run, or stop the"
+        " other run first."
     )
 
 
 def _not_ours(root: str) -> CheckpointError:
     return CheckpointError(
-        f"{root}/{_LOCK} is no lock of Polyphase's, and is left as it is: move it away, or give another folder."
+        f"{root}/{_LOCK} is not a lock file of Polyphase, so it is not changed: move it away, or choose another folder."
     )

@@ -1,7 +1,7 @@
-"""Whether what stands at a path is certainly a checkpoint of ours: nothing else is ever replaced or removed.
+"""Decides whether a path is certainly one of our checkpoints: nothing else is ever replaced or removed.
 
-It holds for files and for directories alike. A file is ours if it is a checkpoint in Lightning's form, a directory if
-its manifest is in order and it holds nothing that the manifest does not list.
+A file is ours if it is a checkpoint in Lightning's format. A directory is ours if its manifest is valid and it contains
+only files that the manifest lists.
 """
 
 import os
@@ -11,69 +11,69 @@ from typing import Literal, NamedTuple
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from .files import resolve
+from .checked_io import resolve
 from .manifest import MANIFEST, README, CheckpointError, is_file_of_ours, read_manifest
 
-__all__ = ["Standing", "check_may_replace", "is_torch_file", "standing_at"]
+__all__ = ["PathStatus", "check_may_replace", "is_torch_file", "path_status"]
 
 _LIGHTNING = b"pytorch-lightning_version"
-"""A key that every checkpoint of Lightning's has; it stands in the pickle as it is."""
+"""A key of every Lightning checkpoint; the pickle contains it as plain text."""
 _PICKLE_MOST_BYTES = 1 << 30
-_NAMED = 3
-"""The number of foreign files that a message names, at most."""
+_MOST_NAMED = 3
+"""The largest number of foreign files that a message names."""
 
 
-class Standing(NamedTuple):
-    """The kind of file or directory at a path, and whether it is one of ours."""
+class PathStatus(NamedTuple):
+    """The kind of the file or directory at a path, and whether it is ours."""
 
     kind: Literal["free", "ours", "damaged", "foreign"]
-    """Damaged: files that only a save writes, without a manifest in order. They may be moved away, not deleted."""
+    """Damaged: a directory of only our files, without a valid manifest. It may be moved away, but not deleted."""
     about: str = ""
-    """A description of it, if it is foreign."""
+    """A description, if it is foreign."""
     extras: tuple[str, ...] = ()
-    """Names of the entries of a directory that are not ours."""
+    """Names of foreign entries in a directory."""
 
 
-def standing_at(path: str | os.PathLike[str]) -> Standing:
-    """Finds out whether `path`, local or a URL, is free, ours or foreign; nothing in it is unpickled or changed."""
+def path_status(path: str | os.PathLike[str]) -> PathStatus:
+    """Returns whether `path` (local or a URL) is free, ours or foreign; unpickles and changes nothing."""
     fs, place = resolve(path)
     if not isinstance(fs, LocalFileSystem):
         return _of_folder(fs, place, path) if fs.isdir(place) else _of_remote_file(fs, place)
     if os.path.islink(place):
         target = os.path.realpath(place)
-        standing = standing_at(target)
-        if standing.kind == "foreign":
-            return Standing("foreign", f"a link to {target}, which is {standing.about}")
-        return Standing("ours")
+        status = path_status(target)
+        if status.kind == "foreign":
+            return PathStatus("foreign", f"a link to {target}, which is {status.about}")
+        return PathStatus("ours")
     if os.path.isdir(place):
         return _of_folder(fs, place, path)
     if not os.path.lexists(place):
-        return Standing("free")
+        return PathStatus("free")
     if os.path.isfile(place) and not os.path.getsize(place):
-        return Standing("free")  # there is nothing in it to lose
-    return Standing("ours") if _is_checkpoint_file(place) else Standing("foreign", "a file that is no checkpoint")
+        return PathStatus("free")  # an empty file has nothing to lose
+    return PathStatus("ours") if _is_checkpoint_file(place) else PathStatus("foreign", "a file that is no checkpoint")
 
 
 def check_may_replace(path: str | os.PathLike[str]) -> None:
-    """Raises where a checkpoint can't be saved as `path`, for what stands there is not certainly one of ours.
+    """Raises an error if saving as `path` would replace something that is not certainly one of our checkpoints.
 
     Raises:
-        CheckpointError: names what stands there.
+        CheckpointError: describes the file or directory at `path`.
     """
-    standing = standing_at(path)
-    if standing.kind == "foreign":
+    status = path_status(path)
+    if status.kind == "foreign":
         raise CheckpointError(
-            f"{path} is {standing.about}: nothing is saved there, for that would delete it. Give another name, or move"
-            " it away."
+            f"{path} is {status.about}: nothing is saved there, because that would delete it. Choose another name, or"
+            " move it away."
         )
 
 
-def _of_folder(fs: AbstractFileSystem, place: str, path: str | os.PathLike[str]) -> Standing:
+def _of_folder(fs: AbstractFileSystem, place: str, path: str | os.PathLike[str]) -> PathStatus:
     fs.invalidate_cache(place)
     entries = fs.ls(place, detail=True)
     kinds = {os.path.basename(entry["name"].rstrip("/")): _kind_of(entry) for entry in entries}
     if not kinds:
-        return Standing("free")
+        return PathStatus("free")
     odd = [name for name, kind in kinds.items() if kind != "file"]
     try:
         listed = {*read_manifest(path).files, MANIFEST, README}
@@ -83,22 +83,23 @@ def _of_folder(fs: AbstractFileSystem, place: str, path: str | os.PathLike[str])
         extras = tuple(sorted({name for name in kinds if name != MANIFEST and not is_file_of_ours(name)}))
         kind = "damaged"
     if not extras:
-        return Standing(kind)
-    named = ", ".join(extras[:_NAMED]) + (f" and {len(extras) - _NAMED} more" if len(extras) > _NAMED else "")
-    what = "a checkpoint" if kind == "ours" else "a folder"
-    return Standing("foreign", f"{what} that holds {named}, which no checkpoint has", extras)
+        return PathStatus(kind)
+    num_more = len(extras) - _MOST_NAMED
+    names = ", ".join(extras[:_MOST_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
+    noun = "a checkpoint" if kind == "ours" else "a folder"
+    return PathStatus("foreign", f"{noun} that holds {names}, which no checkpoint has", extras)
 
 
 def _kind_of(entry: dict[str, str]) -> str:
     return "link" if entry.get("islink") else entry["type"]
 
 
-def _of_remote_file(fs: AbstractFileSystem, place: str) -> Standing:
+def _of_remote_file(fs: AbstractFileSystem, place: str) -> PathStatus:
     if not fs.exists(place):
-        return Standing("free")
+        return PathStatus("free")
     with fs.open(place, "rb") as stream:
         is_ours = _has_lightnings_key(stream)
-    return Standing("ours") if is_ours else Standing("foreign", "a file that is no checkpoint")
+    return PathStatus("ours") if is_ours else PathStatus("foreign", "a file that is no checkpoint")
 
 
 def _is_checkpoint_file(place: str) -> bool:
@@ -109,7 +110,7 @@ def _is_checkpoint_file(place: str) -> bool:
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a local file of `torch.save`, with whatever in it."""
+    """Whether `path` is a local file of `torch.save`, with any content."""
     if not os.path.isfile(path) or os.path.islink(path):
         return False
     with open(path, "rb") as stream:
@@ -121,7 +122,7 @@ def _has_lightnings_key(stream: object) -> bool:
 
 
 def _holds(stream: object, text: bytes) -> bool:
-    """Whether a stream is a file of `torch.save`, whose pickle, which is not opened, has `text` in it."""
+    """Whether a stream is a file of `torch.save` whose pickle contains `text`; the pickle is not loaded."""
     try:
         with zipfile.ZipFile(stream) as archive:  # type: ignore[call-overload]
             pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]

@@ -1,49 +1,62 @@
-"""The random state of one process: Python's, numpy's, torch's and its device's, as plain values."""
+"""Saves and restores the random state of a process (Python, NumPy, torch and accelerators) as plain values."""
 
 import ctypes
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..devices import in_use
-from ..seeds import mixed
+from ..seeds import derive_seed
 
-__all__ = ["draw_alone", "get_random_state", "of_host", "seed_all", "set_random_state"]
+__all__ = ["get_random_state", "host_state", "include_devices", "seed_all", "seed_rank_stream", "set_random_state"]
 
 _TWISTER_BYTES = 624 * 4 + 4
-"""Size of the state of `np.random.MT19937` in memory: 624 words, and the position among them."""
-_numpys: tuple[bytes, list[Any]] = b"", []
-"""NumPy's state when it was last read: in memory, and as plain values."""
+"""Size of the state of `np.random.MT19937` in memory: 624 words and a position."""
+
+_numpy_cache: tuple[bytes, list[Any]] = b"", []
+"""NumPy's state when it was last read, as raw memory and as plain values."""
+
+_further_devices: tuple[torch.device, ...] = ()
+"""Accelerators of this process, other than the current one, whose generators are saved as well."""
+
+
+def include_devices(devices: Sequence[torch.device]) -> None:
+    """Includes the generators of all these devices in later states; the first device is the current one."""
+    global _further_devices
+    _further_devices = tuple(device for device in devices[1:] if device.type != "cpu")
 
 
 def get_random_state() -> dict[str, Any]:
-    """Returns the states of the random generators for `set_random_state`; loads with ``weights_only=True``."""
-    state = {"python": random.getstate(), "numpy": _of_numpy(), "torch": torch.get_rng_state()}
+    """Returns the states of the random generators, for `set_random_state`; they load with ``weights_only=True``."""
+    state = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
     if (used := in_use()) is not None:
         kind, module = used
         state[kind] = module.get_rng_state()
+        for device in _further_devices:
+            state[str(device)] = module.get_rng_state(device)
     return state
 
 
-def of_host(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of a state of `get_random_state` that is no accelerator's."""
+def host_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a `get_random_state` result without accelerators."""
     return {name: state[name] for name in ("python", "numpy", "torch")}
 
 
-def _of_numpy() -> list[Any]:
-    """Returns NumPy's state; not read again (50 us, in each accumulation window) where nobody has drawn from it."""
-    global _numpys
+def _numpy_state() -> list[Any]:
+    """Returns NumPy's state; cached until a number is drawn, as a read takes 50 us in each accumulation window."""
+    global _numpy_cache
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     is_twister = type(generator) is np.random.MT19937
     raw = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES) if is_twister else b""
-    before, state = _numpys
-    # A second normal number, kept from a draw before, is handed out without a draw.
+    before, state = _numpy_cache
+    # NumPy may hold a second normal number (`has_gauss`), which it returns without changing the raw state.
     if raw != before or not raw or state[3]:
         name, keys, *rest = np.random.get_state(legacy=True)
         state = [name, keys.tolist(), *rest]  # type: ignore[union-attr]
-        _numpys = raw, state
+        _numpy_cache = raw, state
     return state
 
 
@@ -56,13 +69,17 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     kind = torch.accelerator.current_accelerator()
     if kind is not None and kind.type in state:
-        torch.get_device_module(kind).set_rng_state(state[kind.type])
+        module = torch.get_device_module(kind)
+        module.set_rng_state(state[kind.type])
+        for device in _further_devices:
+            if str(device) in state:
+                module.set_rng_state(state[str(device)], device)
 
 
-def draw_alone(rank: int) -> None:
-    """Makes this rank draw other random numbers than the others from now on, the same in each run that is seeded.
+def seed_rank_stream(rank: int) -> None:
+    """Gives this rank its own stream of random numbers, which is the same in each run with the same seed.
 
-    Rank 0 goes on as it is. The others start from what all have in common, if they were seeded alike.
+    Rank 0 keeps its stream. The other ranks derive theirs from the common state, if all ranks had the same seed.
     """
     if rank == 0:
         return
@@ -72,8 +89,8 @@ def draw_alone(rank: int) -> None:
 
 
 def seed_all(*numbers: int) -> None:
-    """Seeds all generators by some whole numbers."""
-    seed = mixed(*numbers)
+    """Seeds all generators with a seed derived from `numbers`."""
+    seed = derive_seed(*numbers)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

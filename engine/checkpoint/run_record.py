@@ -1,7 +1,7 @@
-"""A few bytes about the run that saves into a folder, written before its first checkpoint is.
+"""A small record of the run that saves into a folder, written before its first checkpoint.
 
-They stand in the folder, and beside the failure reports in the run's directory, so that a folder that is gone (a disk
-that is not mounted) is noticed. They also keep the global batch of a run that has not saved anything yet.
+It is stored in the folder, and beside the failure reports in the run's directory, so that a missing folder (unmounted
+disk) is detected. It also preserves the global batch of a run that has not saved yet.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fsspec.implementations.local import LocalFileSystem
 
-from .files import absolute, resolve
+from .checked_io import absolute, resolve
 
 __all__ = ["RunRecord", "read_record", "write_record"]
 
@@ -25,41 +25,44 @@ log = logging.getLogger("polyphase.engine")
 
 
 class RunRecord(NamedTuple):
-    """The record of the run that was last in a folder."""
+    """The record of the last run that saved into a folder."""
 
     run: str
     lineage: tuple[str, ...]
     has_saved: bool
-    """Whether there was a checkpoint in the folder."""
+    """Whether the folder had a checkpoint."""
     step: int
-    """The optimizer step of the newest checkpoint that the run knew."""
+    """The optimizer step of the newest checkpoint in the folder."""
     batches: dict[str, Any]
-    """Ranks, layout and accumulation, of which the global batch follows."""
+    """Ranks, layout and accumulation, which determine the global batch."""
     loggers: tuple[dict[str, Any], ...] = ()
-    """The run's loggers, and the positions of their logs when it began."""
+    """The run's loggers, with the positions in their logs at its start."""
+    config: dict[str, Any] | None = None
+    """The engine's arguments that differ from their defaults, for information only; None if unknown."""
 
 
 def read_record(folder: str, root: str) -> RunRecord | None:
-    """The record of a folder of checkpoints; None if there is none that makes sense.
+    """Reads the record of a folder of checkpoints; None if no valid record exists.
 
     Args:
-        folder: of the checkpoints, local or a URL.
+        folder: folder of checkpoints, local or a URL.
         root: the run's directory.
     """
     for path in _paths(folder, root):
         try:
             fs, place = resolve(path)
-            said = json.loads(fs.cat_file(place, end=_MOST_BYTES))
-            batches = said["batches"]
+            values = json.loads(fs.cat_file(place, end=_MOST_BYTES))
+            batches = values["batches"]
             for name in ("accumulate_grad_batches", "accumulation_asked", "world_size"):
                 if type(batches[name]) is not int or batches[name] < 1:
                     raise ValueError(name)
             sizes = batches["layout"].values()
             if any(type(size) is not int or size < 1 for size in sizes):
                 raise ValueError("layout")
-            lineage = tuple(str(run) for run in said["lineage"])
-            loggers = tuple(logger for logger in said.get("loggers", ()) if isinstance(logger, dict))
-            return RunRecord(str(said["run"]), lineage, bool(said["has_saved"]), int(said["step"]), batches, loggers)
+            lineage = tuple(str(run) for run in values["lineage"])
+            loggers = tuple(logger for logger in values.get("loggers", ()) if isinstance(logger, dict))
+            step, has_saved = int(values["step"]), bool(values["has_saved"])
+            return RunRecord(str(values["run"]), lineage, has_saved, step, batches, loggers, values.get("config"))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -68,7 +71,7 @@ def read_record(folder: str, root: str) -> RunRecord | None:
 
 
 def write_record(folder: str, root: str, record: RunRecord) -> None:
-    """Replaces the record of a folder; where that can't be written to, nothing is lost but the record."""
+    """Replaces the record of a folder. A failed write is only logged, since training does not need the record."""
     content = json.dumps(record._asdict(), indent=1).encode()
     for path in _paths(folder, root):
         try:

@@ -1,10 +1,11 @@
 """Saves checkpoints while training goes on, one at a time, and opens them.
 
 Phases of a save:
-1. on the trainer's thread: the tensors are copied to (pinned) host memory, kept for the next time, and all the
-   rest is serialised: that is all a step waits for;
-2. on a thread and over a gloo group of its own: each rank writes its shards; rank 0 collects the checksums and what
-   only the ranks know (random state, place in the data), writes the rest and publishes the directory.
+1. on the trainer's thread: the tensors are copied, on accelerators within their own memory (`staging.py`), and all the
+   rest is serialised: that is all a step waits for (a save that is waited for needs no copies in host memory);
+2. on a thread and over a gloo group of its own: the copies go to host memory, and each rank writes its shards; rank 0
+   collects the checksums and what only the ranks know (random state, place in the data), writes the rest and publishes
+   the directory.
 A save that fails leaves nothing behind; all ranks learn of it, and training goes on.
 """
 
@@ -24,38 +25,40 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ..host_group import ALONE, HostGroup, num_ranks
-from .files import Files, resolve
+from ..distributed.object_group import SELF, ObjectGroup, num_ranks
+from ..distributed.waits import waiting
+from .checked_io import Files, resolve
+from .dcp_storage import Writer
 from .manifest import RANKS, REST, CheckpointError, Manifest, parse_manifest, read_manifest
 from .not_plain import not_plain
 from .opening import Wants, open_directory, wrong_files
-from .pieces import SavePlanner
+from .publish import begin, discard, publish, remove, update_link
 from .sending import packed, unpacked
-from .shards import Writer
 from .single_file import wrong_in
-from .store import begin, discard, point, publish, remove
-from .tree import merged, numbered, split
+from .staging import Staging
+from .state_tree import merged, split, to_lightning
+from .strided_shards import SavePlanner
 from .whole import whole_checkpoint
 
-__all__ = ["Saver", "load_checkpoint"]
+__all__ = ["AsyncCheckpointer", "load_checkpoint"]
 
 log = logging.getLogger("polyphase.engine")
 
 
 class _Job(NamedTuple):
-    """The content of one save, all of it in host memory."""
+    """The content of one save."""
 
     path: str
-    tensors: dict[str, Tensor]
+    tensors: Callable[[], dict[str, Tensor]]
+    """Returns them in host memory."""
     rest: bytes
     of_rank: bytes
     about: dict[str, Any]
     link: str | None
 
 
-class Saver:
+class AsyncCheckpointer:
     """Writes the checkpoints of one process, which is one of several that all call the same methods in the same order.
 
     Of a spawned worker's engine, the saver starts afresh: it has no state that outlives a run.
@@ -65,13 +68,13 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._path = ""
-        self._stager: DefaultStager | None = None
-        self._group = ALONE
+        self._staging = Staging()
+        self._group = SELF
         self._group_of: Any = None
         self._removals: list[str] = []
         self._notes: list[str] = []
         self._has_checked_rest = False
-        self.ranks: HostGroup | None = None
+        self.ranks: ObjectGroup | None = None
         """The group in which ranks agree; None: their own gloo group. If it has no process group, rank 0 writes all."""
         self.newest: str | None = None
         """The last checkpoint that was published."""
@@ -83,7 +86,7 @@ class Saver:
     def __getstate__(self) -> dict[str, Any]:
         # Threads, groups and memory to copy to live in this process alone.
         stays = ("newest", "on_published", "on_removed")
-        return {**vars(Saver()), **{name: getattr(self, name) for name in stays}}
+        return {**vars(AsyncCheckpointer()), **{name: getattr(self, name) for name in stays}}
 
     def save(
         self,
@@ -116,14 +119,17 @@ class Saver:
         tensors, rest = split(checkpoint)
         tensors = {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
         for key in sorted(rest.keys() & spread):  # in one order on all ranks
-            rest[key] = merged(group.gathered(rest[key]))
+            rest[key] = merged(group.all_gather_object(rest[key]))
         of_rank_tensors: dict[str, Tensor] = {}
         if _writes_shards(group):
             of_rank_tensors, of_rank = split(of_rank, f"rank{group.rank}.")
             # What is left is small, but may be a view of a bucket of gradients, all of which would be written with it.
             of_rank = apply_to_collection(of_rank, Tensor, lambda small: small.detach().cpu().clone())
         content = b"" if group.rank else self._serialised(rest)
-        staged = self._staged({**tensors, **of_rank_tensors})
+        mine = {**tensors, **of_rank_tensors}
+        # In host memory, nobody writes into what this thread saves itself: it needs no copies.
+        needs_copies = in_background or any(tensor.device.type != "cpu" for tensor in mine.values())
+        staged = self._staging.begin(mine) if needs_copies else lambda: mine
         job = _Job(path, staged, content, _packed(of_rank), about, link)
         if not in_background:
             self._write(job, group)
@@ -136,7 +142,8 @@ class Saver:
     def finish(self, timeout_s: float | None = None) -> None:
         """Waits for the save in flight, at most `timeout_s`; warns if it failed."""
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            with waiting("the save in flight"):
+                self._thread.join(timeout_s)
             self.report()
 
     def report(self) -> None:
@@ -206,10 +213,10 @@ class Saver:
             CheckpointError: it is no checkpoint, damaged, or from a newer version.
         """
         self.finish()
-        group = ALONE if alone else self._ranks()
+        group = SELF if alone else self._ranks()
         manifest = _on_rank_0(group, lambda: read_manifest(path))
         share = (group.rank, group.size)
-        wrong = sorted(chain.from_iterable(group.gathered(wrong_files(path, manifest, share))))
+        wrong = sorted(chain.from_iterable(group.all_gather_object(wrong_files(path, manifest, share))))
         if wrong:
             raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
         wants = Wants(template, leave_out, share[0], layout, own, weights_only)
@@ -219,7 +226,7 @@ class Saver:
         except CheckpointError as raised:
             error = raised
         # What one rank can't read, none may take: they all go on to the same next one.
-        errors = [said for said in group.gathered(None if error is None else str(error)) if said is not None]
+        errors = [said for said in group.all_gather_object(None if error is None else str(error)) if said is not None]
         if errors:
             raise error or CheckpointError(errors[0])
         assert checkpoint is not None
@@ -233,7 +240,7 @@ class Saver:
         """
         self.finish()
         group = self._ranks()
-        wrong = sorted({*chain.from_iterable(group.gathered(wrong_in(path, (group.rank, group.size))))})
+        wrong = sorted({*chain.from_iterable(group.all_gather_object(wrong_in(path, (group.rank, group.size))))})
         if wrong:
             raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
 
@@ -243,48 +250,36 @@ class Saver:
         if self.on_published is not None and self._ranks().rank == 0:
             self.on_published(path, parse_manifest(text.encode(), path))
 
-    def collect(self, mine: Any) -> list[Any]:
-        """Gathers `mine` of all ranks on rank 0, tensors in host memory; the lists of the others mean nothing."""
+    def collect(self, value: Any) -> list[Any]:
+        """Gathers `value` of all ranks on rank 0, tensors in host memory; the lists of the others mean nothing."""
         group = self._ranks()
         if group.size == 1:
-            return [mine]
-        everyones = group.collected(packed(mine))
-        return [unpacked(each) for each in everyones] if group.rank == 0 else everyones
+            return [value]
+        values = group.gather_object(packed(value))
+        return [unpacked(content) for content in values] if group.rank == 0 else values
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Gathers `mine` of all ranks; returns the list, in rank order, on each of them."""
-        return self._ranks().gathered(mine)
+    def gather(self, value: Any) -> list[Any]:
+        """Gathers `value` of all ranks; returns the list, in rank order, on each of them."""
+        return self._ranks().all_gather_object(value)
 
     def agree(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on rank 0 and returns its result on each rank; what it raises there, all raise."""
         return _on_rank_0(self._ranks(), function)
 
-    def _ranks(self) -> HostGroup:
+    def _ranks(self) -> ObjectGroup:
         """Returns `ranks`, or the savers' own group, so that they never meet a collective of training.
 
         Waits for the save in flight, whose ranks meet over the same connections.
         """
         if num_ranks() == 1:
-            return ALONE
+            return SELF
         self.finish()
         if self.ranks is not None:
             return self.ranks
         if self._group_of is not dist.group.WORLD:
             self._group_of = dist.group.WORLD
-            self._group = HostGroup(dist.new_group(backend="gloo"))
+            self._group = ObjectGroup(dist.new_group(backend="gloo"))
         return self._group
-
-    def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies tensors to host memory that is used again and again."""
-        if self._stager is not None:
-            try:
-                return self._stager.stage(tensors)  # type: ignore[return-value]
-            except AssertionError:  # torch's: a tensor's memory was resized in place since the last time
-                log.debug("the copies in host memory are made anew")
-        pins = any(tensor.is_cuda for tensor in tensors.values())
-        options = StagingOptions(pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins)
-        self._stager = DefaultStager(options)
-        return self._stager.stage(tensors)  # type: ignore[return-value]
 
     def _serialised(self, rest: dict[str, Any]) -> bytes:
         content = _packed(rest)
@@ -296,22 +291,23 @@ class Saver:
                 rank_zero_warn(not_plain(refused))
         return content
 
-    def _run(self, job: _Job, group: HostGroup) -> None:
+    def _run(self, job: _Job, group: ObjectGroup) -> None:
         try:
             self._write(job, group)
         except BaseException as error:  # told by `report`, on the trainer's thread
             self._error = error
 
-    def _write(self, job: _Job, group: HostGroup) -> None:
+    def _write(self, job: _Job, group: ObjectGroup) -> None:
         started = time.monotonic()
+        tensors = _on_all(group, job.tensors)
         staging = _on_rank_0(group, lambda: begin(job.path))
         files = Files(staging)
         try:
             if _writes_shards(group):
-                _write_shards(job.tensors, files, group)
+                _write_shards(tensors, files, group)
             else:
-                _on_rank_0(group, lambda: _write_shards(job.tensors, files, ALONE))
-            known = group.collected((files.written, job.of_rank))
+                _on_rank_0(group, lambda: _write_shards(tensors, files, SELF))
+            known = group.gather_object((files.written, job.of_rank))
             _on_rank_0(group, lambda: self._publish(job, files, known))
         except BaseException:
             if group.rank == 0:
@@ -339,7 +335,7 @@ class Saver:
         if self.on_published is not None:
             self.on_published(job.path, manifest)
         if job.link is not None:
-            notes.append(point(job.path, job.link))
+            notes.append(update_link(job.path, job.link))
         self._notes += [note for note in notes if note is not None]
 
 
@@ -351,16 +347,16 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
     """
     fs, place = resolve(path)
     if fs.isfile(place):
-        return numbered(whole_checkpoint(os.fspath(path), weights_only))
-    return numbered(Saver().load(os.fspath(path), weights_only=weights_only, alone=True))
+        return to_lightning(whole_checkpoint(os.fspath(path), weights_only))
+    return to_lightning(AsyncCheckpointer().load(os.fspath(path), weights_only=weights_only, alone=True))
 
 
-def _writes_shards(group: HostGroup) -> bool:
+def _writes_shards(group: ObjectGroup) -> bool:
     """Whether each rank writes its part; else rank 0 has to have all of it, by its value."""
     return group.size == 1 or group.process_group is not None
 
 
-def _write_shards(tensors: dict[str, Tensor], files: Files, group: HostGroup) -> None:
+def _write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -> None:
     writer, planner = Writer(files), SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     if group.process_group is None:  # what torch does for one rank, without its warning that there is one
         planner.set_up_planner(tensors, is_coordinator=True)
@@ -385,7 +381,20 @@ def _packed(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _on_rank_0(group: HostGroup, function: Callable[[], Any]) -> Any:
+def _on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
+    """Calls `function` on each rank; what it raises on one rank, no rank goes on after."""
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    for rank, said in enumerate(group.all_gather_object(None if error is None else repr(error))):
+        if said is not None:
+            raise CheckpointError(f"rank {rank} could not copy its tensors: {said}") from error
+    return result
+
+
+def _on_rank_0(group: ObjectGroup, function: Callable[[], Any]) -> Any:
     """Calls `function` on rank 0 and returns its result on all ranks; what it raises there is raised on all ranks."""
     result: Any = None
     error: Exception | None = None
@@ -394,7 +403,7 @@ def _on_rank_0(group: HostGroup, function: Callable[[], Any]) -> Any:
             result = function()
         except Exception as raised:
             error = raised
-    result, error = group.told((result, error))
+    result, error = group.broadcast_object((result, error))
     if error is not None:
         raise error
     return result

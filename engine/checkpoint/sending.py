@@ -1,6 +1,6 @@
-"""Nested values on their way from one rank to another: tensors as their bytes, which pickle copies once.
+"""Packs nested values to send them from one rank to another; tensors are packed as bytes, which pickle copies once.
 
-As they are, each would be written by `torch.save` within the pickle.
+Otherwise pickle would write each tensor with `torch.save` inside the pickle.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .tree import is_plain, mapped
+from .state_tree import is_plain, mapped
 
 __all__ = ["packed", "unpacked"]
 
@@ -21,7 +21,7 @@ class _Packed(NamedTuple):
 
 
 def packed(value: Any) -> Any:
-    """A nested value whose tensors are in host memory, and read by `unpacked` only."""
+    """Returns a nested value with its tensors as bytes; `unpacked` restores it."""
     return mapped(_pack, value)
 
 
@@ -34,7 +34,7 @@ def _pack(tensor: Tensor) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Returns the value that `packed` was given."""
+    """Restores a value from `packed`."""
     return mapped(_unpack, value, _Packed)
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint that is one file: what `torch.save` writes and Lightning opens, with a manifest among its values.
+"""A single-file checkpoint: a file of `torch.save` that Lightning opens, with a manifest among its values.
 
-The file is a zip archive, whose format has a checksum for each of its records. The manifest is a text within its
-pickle, where it is found without anything being unpickled, and without torch.
+The file is a zip archive with a checksum for each record. The manifest is a text inside the archive's pickle; it is
+searched there, without unpickling and without torch.
 """
 
 import json
@@ -13,20 +13,20 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from .files import resolve
+from .checked_io import resolve
 
 __all__ = ["HEAD", "MANIFEST_KEY", "OURS", "is_archive", "manifest_text", "size_of", "wrong_in"]
 
 OURS = "polyphase"
-"""The key in a checkpoint under which stands what Lightning's do not have."""
+"""The checkpoint key of Polyphase's own state, beside Lightning's keys."""
 MANIFEST_KEY = "manifest"
-"""The key of the manifest's text, under `OURS`."""
+"""The key of the manifest's text within `OURS`."""
 
 HEAD = b"PK\x03\x04"
-"""The first bytes of every zip archive that is not empty."""
+"""The first bytes of every non-empty zip archive."""
 
 _SMALL_BYTES = 100
-"""The largest size of records that say how a file was written, such as the order of bytes."""
+"""The largest size of records with metadata, such as the byte order."""
 _BEGIN = b'{\n "name": '
 _MOST_BYTES = 1 << 20
 _PICKLE_MOST_BYTES = 1 << 30
@@ -35,7 +35,7 @@ _DAMAGE = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, Runtim
 
 
 def is_archive(path: str | os.PathLike[str]) -> bool:
-    """Whether a plain file begins as those of `torch.save` do."""
+    """Whether a plain file begins like a file of `torch.save`."""
     try:
         with _reading(path) as stream:
             return stream is not None and stream.read(len(HEAD)) == HEAD
@@ -44,13 +44,13 @@ def is_archive(path: str | os.PathLike[str]) -> bool:
 
 
 def size_of(path: str | os.PathLike[str]) -> int:
-    """The size of a file in bytes."""
+    """Returns the size of a file in bytes."""
     fs, place = resolve(path)
     return int(fs.size(place))
 
 
 def manifest_text(path: str | os.PathLike[str]) -> bytes | None:
-    """Returns the text of a file's manifest; None if it is no checkpoint of ours, or damaged where that would stand."""
+    """Returns the text of a file's manifest; None if the file is not our checkpoint, or that part is damaged."""
     try:
         with _reading(path) as stream:
             if stream is None or stream.read(len(HEAD)) != HEAD:
@@ -62,11 +62,11 @@ def manifest_text(path: str | os.PathLike[str]) -> bytes | None:
 
 
 def wrong_in(path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Lists what is wrong with a file of `torch.save`; nothing for one in another form, which is not looked at.
+    """Lists the faults of a file of `torch.save`; returns an empty list for files of another format.
 
     Args:
         path: local or a URL.
-        share: (r, W) to look at each W-th record only, from the r-th on: W ranks share the work.
+        share: (r, W) to check every W-th record from the r-th on, so that W ranks share the work.
     """
     try:
         with _reading(path) as stream:
@@ -74,7 +74,7 @@ def wrong_in(path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> l
                 return []
             return _wrong_records(stream, *share)
     except zipfile.BadZipFile:
-        return ["it is cut off, or its list of records was changed"]
+        return ["it is truncated, or its list of records was changed"]
     except _DAMAGE as error:
         return [f"it can't be read: {getattr(error, 'strerror', None) or error}"]
 
@@ -103,12 +103,12 @@ def _is_damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
 
 
 def _pickle_in(archive: zipfile.ZipFile) -> zipfile.ZipInfo | None:
-    found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-    return found[0] if len(found) == 1 and found[0].file_size <= _PICKLE_MOST_BYTES else None
+    pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+    return pickles[0] if len(pickles) == 1 and pickles[0].file_size <= _PICKLE_MOST_BYTES else None
 
 
 def _text_in(archive: zipfile.ZipFile) -> bytes | None:
-    """The last text that looks like a manifest: ours is written last."""
+    """Returns the last text that looks like a manifest, since the manifest is written last."""
     info = _pickle_in(archive)
     if info is None:
         return None
@@ -117,10 +117,10 @@ def _text_in(archive: zipfile.ZipFile) -> bytes | None:
     while position >= 0:
         text = content[position : position + _MOST_BYTES].decode("latin-1")
         try:
-            said, end = json.JSONDecoder().raw_decode(text)
+            values, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
-            said, end = None, 0
-        if isinstance(said, dict) and {"crc32", "format", "sequence"} <= said.keys():
+            values, end = None, 0
+        if isinstance(values, dict) and {"crc32", "format", "sequence"} <= values.keys():
             return text[:end].encode("latin-1")
         position = content.rfind(_BEGIN, 0, position)
     return None
@@ -128,7 +128,7 @@ def _text_in(archive: zipfile.ZipFile) -> bytes | None:
 
 @contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Opens a file; yields None if it is none that can be read to its end: a folder, pipe or device."""
+    """Opens a regular file; yields None for a folder, pipe or device."""
     fs, place = resolve(path)
     is_file = os.path.isfile(place) if isinstance(fs, LocalFileSystem) else fs.isfile(place)
     if not is_file:

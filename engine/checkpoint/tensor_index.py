@@ -1,7 +1,7 @@
-"""The index of a checkpoint's tensors: `tensors.json`, of which torch.distributed.checkpoint's metadata is made.
+"""The index of a checkpoint's tensors, `tensors.json`, from which torch.distributed.checkpoint's metadata is built.
 
-Nothing of it is believed: dtypes come from a list, chunks lie within their tensor and their file, do not overlap, and
-cover all of it. So no memory is asked for that the files could not fill.
+The index is not trusted: dtypes must be in a list, and chunks must lie within their tensor and file, must not overlap,
+and must cover the tensor. So no more memory is allocated than the files can fill.
 """
 
 import json
@@ -32,16 +32,16 @@ _MOST_DIMS = 64
 
 
 class Chunk(NamedTuple):
-    """A block of a tensor, and where its bytes are."""
+    """A block of a tensor, and the location of its bytes."""
 
     offsets: tuple[int, ...]
-    """The position in the tensor at which the block begins, by dimension."""
+    """The start of the block in the tensor, by dimension."""
     sizes: tuple[int, ...]
     file: str
     start: int
     """The position of its first byte in the file."""
     num_bytes: int
-    """The size in the file: in format 1 of a file within the file."""
+    """The number of bytes in the file; in format 1, of the embedded `torch.save` file."""
 
 
 class StoredTensor(NamedTuple):
@@ -56,10 +56,10 @@ Index = dict[str, StoredTensor]
 
 
 def index_bytes(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, int]]) -> bytes:
-    """The content of the file.
+    """Returns the content of `tensors.json`.
 
     Args:
-        metadata: as torch has planned it.
+        metadata: torch's save plan.
         places: file, first byte and number of bytes of each chunk.
     """
     files = {name: number for number, name in enumerate(sorted({place[0] for place in places.values()}))}
@@ -76,15 +76,15 @@ def index_bytes(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, 
 
 
 def parse_index(content: bytes) -> Index:
-    """The tensors by their keys.
+    """Parses `tensors.json`; returns the tensors by key.
 
     Raises:
-        CheckpointError: the content makes no sense.
+        CheckpointError: the content is invalid.
     """
     try:
-        said = json.loads(content)
-        files = said["files"]
-        return {key: _tensor(about, files) for key, about in said["tensors"].items()}
+        fields = json.loads(content)
+        files = fields["files"]
+        return {key: _tensor(about, files) for key, about in fields["tensors"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as damage:
         reason = damage if str(damage) and not isinstance(damage, RecursionError) else type(damage).__name__
         raise CheckpointError(f"tensors.json makes no sense ({reason})") from None
@@ -99,29 +99,29 @@ def _tensor(about: dict[str, Any], files: list[str]) -> StoredTensor:
 
 
 def whole_numbers(values: Any) -> tuple[int, ...]:
-    """A shape or the like.
+    """Converts a list of whole numbers, such as a shape, to a tuple.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `values` is not such a list.
     """
-    # Without the values in the message: of a few bytes a pickle can make a nest whose text fills the memory.
+    # The message omits the values: a few bytes of pickle can make nested values whose text fills the memory.
     if type(values) not in (list, tuple) or len(values) > _MOST_DIMS:
         raise ValueError(f"{type(values).__name__} in place of a shape")
     if not all(type(value) is int and 0 <= value <= _MOST for value in values):
-        raise ValueError("a shape has what is no whole number")
+        raise ValueError("a shape has an item that is not a whole number")
     return tuple(values)
 
 
 def check_index(index: Index, files: dict[str, tuple[int, int]], *, is_packed: bool = False) -> None:
-    """Checks what an index says against itself and the sizes of the files.
+    """Checks that an index is consistent and agrees with the sizes of the files.
 
     Args:
-        index: by key.
-        files: the manifest's.
-        is_packed: chunks are files within files, which are larger than the tensor's bytes.
+        index: the tensors by key.
+        files: sizes and checksums from the manifest.
+        is_packed: chunks are embedded files, which are larger than the tensor's bytes.
 
     Raises:
-        CheckpointError: names the tensor.
+        CheckpointError: the message names the invalid tensor.
     """
     for key, tensor in index.items():
         if problem := _problem(tensor, files, is_packed):
@@ -131,11 +131,11 @@ def check_index(index: Index, files: dict[str, tuple[int, int]], *, is_packed: b
 def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]], is_packed: bool) -> str | None:
     for chunk in tensor.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.size):
-            return "has a chunk of another number of dimensions"
+            return "has a chunk with a different number of dimensions"
         if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
             return "has a chunk that lies outside of it"
         if chunk.file not in files:
-            return f"is said to be in {chunk.file!r}, which the manifest does not list"
+            return f"is listed in {chunk.file!r}, which the manifest does not list"
         needed = math.prod(chunk.sizes) * tensor.dtype.itemsize
         if chunk.num_bytes < needed or (chunk.num_bytes != needed and not is_packed):
             return f"has a chunk of {chunk.num_bytes} bytes instead of {needed}"
@@ -158,7 +158,7 @@ def _overlap(chunks: list[Chunk]) -> bool:
 
 
 def to_metadata(index: Index) -> Metadata:
-    """Returns the index as the metadata with which torch.distributed.checkpoint plans."""
+    """Converts the index to torch.distributed.checkpoint's metadata."""
     return Metadata(
         {
             key: TensorStorageMetadata(

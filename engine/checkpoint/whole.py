@@ -1,4 +1,4 @@
-"""A checkpoint that is one file, on its way to and from the ranks: see `single_file` for its form."""
+"""Writes and reads single-file checkpoints and gives each rank its part; `single_file` describes the format."""
 
 import os
 import pickle
@@ -16,26 +16,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .files import resolve
+from .checked_io import resolve
 from .manifest import CheckpointError
 from .not_plain import NotPlainError, not_plain
-from .pieces import reading_plan
+from .publish import writing_file
 from .single_file import OURS, is_archive, wrong_in
-from .store import writing_file
-from .tree import NAMES, all_by_name, join, like, mapped, numbered, split
+from .state_tree import NAMES, all_by_name, join, like, mapped, split, to_lightning
+from .strided_shards import reading_plan
 
 __all__ = ["names_in", "part_of", "read_file", "refusal_of", "whole_checkpoint", "whole_tensors", "write_file"]
 
 
 _NOT_OURS = ".safetensors"
-"""The ending of paths that torch.load takes for files of safetensors; of a stream it looks at the content."""
+"""The ending of paths which torch.load treats as safetensors files; for a stream it checks the content."""
 
 
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
-    """Writes a checkpoint as one file, which is whole or not there.
+    """Writes a checkpoint as one file, atomically.
 
     Raises:
-        CheckpointError: something that is not ours stands at `path`.
+        CheckpointError: `path` exists and is not ours.
     """
     with writing_file(path) as (stream, notes):
         torch.save(checkpoint, stream)
@@ -44,15 +44,15 @@ def write_file(checkpoint: dict[str, Any], path: str) -> None:
 
 
 def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *, lazily: bool = False) -> Any:
-    """Reads a file of `torch.save` and returns its content, on the CPU.
+    """Reads a file of `torch.save` and returns its content on the CPU.
 
     Args:
         path: local or a URL.
         weights_only: as for `torch.load`.
-        lazily: read a tensor when it is looked at; while any of them lives, the file must not be written to.
+        lazily: map the file and read tensors at first access; the file must not change while any of them exists.
 
     Raises:
-        NotPlainError: there are objects in it that `weights_only` does not allow.
+        NotPlainError: the file has objects that `weights_only` does not allow.
     """
     fs, place = resolve(path)
     try:
@@ -65,7 +65,7 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
 
 
 def refusal_of(path: str) -> str | None:
-    """Returns a warning about a local file that opens with ``weights_only=False`` only, else None; reads no tensor."""
+    """Returns a warning if a local file opens with ``weights_only=False`` only, else None; reads no tensor."""
     fs, place = resolve(path)
     if not isinstance(fs, LocalFileSystem) or place.endswith(_NOT_OURS) or not is_archive(place):
         return None
@@ -77,10 +77,10 @@ def refusal_of(path: str) -> str | None:
 
 
 def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = False) -> dict[str, Any]:
-    """A file as `Saver.load` gives a directory: all of it is checked, and optimizers' parameters go by their names.
+    """Checks and reads a file in the form of `AsyncCheckpointer.load`, with optimizer state by parameter name.
 
     Raises:
-        CheckpointError: it is damaged, or holds objects that `weights_only` does not allow.
+        CheckpointError: the file is damaged, or has objects that `weights_only` does not allow.
     """
     if wrong := wrong_in(path):
         raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
@@ -96,10 +96,10 @@ def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = Fal
 
 
 def whole_tensors(path: str) -> tuple[dict[str, Any], list[Any], dict[str, Tensor]]:
-    """Opens a file, its tensors not read yet: returns all but them, what each rank said, and the tensors by their keys.
+    """Opens a file without reading its tensors; returns the rest, each rank's own state, and the tensors by key.
 
     Raises:
-        CheckpointError: it is damaged, or would run code if it was opened.
+        CheckpointError: the file is damaged, or could run code when opened.
     """
     checkpoint = whole_checkpoint(path, True, lazily=True)
     ranks = checkpoint[OURS].pop("ranks", [])
@@ -108,7 +108,7 @@ def whole_tensors(path: str) -> tuple[dict[str, Any], list[Any], dict[str, Tenso
 
 
 def names_in(checkpoint: dict[str, Any]) -> list[list[str]] | None:
-    """The names of each optimizer's parameters; None in a file that does not say them, such as one of Lightning's."""
+    """Returns the parameter names of each optimizer; None if the file has no names, like a stock Lightning file."""
     ours = checkpoint.get(OURS)
     names = ours.get(NAMES) if isinstance(ours, dict) else None
     return names if names is not None and len(names) == len(checkpoint.get("optimizer_states", [])) else None
@@ -123,13 +123,13 @@ def _by_names(checkpoint: dict[str, Any], names: list[list[str]]) -> dict[str, A
 def part_of(
     checkpoint: dict[str, Any], template: Callable[[str], Tensor | None], *, rank: int, needs_optimizers: bool
 ) -> dict[str, Any]:
-    """Reads the part that one of several ranks needs of a file that was opened lazily, in the form of `numbered`.
+    """Reads one rank's part of a lazily opened file, in the form of `to_lightning`.
 
     Args:
-        checkpoint: as `read_file` gives it, of a file of ours; it is taken apart.
-        template: as for `Saver.load`.
-        rank: this one.
-        needs_optimizers: whether it goes on with their state.
+        checkpoint: result of `read_file` for one of our files; it is modified.
+        template: as for `AsyncCheckpointer.load`.
+        rank: this rank.
+        needs_optimizers: whether to read the optimizers' state.
     """
     names = names_in(checkpoint) or []
     if not needs_optimizers:
@@ -139,17 +139,17 @@ def part_of(
     tensors, rest = split(_by_names(checkpoint, names))
     parts = {}
     for key, tensor in tensors.items():
-        given = template(key)
-        parts[key] = given if given is not None and given.is_meta else like(given, tensor.size(), tensor.dtype)
+        target = template(key)
+        parts[key] = target if target is not None and target.is_meta else like(target, tensor.size(), tensor.dtype)
     _fill({key: part for key, part in parts.items() if not part.is_meta}, tensors)
     taken = join(mapped(torch.clone, rest), parts)
-    # What the others said is read by whoever deals it anew; else it stays in the file.
-    taken[OURS]["ranks"] = [mapped(torch.clone, said) if i == rank else said for i, said in enumerate(ranks)]
-    return numbered(taken)
+    # The state of other ranks stays lazy: it is read only where it is redistributed.
+    taken[OURS]["ranks"] = [mapped(torch.clone, state) if i == rank else state for i, state in enumerate(ranks)]
+    return to_lightning(taken)
 
 
 def _fill(parts: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
-    """Copies to each part what it is of the whole tensor, planned as for a directory."""
+    """Copies to each part its slice of the whole tensor, planned as for a directory."""
     metadata = Metadata({key: _one_chunk(whole[key]) for key in parts})
     planner, plan = reading_plan(parts, metadata)
     for item in plan.items:

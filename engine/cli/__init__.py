@@ -1,4 +1,4 @@
-"""The `polyphase` command: torch is imported to run a model, not before its flags are checked."""
+"""The `polyphase` command: torch is imported only to run a model, after its flags were checked."""
 
 from .command import main
 

@@ -1,7 +1,7 @@
 """Checks a command line without torch: names of flags and classes, and values that are texts or numbers.
 
-It refuses only what would be refused later anyway; what it can't judge it lets pass. So a mistake is told at once, in
-a line, and a run pays some milliseconds for it.
+It only refuses flags that would fail later, and passes everything that it can't judge. So a mistake is reported at once
+in one line, and the check costs a run some milliseconds.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..compression.registry import parse_compression
 from ..flags import choose, did_you_mean
-from ..strategies.precision_names import ALIASES, PRECISIONS, TRANSFORMER_ENGINE
+from ..precision.names import ALIASES, PRECISIONS, TRANSFORMER_ENGINE
 from ..strategies.registry import check_strategy
 from . import classes
 from .class_names import check_argument, check_class_name
@@ -22,14 +22,14 @@ __all__ = ["KINDS", "UsageError", "Word", "check", "check_value", "split"]
 _NOTHING = {"null", "none", "~", ""}
 _SWITCHES = {"true", "false", "yes", "no", "on", "off", "y", "n"}
 _OPEN = ("model", "data", "trainer", "optimizer", "lr_scheduler")
-"""Flags that have others behind a dot, which only their class knows."""
+"""Flags whose class defines further flags after a dot."""
 
 _CLASS = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _REGISTERS = re.compile(r"register_strategy|register_comm_hook|StrategyRegistry|AcceleratorRegistry")
 
 
 class UsageError(ValueError):
-    """A command line that can't be run; the message is at most three lines, and names the flag."""
+    """The command line is invalid; the message has at most three lines and names the flag."""
 
 
 class Word(NamedTuple):
@@ -46,16 +46,16 @@ def check(command: str, words: Sequence[str]) -> None:
     """Checks the flags of ``polyphase COMMAND words...``.
 
     Raises:
-        UsageError: a flag or value that can't be right.
+        UsageError: a flag or value is invalid.
     """
-    from .config import check_config  # which checks values as this does
+    from .config import check_config  # imports this module
 
     flags = {flag.name: flag for flag in flags_of(command)}
-    given = list(split(command, words))
-    has_config = any(word.name == "config" for word in given)
+    parsed = list(split(command, words))
+    has_config = any(word.name == "config" for word in parsed)
     has_model = False
     chosen: dict[str, str] = {}
-    for word in given:
+    for word in parsed:
         row = flags.get(word.name)
         if row is not None and row.kind == "config":
             has_model |= check_config(command, word.value or "")
@@ -69,15 +69,15 @@ def check(command: str, words: Sequence[str]) -> None:
             has_model |= row.name == "model"
             if row.kind != "bare":
                 check_value(row, _needed(row, word), word.written)
-    if not (has_model or has_config or command == "wire"):
+    if not (has_model or has_config or command == "bench-comm"):
         raise UsageError(f"{command} needs a model: {_models_there()}")
 
 
 def split(command: str, words: Sequence[str]) -> Iterator[Word]:
-    """Takes a command line apart.
+    """Splits a command line into flags and values.
 
     Raises:
-        UsageError: a flag that the command does not have, or a word that belongs to none.
+        UsageError: the command does not have a flag, or a word belongs to no flag.
     """
     flags = {flag.name: flag for flag in flags_of(command)}
     rest = [*reversed(words)]
@@ -85,8 +85,8 @@ def split(command: str, words: Sequence[str]) -> Iterator[Word]:
         word = rest.pop()
         if not word.startswith("--") and word not in ("-c", "-h"):
             raise UsageError(
-                f"{command}: {word!r} belongs to no flag. A value stands behind its flag, and in quotation marks if it"
-                f" has blanks.\nAll flags: polyphase {command} --help"
+                f"{command}: {word!r} belongs to no flag. Write a value after its flag, in quotation marks if it has"
+                f" spaces.\nAll flags: polyphase {command} --help"
             )
         written, equals, value = word.partition("=")
         name = {"-c": "config", "-h": "help"}.get(written, written.removeprefix("--").removesuffix("+"))
@@ -120,7 +120,7 @@ def _check_name(command: str, name: str, written: str, flags: dict[str, FlagRow]
 
 
 def _check_argument(word: Word, chosen: dict[str, str]) -> None:
-    """Checks ``--model.lr 0.1``, where the class of ``--model`` is known by now."""
+    """Checks ``--model.lr 0.1``, whose class was given by ``--model`` before."""
     head, _, key = word.name.partition(".")
     if re.fullmatch(_CLASS, chosen.get(head, "")):
         try:
@@ -136,8 +136,8 @@ def _needed(row: FlagRow, word: Word) -> str:
 
 def _models_there() -> str:
     own = [*classes.own_classes("model")]
-    known = [*own[:4], *classes.models_of("model")]
-    return f"--model NAME or --model package.Class. There are {', '.join(known)}."
+    names = [*own[:4], *classes.models_of("model")]
+    return f"--model NAME or --model package.Class. There are {', '.join(names)}."
 
 
 # --- values
@@ -147,12 +147,12 @@ def check_value(row: FlagRow, value: str, written: str) -> None:
     """Checks the text of one value.
 
     Args:
-        row: of its flag.
-        value: as it was written.
-        written: how the message calls the flag, such as ``--max_epochs`` or ``run.yaml: trainer.max_epochs``.
+        row: the flag of the value.
+        value: the text of the value.
+        written: name of the flag in messages, such as ``--max_epochs`` or ``run.yaml: trainer.max_epochs``.
 
     Raises:
-        UsageError: it can't be right.
+        UsageError: the value is invalid.
     """
     try:
         KINDS[row.kind](row, value)
@@ -160,7 +160,7 @@ def check_value(row: FlagRow, value: str, written: str) -> None:
         raise UsageError(f"{written}: {error}") from None
     except ValueError as error:
         if row.kind in ("strategy", "compression", "accelerator") and _registers_there():
-            return  # the name may be one that the user's own code registers
+            return  # the user's own code may register this name
         raise UsageError(f"{written}: {error}") from None
 
 
@@ -192,7 +192,7 @@ def _switch(row: FlagRow, value: str, *, also: Iterable[str] = ()) -> None:
 
 
 def _choice(row: FlagRow, value: str) -> None:
-    if value.lower() not in {*_NOTHING, *row.choices}:  # Lightning takes some of them in capitals
+    if value.lower() not in {*_NOTHING, *row.choices}:  # Lightning accepts some of them in upper case
         choose(f"value of {row.name}", value, row.choices)
 
 

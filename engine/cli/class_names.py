@@ -1,4 +1,4 @@
-"""The classes named by ``--model`` and ``--data``: found in source files, before any of them is imported."""
+"""Checks the classes named by ``--model`` and ``--data`` in source files, before any of them is imported."""
 
 import os
 import re
@@ -11,14 +11,14 @@ __all__ = ["check_argument", "check_class_name", "missing_module", "no_argument"
 
 
 def check_class_name(kind: str, name: str) -> None:
-    """Checks a short name, or an import path as far as its files tell.
+    """Checks a short name, or an import path as far as its source files allow.
 
     Args:
         kind: ``"model"`` or ``"data"``.
-        name: as it stands behind the flag.
+        name: the value of the flag.
 
     Raises:
-        ValueError: there is no such class.
+        ValueError: the class does not exist.
     """
     module, _, class_name = name.rpartition(".")
     if not module:
@@ -33,31 +33,31 @@ def check_class_name(kind: str, name: str) -> None:
     package = os.path.dirname(path) if path.endswith("__init__.py") else None
     if package and os.path.exists(os.path.join(package, f"{class_name}.py")):
         raise ValueError(f"{name} is a module; name a class in it, as in --{kind} {name}.MyClass.")
-    likely = [each for each in source.classes if classes.kind_of(each, source) == kind]
+    likely = [candidate for candidate in source.classes if classes.kind_of(candidate, source) == kind]
     hint = did_you_mean(class_name, [*likely, *source.imported], str) or did_you_mean(class_name, source.classes, str)
     there = f" It has {', '.join(sorted(likely))}." if likely and not hint else ""
     raise ValueError(f"module {module} has no {class_name}.{hint}{there}")
 
 
 def _check_short_name(kind: str, name: str) -> None:
-    known = classes.models_of(kind)
-    if name in known:
+    model_names = classes.models_of(kind)
+    if name in model_names:
         return
     own = classes.own_classes(kind)
     here = [path for path, short in own.items() if short == name]
     if here:
         hint = f" Did you mean --{kind} {here[0]}?"
     else:
-        shown = {name: name for name in known} | {short: path for path, short in own.items()}
+        shown = {name: name for name in model_names} | {short: path for path, short in own.items()}
         hint = did_you_mean(name, shown, lambda near: repr(shown[near]))
     raise ValueError(
-        f"unknown {kind} class {name!r}.{hint} Allowed: {', '.join([*known, *own][:12])}."
-        f" A class of your own goes by its import path: --{kind} package.Class."
+        f"unknown {kind} class {name!r}.{hint} Allowed: {', '.join([*model_names, *own][:12])}."
+        f" Name your own class by its import path: --{kind} package.Class."
     )
 
 
 def missing_module(module: str, class_name: str) -> str:
-    """Returns the error about a module that is not there: where it was searched, and which one may have been meant."""
+    """Returns the message about a missing module: where it was searched, and a suggestion."""
     first = module.partition(".")[0]
     if first != module and classes.find_module(first) is not None:
         return f"No module named {module!r}: there is {first!r}, but it has no such part."
@@ -69,26 +69,26 @@ def missing_module(module: str, class_name: str) -> str:
     return f"No module named {module!r} in {os.getcwd()} or among what is installed.{hint}"
 
 
-# --- arguments of their constructors
+# --- arguments of the classes' constructors
 
 
 def no_argument(class_name: str, name: str, names: Sequence[str]) -> str:
-    """Returns the error about an argument that a class does not have."""
+    """Returns the message about an argument that a class does not have."""
     hint = did_you_mean(name, names)
     there = "" if hint else f" It has {', '.join(names[:12])}." if names else " It has no arguments."
     return f"{class_name} has no {name!r}.{hint}{there}"
 
 
 def check_argument(class_path: str, key: str, value: str | None) -> None:
-    """Checks an argument of a class, as far as its source tells: ``--model.lr 0.1``.
+    """Checks an argument of a class, as far as its source file allows: ``--model.lr 0.1``.
 
     Args:
-        class_path: as it stands behind ``--model`` or ``--data``.
-        key: what stands behind the dot of ``--model.KEY``.
-        value: as it was written.
+        class_path: the value of ``--model`` or ``--data``.
+        key: the text after the dot of ``--model.KEY``.
+        value: the text of the value.
 
     Raises:
-        ValueError: the class has no such argument, or it is a number and the value is none.
+        ValueError: the class has no such argument, or the argument is a number and the value is not.
     """
     module, _, class_name = class_path.rpartition(".")
     path = classes.find_module(module) if module else classes.models_file()

@@ -1,4 +1,4 @@
-"""The classes in a user's files, read from their source: nothing of it is imported or run."""
+"""Finds the classes in a user's files from their source, without importing or running them."""
 
 import ast
 import dataclasses
@@ -24,16 +24,16 @@ class Source:
     path: str
     classes: dict[str, ast.ClassDef]
     imported: dict[str, str]
-    """``module:name`` by the name here; the module with its leading dots."""
+    """``module:name`` of each imported name; the module has its leading dots."""
     names: frozenset[str]
-    """All names, those of `classes` and `imported` included."""
+    """All names, including those in `classes` and `imported`."""
     is_open: bool
-    """Whether it may have more names than these: by ``import *``, ``__getattr__``, ``globals()``."""
+    """Whether the file may have further names: by ``import *``, ``__getattr__``, ``globals()``."""
 
 
 @functools.lru_cache(maxsize=256)
 def read(path: str) -> Source | None:
-    """The file's definitions; None if it can't be read or is no Python."""
+    """Returns the file's definitions; None if it can't be read or is not Python."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -61,7 +61,7 @@ def read(path: str) -> Source | None:
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
-    """Statements of a module, also those under if, try and with."""
+    """Yields the statements of a module, also those inside if, try and with."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
             yield from _top_level(child)
@@ -70,10 +70,10 @@ def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def find_module(name: str) -> str | None:
-    """The file of a module, found as import would, without running any package on the way.
+    """Finds the file of a module like an import, but without running parent packages.
 
     Returns:
-        ``""`` if there is such a module but no Python file of it, None if there is none.
+        ``""`` if the module exists but has no Python file; None if it does not exist.
     """
     first, *rest = name.split(".")
     if first in sys.builtin_module_names:
@@ -81,8 +81,8 @@ def find_module(name: str) -> str | None:
     path: list[str] = [os.getcwd(), *sys.path]
     for index in range(len(rest) + 1):
         full = ".".join([first, *rest[:index]])
-        # What PathFinder doesn't find may be an editable install, which has a hook of its own. Asking that imports the
-        # packages on the way; most often there are none, for it is asked last.
+        # A module that PathFinder does not find may be an editable install, which has its own import hook. The hook
+        # imports parent packages, so it is asked last.
         spec = PathFinder.find_spec(full, path) or _hooked(full)
         if spec is None:
             return None
@@ -96,12 +96,12 @@ def _hooked(name: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
-    except Exception:  # raised by a package on the way, which so exists
+    except Exception:  # raised by a parent package, which therefore exists
         return importlib.machinery.ModuleSpec(name, None)
 
 
 def kind_of(name: str, source: Source, depth: int = 6) -> str | None:
-    """``"model"`` or ``"data"`` for a class that derives from Lightning's; None if that can't be seen."""
+    """Returns ``"model"`` or ``"data"`` for a class that derives from Lightning's; None if that is not visible."""
     if depth == 0:
         return None
     if name in source.classes:
@@ -116,7 +116,7 @@ def kind_of(name: str, source: Source, depth: int = 6) -> str | None:
 
 
 def _origin(name: str, source: Source) -> tuple[str, Source] | None:
-    """Returns the original name of an imported class and the file that defines it; None where that is not looked up."""
+    """Returns the original name of an imported class and the file that defines it; None if that is not looked up."""
     module, _, original = source.imported.get(name, "").partition(":")
     if not module:
         return None
@@ -127,33 +127,33 @@ def _origin(name: str, source: Source) -> tuple[str, Source] | None:
         candidates = [stem.with_suffix(".py"), stem / "__init__.py"]
         path: str | None = next((str(path) for path in candidates if path.is_file()), None)
     elif module.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "numpy"):
-        return None  # large, and what matters of them is told by its name
+        return None  # large packages; the names of their classes are enough
     elif module == "polyphase.models":
         path = models_file()
     else:
         path = find_module(module)
-    found = read(path) if path else None
-    return None if found is None else (original, found)
+    defining = read(path) if path else None
+    return None if defining is None else (original, defining)
 
 
 def models_file() -> str:
-    """The file of `polyphase.models`."""
+    """Returns the path of `polyphase.models`."""
     spec = importlib.util.find_spec("polyphase.models")
     return (spec.origin if spec else None) or ""
 
 
 @functools.cache
 def models_of(kind: str) -> tuple[str, ...]:
-    """Names of the classes of `polyphase.models`, by ``"model"`` or ``"data"``."""
+    """Returns the names of the ``"model"`` or ``"data"`` classes of `polyphase.models`."""
     source = read(models_file())
     return tuple(name for name in source.imported if kind_of(name, source) == kind) if source else ()
 
 
 def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
-    """The classes in a folder's files, and those of the folders in it: import path by ``"module.Class"``."""
+    """Returns the classes in the files of a folder and its subfolders: import path by ``"module.Class"``."""
     root = Path(folder or os.getcwd())
     files = [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]
-    found: dict[str, str] = {}
+    own: dict[str, str] = {}
     for path in files[:_MOST_FILES]:
         parts = path.relative_to(root).with_suffix("").parts
         if any(part in _SKIPPED or part.startswith((".", "test_")) or not part.isidentifier() for part in parts):
@@ -161,12 +161,12 @@ def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
         source = read(str(path))
         for name in source.classes if source else ():
             if kind_of(name, source) == kind:  # type: ignore[arg-type]
-                found[".".join([*(part for part in parts if part != "__init__"), name])] = name
-    return found
+                own[".".join([*(part for part in parts if part != "__init__"), name])] = name
+    return own
 
 
 def class_arguments(name: str, source: Source, depth: int = 6) -> dict[str, str] | None:
-    """Arguments of a class's constructor as ``name -> "type = default"``; None if they can't be seen in full."""
+    """Returns a constructor's arguments as ``name -> "type = default"``; None if not all of them are visible."""
     if depth == 0:
         return None
     if name not in source.classes:

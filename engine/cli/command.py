@@ -1,4 +1,4 @@
-"""Finds the command and imports only what it needs: what can be answered without torch is answered at once."""
+"""Finds the command and imports only its modules, so that commands without torch respond at once."""
 
 import importlib
 import os
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..flags import choose
+from ..old_names import warn_of_old_name
 from ..version import __version__
 from .console import exit_with
 from .flag_table import COMMANDS as RUNS
@@ -14,7 +15,7 @@ __all__ = ["COMMANDS", "main"]
 
 
 def _command(path: str) -> Callable[[Sequence[str]], int]:
-    """A function of the engine, ``"package.module:name"``, that is imported when it is called."""
+    """Returns a function that imports and calls the engine's function ``"package.module:name"``."""
 
     def run(words: Sequence[str]) -> int:
         module, _, name = path.partition(":")
@@ -26,19 +27,24 @@ def _command(path: str) -> Callable[[Sequence[str]], int]:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "strategies": _command(".strategies:main"),
     "init": _command(".init:main"),
-    "launch": _command("..launch:main"),
+    "launch": _command("..launch.command:main"),
     "ckpt": _command("..checkpoint.commands:main"),
     "doctor": _command("..doctor.command:main"),
+    "stacks": _command("..doctor.stacks:main"),
 }
-"""Commands that run no model: each takes the words behind it and returns the exit code."""
+"""Commands that run no model: each takes its arguments and returns the exit code."""
+
+_OTHER_SPELLINGS = {"wire": "bench-comm", "bench_comm": "bench-comm"}
+"""Other spellings of commands: an old name, which works for one more release, and names of engine methods."""
 
 HELP = """\
-usage: polyphase {fit,validate,test,predict,verify,wire} [flags]
+usage: polyphase {fit,validate,test,predict,verify,bench-comm} [flags]
        polyphase strategies [NAME] [--explain MODEL]
        polyphase init DIR
        polyphase launch [--nproc N] [--max-restarts K] -- script.py
        polyphase ckpt {list,inspect,verify,export,prune}
-       polyphase doctor {RUN_DIR,host}
+       polyphase doctor {RUN_DIR,fit,host}
+       polyphase stacks RUN_DIR
 
 Train a LightningModule on any number of devices: one flag per strategy, the same result under each
 (but for local_sgd, diloco and ps with staleness, which are made to compute something else).
@@ -51,9 +57,9 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
   polyphase verify --model ByteGPT --data PythonSource --strategy fsdp --devices 2 --steps 5
                    shows that the flags compute what one process does, or names the first tensor
                    that differs
-  polyphase wire --strategy ddp --devices 2 [--model ByteGPT --data PythonSource]
-                   measures the wire between the ranks, forecasts a step under each --compression,
-                   recommends one
+  polyphase bench-comm --strategy ddp --devices 2 [--model ByteGPT --data PythonSource]
+                   measures the network between the ranks, forecasts a step under each
+                   --compression, recommends one
 
   polyphase init DIR              a small project to start from: module, data, config, test
   polyphase strategies            strategies, precisions and compressions, a line each
@@ -65,6 +71,11 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
                                   of them
   polyphase doctor RUN_DIR        where the time of a run with --callbacks+=Doctor went, which rank
                                   costs it, and which flag mends that
+  polyphase doctor --compare A B  which of two runs is faster, in which phases, and what was set up
+                                  differently
+  polyphase doctor fit ...        the same for some steps of a command; with --try, what remedies
+                                  gain
+  polyphase stacks RUN_DIR        where the ranks of a living run are, without stopping it
   polyphase doctor host           whether this host is fit to train on: memory, CPUs, disk, ...
   polyphase fit --help            the flags; also of the others; --help-all: those of Lightning too
   polyphase fit ... --print_config > run.yaml
@@ -77,6 +88,8 @@ Completion of words by the shell, for bash (or zsh), with the package shtab:
 def main() -> None:
     """Runs the command with the arguments of the process."""
     words = sys.argv[1:]
+    if words and words[0] in _OTHER_SPELLINGS:
+        words[0] = _current_name(words[0])
     if not words or words[0] in ("-h", "--help"):
         print(HELP, end="")
     elif words[0] == "--version":
@@ -96,15 +109,21 @@ def main() -> None:
             exit_with(f"{error}\nSee polyphase --help.")
 
 
+def _current_name(command: str) -> str:
+    if command == "wire":
+        warn_of_old_name("the command 'polyphase wire'", "'polyphase bench-comm'")
+    return _OTHER_SPELLINGS[command]
+
+
 def _run(command: str, words: list[str]) -> None:
-    """Answers what can be answered at once, and hands everything else to LightningCLI."""
+    """Runs commands that need no torch at once, and passes all others to LightningCLI."""
     if "-h" in words or "--help" in words:
         from .help import print_help
 
         print_help(command, words)
         return
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that a user's own module is found by its import path
+        sys.path.insert(0, os.getcwd())  # so that a user's own modules can be imported
     from .check import UsageError, check
 
     if "--help-all" in words:

@@ -1,4 +1,4 @@
-"""Completion of words by the shell: a script that shtab writes from the table of flags, as jsonargparse's would be."""
+"""Shell completion: a script that shtab generates from the table of flags."""
 
 import argparse
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..compression.registry import ROWS as HOOKS
 from ..flags import choose
-from ..strategies.precision_names import PRECISIONS
+from ..precision.names import PRECISIONS
 from ..strategies.registry import STRATEGIES
 from . import classes
 from .command import COMMANDS as OTHERS
@@ -16,7 +16,7 @@ from .flag_table import COMMANDS, FlagRow, flags_of
 
 __all__ = ["parser", "print_completion"]
 
-SHELLS = ("bash", "zsh")  # of tcsh's, shtab leaves out the flags of commands
+SHELLS = ("bash", "zsh")  # not tcsh: there shtab omits the flags of commands
 _CKPT = ("list", "inspect", "verify", "export", "prune")
 
 
@@ -34,7 +34,7 @@ def print_completion(words: Sequence[str]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command as argparse sees it: all words, none of them run."""
+    """Returns an argparse parser with all commands and flags, for completion only."""
     top = argparse.ArgumentParser(prog="polyphase")
     top.add_argument("--version", action="store_true")
     commands = top.add_subparsers(dest="command")
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _values(row: FlagRow) -> dict[str, Any]:
-    known = {
+    completions = {
         "model": classes.models_of("model"),
         "data": classes.models_of("data"),
         "strategy": ("auto", *STRATEGIES),
@@ -65,5 +65,5 @@ def _values(row: FlagRow) -> dict[str, Any]:
     }
     if row.kind == "bare":
         return {"action": "store_true"}
-    choices = row.choices or known.get(row.kind)
+    choices = row.choices or completions.get(row.kind)
     return {"choices": choices} if choices else {}

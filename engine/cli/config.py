@@ -1,4 +1,4 @@
-"""Checks a configuration file as far as that goes without torch: it exists, it is YAML, its keys and plain values."""
+"""Checks a configuration file without torch: that it exists and is YAML, and its keys and plain values."""
 
 import os
 from pathlib import Path
@@ -18,10 +18,10 @@ def check_config(command: str, path: str) -> bool:
     """Checks the file behind ``--config``; returns whether it names a model.
 
     Raises:
-        UsageError: it is not there, is no YAML, or has a key or value that can't be right; the message has its path.
+        UsageError: the file is missing, is not YAML, or has an invalid key or value; the message has its path.
     """
     if "://" in path or path.lstrip().startswith("{"):
-        return True  # jsonargparse's to open
+        return True  # jsonargparse opens it
     file = Path(path).expanduser()
     if not file.is_file():
         beside = [name for name in _beside(file) if name.endswith((".yaml", ".yml", ".json"))]
@@ -100,8 +100,8 @@ def _check_class(path: str, key: str, value: Any) -> None:
         row = next(row for row in flags_of("fit") if row.name == key)
         check_value(row, name, f"{path}: {key}" if isinstance(value, str) else f"{path}: {key}.class_path")
         arguments = value.get("init_args") if isinstance(value, dict) else None
-        for argument, given in (arguments or {}).items():
+        for argument, item in (arguments or {}).items():
             try:
-                check_argument(name, str(argument), given if isinstance(given, str) else None)
+                check_argument(name, str(argument), item if isinstance(item, str) else None)
             except ValueError as error:
                 raise UsageError(f"{path}: {key}.init_args.{argument}: {error}") from None

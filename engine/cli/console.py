@@ -1,4 +1,4 @@
-"""The end of a command that can't go on: an error and exit code 2."""
+"""Ends a command with an error and exit code 2."""
 
 import sys
 from typing import NoReturn
@@ -7,6 +7,6 @@ __all__ = ["exit_with"]
 
 
 def exit_with(message: str) -> NoReturn:
-    """Prints an error and ends with exit code 2: the command line is wrong."""
+    """Prints an error and ends with exit code 2, which means that the command line is wrong."""
     print(f"polyphase: error: {message}", file=sys.stderr)
     sys.exit(2)

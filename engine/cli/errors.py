@@ -1,7 +1,7 @@
-"""jsonargparse's errors in a line: which flag, what is wrong with it, what was probably meant.
+"""Shortens jsonargparse's errors to the flag, its problem, and a suggestion.
 
-Its messages tell how it searched, in ten lines and more. What is told here is picked from them; of a message that is
-none of these, the lines that say something are kept.
+Its messages describe the whole search in ten lines or more. The relevant parts are extracted here; from unknown
+messages the informative lines are kept.
 """
 
 import importlib
@@ -28,71 +28,71 @@ _NOISE = re.compile(
 
 
 def in_a_line(command: str, message: str) -> str:
-    """The message of one of jsonargparse's errors as a user can read it, of at most three lines."""
+    """Returns a readable message for an error of jsonargparse, in at most three lines."""
     keys = re.findall(r'[Pp]arser key "([^"]+)"', message)
     flag = _flag(keys)
     for tell in (_unknown_flag, _unknown_key, _missing, _no_argument, _no_class, _wrong_type):
-        told = tell(command, message, flag)
-        if told:
-            return told
+        text = tell(command, message, flag)
+        if text:
+            return text
     lines = [line.strip(" -") for line in message.splitlines()]
     kept = list(dict.fromkeys(line for line in lines if line and not _NOISE.search(line)))
-    said = "; ".join(kept) or message.splitlines()[0]
-    return f"{f'{flag}: ' if flag else ''}{said[:600]}\nAll flags: polyphase {command} --help"
+    summary = "; ".join(kept) or message.splitlines()[0]
+    return f"{f'{flag}: ' if flag else ''}{summary[:600]}\nAll flags: polyphase {command} --help"
 
 
 def _flag(keys: list[str]) -> str:
-    """``--model.lr`` for the keys model and lr, one in the other's message."""
+    """Returns ``--model.lr`` for the nested keys model and lr."""
     path = ".".join(dict.fromkeys(keys)).removeprefix("trainer.")
     return f"--{path}" if path else ""
 
 
 def _unknown_flag(command: str, message: str, flag: str) -> str:
-    found = re.search(r"unrecognized arguments: --(?:trainer\.)?(\S+)", message)
-    if found is None:
+    match = re.search(r"unrecognized arguments: --(?:trainer\.)?(\S+)", message)
+    if match is None:
         return ""
     names = [row.name for row in flags_of(command)]
-    hint = did_you_mean(found[1], names, lambda near: f"--{near}")
-    return f"{command} has no flag --{found[1]}.{hint}\nAll flags: polyphase {command} --help-all"
+    hint = did_you_mean(match[1], names, lambda near: f"--{near}")
+    return f"{command} has no flag --{match[1]}.{hint}\nAll flags: polyphase {command} --help-all"
 
 
 def _unknown_key(command: str, message: str, flag: str) -> str:
-    found = re.search(r"does not accept (?:option|nested key) '([^']+)'", message)
-    if found is None:
+    match = re.search(r"does not accept (?:option|nested key) '([^']+)'", message)
+    if match is None:
         return ""
     names = {row.name: row.name for row in flags_of(command)} | {f"trainer.{r.name}": r.name for r in ENGINE_FLAGS}
-    return f"unknown key {found[1]!r}.{did_you_mean(found[1], names)}\nAll keys: polyphase {command} --help-all"
+    return f"unknown key {match[1]!r}.{did_you_mean(match[1], names)}\nAll keys: polyphase {command} --help-all"
 
 
 def _missing(command: str, message: str, flag: str) -> str:
-    found = re.search(r"arguments are required: (.+)", message) or re.search(
+    match = re.search(r"arguments are required: (.+)", message) or re.search(
         r"[Kk]ey \"?([\w.]+)\"? is required", message
     )
-    if found is None:
+    if match is None:
         return ""
     class_path = _class_path(message)
-    names = [name.strip().removeprefix(f"{command}.") for name in found[1].split(",")]
+    names = [name.strip().removeprefix(f"{command}.") for name in match[1].split(",")]
     if class_path is None:
         return f"{command} needs {', '.join(f'--{name}' for name in names)}.\nAll flags: polyphase {command} --help"
-    wanted = ", ".join(f"{flag}.{name}" for name in names)
-    return f"{wanted}: needed by {class_path.rpartition('.')[2]}, whose constructor has no default for it."
+    required = ", ".join(f"{flag}.{name}" for name in names)
+    return f"{required}: needed by {class_path.rpartition('.')[2]}, whose constructor has no default for it."
 
 
 def _class_path(message: str) -> str | None:
-    found = re.findall(r"Problem with given class_path '([\w.]+)'", message)
-    return found[-1] if found else None
+    match = re.findall(r"Problem with given class_path '([\w.]+)'", message)
+    return match[-1] if match else None
 
 
 def _no_argument(command: str, message: str, flag: str) -> str:
-    found = re.search(r"(?:Option|Key) '([\w.]+)' is not accepted", message)
+    match = re.search(r"(?:Option|Key) '([\w.]+)' is not accepted", message)
     class_path = _class_path(message)
-    if found is None or class_path is None:
+    if match is None or class_path is None:
         return ""
     module, _, name = class_path.rpartition(".")
     if name in ("LightningModule", "LightningDataModule"):
-        return f"{flag}.{found[1]} needs {flag} CLASS in front of it."
+        return f"{flag}.{match[1]} needs {flag} CLASS in front of it."
     cls = getattr(importlib.import_module(module), name)
-    return f"{flag}.{found[1]}: {no_argument(name, found[1], list(inspect.signature(cls.__init__).parameters)[1:])}"
+    return f"{flag}.{match[1]}: {no_argument(name, match[1], list(inspect.signature(cls.__init__).parameters)[1:])}"
 
 
 def _no_class(command: str, message: str, flag: str) -> str:
@@ -105,31 +105,31 @@ def _no_class(command: str, message: str, flag: str) -> str:
         return f"{flag}: module {attribute[1]} has no {attribute[2]}.{did_you_mean(attribute[2], names, str)}"
     kind = re.search(r"Import path does not correspond to a subclass of (\w+)", message)
     if kind is not None:
-        given = re.search(r"Given value: ([\w.]+)", message)
-        return f"{flag}: {given[1] if given else 'it'} is no subclass of {kind[1]}."
+        path = re.search(r"Given value: ([\w.]+)", message)
+        return f"{flag}: {path[1] if path else 'it'} is no subclass of {kind[1]}."
     short = re.search(r"Expected a dot import path string: (\w+)", message)
     if short is None:
         return ""
-    known = _subclasses(flag)
+    subclasses = _subclasses(flag)
     return (
-        f"{flag}: unknown class {short[1]!r}.{did_you_mean(short[1], known)} A class of your own goes by its import"
+        f"{flag}: unknown class {short[1]!r}.{did_you_mean(short[1], subclasses)} Name your own class by its import"
         f" path: {flag} package.Class."
     )
 
 
 def _subclasses(flag: str) -> list[str]:
-    """The classes that may stand behind a flag, as far as they are imported."""
+    """Returns the names of the imported classes that a flag accepts."""
     key = flag.removeprefix("--")
     module, _, name = (_BASES.get(key) or _BASES.get(f"trainer.{key}") or ":").partition(":")
     if not module:
         return []
     pending: list[type] = [getattr(importlib.import_module(module), name)]
-    found = set()
+    subclasses = set()
     while pending:
         cls = pending.pop()
         pending += cls.__subclasses__()
-        found.add(cls.__name__)
-    return sorted(name for name in found if not name.startswith("_"))
+        subclasses.add(cls.__name__)
+    return sorted(name for name in subclasses if not name.startswith("_"))
 
 
 def _wrong_type(command: str, message: str, flag: str) -> str:

@@ -1,7 +1,7 @@
-"""The flags of the command: name, kind of value, meaning, default and an example of each; read without torch.
+"""The flags of the command, readable without torch: name, kind of value, meaning, default and an example of each.
 
-The flags of the engine are the arguments of `Engine`, which are those of Lightning's `Trainer` and some more; a test
-compares the two. Those without a group are shown by ``--help-all`` only.
+The flags of the engine are the arguments of `Engine`: the arguments of Lightning's `Trainer` and some more. A test
+compares them. Flags without a group are shown by ``--help-all`` only.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ COMMANDS = {
     "test": "runs its test loop",
     "predict": "runs its prediction loop",
     "verify": "shows that the flags compute what one process does, or names the first tensor that differs",
-    "wire": "measures the wire between the ranks, and forecasts a step under each compression",
+    "bench-comm": "measures the network between the ranks, and forecasts a step under each compression",
 }
-"""Commands that run a model, and what each does."""
+"""Commands that run a model, with their descriptions."""
 
 GROUPS = (
     "What to run",
@@ -27,7 +27,7 @@ GROUPS = (
     "Checkpoints and resuming",
     "What is shown and logged",
 )
-"""Headings of the help, in their order."""
+"""Headings of the help, in order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +35,17 @@ class FlagRow:
     """One flag of the command."""
 
     name: str
-    """The name as it is written behind ``--``."""
+    """The name after ``--``."""
     kind: str
-    """The kind of its value: a name of `check.KINDS`."""
+    """The kind of the value: a key of `check.KINDS`."""
     meaning: str
     default: str
-    """The default as it is shown; ``""`` for none."""
+    """The default as shown in the help; ``""`` for none."""
     example: str
     group: str = ""
-    """One of `GROUPS`, or nothing."""
+    """One of `GROUPS`, or empty."""
     choices: tuple[str, ...] = ()
-    """All texts that the value can be, where they are few."""
+    """All possible values, if there are few."""
     commands: tuple[str, ...] = tuple(COMMANDS)
     """The commands that have it."""
 
@@ -69,9 +69,9 @@ RUN_FLAGS = (
     FlagRow("return_predictions", "bool", "keep the predictions in memory", "true", "false", commands=("predict",)),
     FlagRow("steps", "int", "optimizer steps that are compared", "5", "5", _WHAT, commands=("verify",)),
     FlagRow("tolerance", "number", "largest difference of a weight", "1e-05", "1e-4", _WHAT, commands=("verify",)),
-    FlagRow("compressions", "any", "those to compare", "all", "[none,bf16]", _WHAT, commands=("wire",)),
+    FlagRow("compressions", "any", "those to compare", "all", "[none,bf16]", _WHAT, commands=("bench-comm",)),
 )
-"""Flags that are no arguments of the engine."""
+"""Flags that are not arguments of the engine."""
 
 _BAR = "show a progress bar"
 _LIMIT = "batches of each epoch at most: a number, or a share such as 0.1"
@@ -180,6 +180,7 @@ ENGINE_FLAGS = (
     FlagRow("overfit_batches", "number", "train and validate on these few batches alone", "0.0", "2"),
     FlagRow("num_sanity_val_steps", "int", "validation batches before training", "2", "0"),
     FlagRow("enable_run_summary", "bool", "say what the run is, and where its results are", "true", "false"),
+    FlagRow("enable_doctor", "bool", "say which cause has cost seconds, and what mends it", "false", "true"),
     FlagRow("enable_model_summary", "bool", "print the layers before training", "true", "false"),
     FlagRow("benchmark", "bool", "let cuDNN search for the fastest algorithms", "none", "true"),
     FlagRow("inference_mode", "bool", "evaluate under torch.inference_mode, else no_grad", "true", "false"),
@@ -195,5 +196,5 @@ ENGINE_FLAGS = (
 
 
 def flags_of(command: str) -> tuple[FlagRow, ...]:
-    """All flags of a command."""
+    """Returns all flags of a command."""
     return tuple(flag for flag in (*RUN_FLAGS, *ENGINE_FLAGS) if command in flag.commands)

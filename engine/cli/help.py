@@ -1,4 +1,4 @@
-"""The help of a command that runs a model: its main flags by what they are for, without torch."""
+"""Prints the help of a command that runs a model: its main flags in groups; needs no torch."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ WIDTH = 100
 _INDENT = 35
 _EXAMPLES = {
     "verify": "--model ByteGPT --data PythonSource --strategy fsdp --devices 2 --steps 5",
-    "wire": "--strategy ddp --devices 2",
+    "bench-comm": "--strategy ddp --devices 2",
     "fit": "--model my_file.MyModel --data my_file.MyData --strategy ddp --devices 2",
 }
 
@@ -27,7 +27,7 @@ def print_help(command: str, words: Sequence[str]) -> None:
 
 
 def help_lines(command: str) -> Iterator[str]:
-    """The lines of ``polyphase COMMAND --help``."""
+    """Yields the lines of ``polyphase COMMAND --help``."""
     yield f"usage: polyphase {command} --model CLASS [--data CLASS] [flags]"
     yield f"{command}: {COMMANDS[command]}."
     yield ""
@@ -64,7 +64,7 @@ def _lines(row: FlagRow) -> list[str]:
 
 
 def _arguments(kind: str, name: str) -> list[str]:
-    """Lists the arguments of a class's constructor, as far as its source tells."""
+    """Lists the arguments of a class's constructor, as far as its source file allows."""
     module, _, class_name = name.rpartition(".")
     path = classes.find_module(module) if module else classes.models_file()
     source = classes.read(path) if path else None

@@ -1,4 +1,4 @@
-"""`polyphase init DIR`: a small project to start from, that runs and is tested as it is."""
+"""`polyphase init DIR`: creates a small example project that runs without changes."""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from .console import exit_with
 __all__ = ["FILES", "main"]
 
 FILES = ("README.md", "my_data.py", "my_model.py", "run.yaml", "test_project.py", "train.py")
-"""Names of the files that are written; the folder `project` has each of them, with the ending ``.txt``."""
+"""Names of the files to write; the folder `project` has each of them with the extension ``.txt``."""
 
 HELP = """\
 usage: polyphase init DIR
@@ -28,7 +28,7 @@ Writes a small project to start from into the folder DIR, which may exist but ma
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs ``polyphase init`` with the words behind it; returns the exit code."""
+    """Runs ``polyphase init`` with its arguments; returns the exit code."""
     if not words or words[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             text = files(__package__).joinpath("project", f"{name}.txt").read_text(encoding="utf-8")
-            with open(folder / name, "x", encoding="utf-8") as file:  # never over one that has come since
+            with open(folder / name, "x", encoding="utf-8") as file:  # "x" never replaces a file created meanwhile
                 file.write(text)
     except OSError as error:
         exit_with(f"init: can't write to {folder}: {error}.")

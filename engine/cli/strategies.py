@@ -1,4 +1,4 @@
-"""`polyphase strategies`: what the flags strategy, precision and compression can be; torch is not needed to say it."""
+"""`polyphase strategies`: lists the values of the flags strategy, precision and compression, without torch."""
 
 import ast
 import dataclasses
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..compression.registry import ROWS as HOOKS
 from ..flags import LAUNCHERS, choose
 from ..plugins import COMM_HOOK_GROUP, STRATEGY_GROUP, load_plugin, plugin_names
-from ..strategies.precision_names import ALIASES, PRECISIONS
-from ..strategies.registry import STRATEGIES, Row, find_strategy
+from ..precision.names import ALIASES, PRECISIONS
+from ..strategies.registry import STRATEGIES, StrategySpec, find_strategy
 from .class_names import check_class_name
 from .console import exit_with
 
@@ -33,7 +33,7 @@ usage: polyphase strategies [NAME] [--explain MODEL]
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs ``polyphase strategies`` with the words behind it; returns the exit code."""
+    """Runs ``polyphase strategies`` with its arguments; returns the exit code."""
     try:
         if not words:
             print("\n".join(_overview()))
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-# --- all of them
+# --- the overview
 
 
 def _overview() -> Iterator[str]:
@@ -100,7 +100,7 @@ def _wrapped(text: str, indent: str = "  ", first: str | None = None) -> list[st
     )
 
 
-# --- one of them
+# --- one value
 
 
 def _about(flag: str) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _field(title: str, text: str) -> list[str]:
     return _wrapped(text, " " * 16, f"{title + ':':<16}")
 
 
-def _about_strategy(name: str, row: Row) -> Iterator[str]:
+def _about_strategy(name: str, row: StrategySpec) -> Iterator[str]:
     yield f"--strategy {name}"
     yield from _field("what it is", row.description)
     if row.choose_when:
@@ -142,8 +142,8 @@ def _about_strategy(name: str, row: Row) -> Iterator[str]:
     )
 
 
-def _can(names: Sequence[str], known: typing.Iterable[str], why_not: str) -> str:
-    lacking = [name for name in known if name not in names]
+def _can(names: Sequence[str], all_names: typing.Iterable[str], why_not: str) -> str:
+    lacking = [name for name in all_names if name not in names]
     if not lacking:
         return f"all: {', '.join(names)}"
     return f"{', '.join(names)}; not {', '.join(lacking)}" + (f": {why_not}" if why_not else "")
@@ -186,7 +186,7 @@ def _options(options: type) -> Iterator[str]:
     yield "options, as name:option=value,option=value"
     types, texts = typing.get_type_hints(options), field_docs(options)
     for field in fields:
-        is_left_out = field.default is None and types[field.name] == bool | None  # then it counts as false
+        is_left_out = field.default is None and types[field.name] == bool | None  # None means false here
         left = f"  {field.name}={_text(False if is_left_out else field.default)}"
         words = f"{texts.get(field.name, '')} ({_type_name(types[field.name])})".strip()
         yield from _wrapped(words, " " * 35, f"{left:<34} ")
@@ -205,21 +205,21 @@ def _type_name(type_: typing.Any) -> str:
 
 
 def _example(name: str, options: type) -> str:
-    """A flag with a size, where there is one to give."""
-    sizes = {"stages": 2, "tp": 2, "replicate": 2, "every": 16, "staleness": 4}
+    """Returns a flag with a size, if it has one."""
+    sizes = {"pipeline_size": 2, "tp": 2, "replicate": 2, "sync_every": 16, "staleness": 4}
     names = [field.name for field in dataclasses.fields(options)]
-    found = next((f"{key}={value}" for key, value in sizes.items() if key in names), None)
-    return f"{name}:{found}" if found else name
+    size = next((f"{key}={value}" for key, value in sizes.items() if key in names), None)
+    return f"{name}:{size}" if size else name
 
 
 def field_docs(options: type) -> dict[str, str]:
-    """The text below each field of a dataclass and of its bases, by the field's name."""
+    """Returns the docstring of each field of a dataclass and its bases, by the field's name."""
     docs: dict[str, str] = {}
     for cls in reversed(options.__mro__[:-1]):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
         except (OSError, TypeError, SyntaxError):
-            continue  # made at run time, or in an interactive session
+            continue  # created at run time, or in an interactive session
         body = tree.body[0].body  # type: ignore[attr-defined]
         for field, text in itertools.pairwise(body):
             if (

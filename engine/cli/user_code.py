@@ -1,4 +1,4 @@
-"""Importing the user's own modules: what fails there is shown as theirs, without the frames of the command."""
+"""Imports the user's own modules, and shows errors in them without the frames of the command."""
 
 import importlib
 import itertools
@@ -12,14 +12,14 @@ __all__ = ["import_classes", "own_frames"]
 
 
 def import_classes(words: Sequence[str]) -> None:
-    """Imports the modules named behind ``--model`` and ``--data``; ends the process with 1 if one of them fails.
+    """Imports the modules named by ``--model`` and ``--data``; ends the process with 1 if one of them fails.
 
-    jsonargparse would say no more of it than the message.
+    jsonargparse would show only the message, without the traceback.
     """
     for flag in ("--model", "--data"):
-        given = [after for word, after in itertools.pairwise(words) if word == flag]
-        given += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-        for name in given:
+        values = [after for word, after in itertools.pairwise(words) if word == flag]
+        values += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+        for name in values:
             if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name) and not os.path.exists(name):
                 _import(flag, name.rpartition(".")[0])
 
@@ -34,7 +34,7 @@ def _import(flag: str, module: str) -> None:
 
 
 def own_frames(error: BaseException) -> list[str]:
-    """The lines of a traceback that are of files of the user's, and its message."""
+    """Returns the lines of a traceback in the user's files, and its message."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     return [
         "Traceback (most recent call last):\n" if frames else "",
@@ -45,7 +45,7 @@ def own_frames(error: BaseException) -> list[str]:
 
 def _is_own(path: str) -> bool:
     if path.startswith("<"):
-        return False  # the machinery of import
+        return False  # frames of the import system
     real = os.path.realpath(path)
     package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     library = os.path.dirname(os.path.realpath(os.__file__))

@@ -1,4 +1,4 @@
-"""Gradient compression: one comm hook a file, and the table of them in `registry`; torch comes with the first hook."""
+"""Gradient compression: one comm hook per file, and a table in `registry`; the first hook imports torch."""
 
 from typing import TYPE_CHECKING
 
@@ -6,30 +6,30 @@ from ..lazy import import_on_access
 from .registry import COMM_HOOKS, make_comm_hook, register_comm_hook
 
 if TYPE_CHECKING:
+    from .all_reduce import AllReduceHook
     from .auto import Auto
     from .base import CommHook, NonFiniteGradientError
-    from .bucket import Bucket, Member
-    from .deal import deal_residuals
+    from .bucket import Bucket, ParamSlice
+    from .counting_group import CountingGroup, TrafficKey, busy_s, seconds_between
     from .forecast import Forecast, Link
-    from .plain import Plain
-    from .wire import Sent, Wire, busy_s, seconds_between
+    from .residual_resharding import reshard_residuals
 
 __all__ = [
     "COMM_HOOKS",
+    "AllReduceHook",
     "Auto",
     "Bucket",
     "CommHook",
+    "CountingGroup",
     "Forecast",
     "Link",
-    "Member",
     "NonFiniteGradientError",
-    "Plain",
-    "Sent",
-    "Wire",
+    "ParamSlice",
+    "TrafficKey",
     "busy_s",
-    "deal_residuals",
     "make_comm_hook",
     "register_comm_hook",
+    "reshard_residuals",
     "seconds_between",
 ]
 
@@ -41,13 +41,13 @@ __getattr__ = import_on_access(
         "CommHook": "base",
         "Forecast": "forecast",
         "Link": "forecast",
-        "Member": "bucket",
+        "ParamSlice": "bucket",
         "NonFiniteGradientError": "base",
-        "Plain": "plain",
-        "Sent": "wire",
-        "Wire": "wire",
-        "busy_s": "wire",
-        "deal_residuals": "deal",
-        "seconds_between": "wire",
+        "AllReduceHook": "all_reduce",
+        "TrafficKey": "counting_group",
+        "CountingGroup": "counting_group",
+        "busy_s": "counting_group",
+        "reshard_residuals": "residual_resharding",
+        "seconds_between": "counting_group",
     },
 )

@@ -1,7 +1,7 @@
-"""`auto`: measures a few steps, the wire and some methods, and goes on with the one that a step is shortest under.
+"""`auto`: measures a few steps, the network and some methods, then uses the method with the shortest step.
 
-Only with methods under which training goes nearly as without: `topk` and `sign` lag behind for long, and more so under
-Adam (docs/compression.md), so that they are for those who ask for them by name.
+It considers only methods that barely change training. `topk` and `sign` converge more slowly for a long time, more so
+with Adam (docs/compression.md), so they must be chosen by name.
 """
 
 import statistics
@@ -12,32 +12,32 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from ..flags import check_count
+from .all_reduce import AllReduceHook
 from .base import CommHook
 from .bucket import Bucket
+from .counting_group import CountingGroup, seconds_between, timestamp
 from .forecast import Forecast, Link, Step, forecast, measure_links
-from .memory import Memory
-from .plain import Plain
-from .wire import Wire, mark, seconds_between
+from .parameter_state import ParameterState
 
 __all__ = ["Auto"]
 
 _SETTLING_STEPS = 2
-"""DDP rebuilds its buckets after the first step, and the second one is the first to use them."""
+"""Steps before the measurement: DDP rebuilds its buckets after the first step, and uses them from the second on."""
 _TOLERANCE = 0.05
-"""The share of a step's time that a method further down the list must gain on those above it."""
+"""The share of a step's time that a later method of the list must save to be preferred over an earlier one."""
 
 
 class Auto(CommHook):
-    """Averages as it is for a few steps, then by the fastest method, or goes on as before.
+    """Averages without compression for a few steps, then with the fastest method.
 
     Args:
         steps: number of steps to measure.
 
     Attributes:
-        candidates: flags of the methods, those that change less of the gradients first.
+        candidates: flags of the methods; methods that change gradients less come first.
         links: latency and bandwidth of each collective, once measured.
-        forecasts: of each candidate, once measured.
-        chosen: its flag, once there is one.
+        forecasts: forecast for each candidate, once measured.
+        chosen: flag of the chosen method, once there is one.
     """
 
     name = "auto"
@@ -52,60 +52,60 @@ class Auto(CommHook):
         self.links: dict[str, Link] = {}
         self.forecasts: list[Forecast] = []
         self.chosen: str | None = None
-        self._method: CommHook = Plain()
+        self._method: CommHook = AllReduceHook()
         self._loaded: dict[str, Any] = {}
         self._module: nn.Module | None = None
         self._seen: list[tuple[Any, list[tuple[int, Any, Any]], Any]] = []
         self._step_began: Any = None
         self._like: dict[int, Bucket] = {}
 
-    def begin(self, module: nn.Module, wire: Wire, scaler: torch.amp.GradScaler | None = None) -> None:
-        """See `CommHook`; a choice that was made before, or loaded, stays."""
+    def begin(self, module: nn.Module, wire: CountingGroup, scaler: torch.amp.GradScaler | None = None) -> None:
+        """See `CommHook`; keeps a method that was chosen before, or loaded."""
         super().begin(module, wire, scaler)
         self._module = module
         self._begin_method()
         if self.chosen is None:
-            self.moments = []
+            self.bucket_times = []
 
-    def average(self, bucket: Bucket, wire: Wire) -> None:
-        """Averages as it is until the method is chosen."""
+    def average(self, bucket: Bucket, wire: CountingGroup) -> None:
+        """Averages without compression until the method is chosen."""
         if self.chosen is None:
             flat = bucket.gradients
-            shape_alone = flat.new_empty(1).expand(flat.numel())  # which keeps no gradients in memory
+            shape_alone = flat.new_empty(1).expand(flat.numel())  # keeps the shape without the gradients' memory
             self._like[bucket.index] = Bucket(bucket.index, shape_alone, bucket.members)
         self._method.average(bucket, wire)
 
-    def settle(self, *, skipped: bool = False) -> None:
-        """Notes the step, if it is one to be measured, and chooses after the last one.
+    def on_step_end(self, *, skipped: bool = False) -> None:
+        """Records the times of a measured step, and chooses the method after the last one.
 
-        Between two steps, where no activations are in memory. Steps that are skipped, or done in place of one, are not
-        measured: a rank may hear of one skip more often than the others do, and all have to choose after the same step.
+        It chooses between two steps, when no activations are in memory. Skipped and repeated steps are not measured: a
+        rank may see more skips than others do, and all ranks must choose after the same step.
         """
-        super().settle(skipped=skipped)
-        self._method.settle(skipped=skipped)
+        super().on_step_end(skipped=skipped)
+        self._method.on_step_end(skipped=skipped)
         if self.chosen is not None or not self._like:
             return
-        now = mark(next(iter(self._like.values())).gradients.device)
-        assert self.moments is not None
+        now = timestamp(next(iter(self._like.values())).gradients.device)
+        assert self.bucket_times is not None
         is_settled = self.step > _SETTLING_STEPS and not skipped
         if is_settled and self._step_began is not None and len(self._seen) < self.steps:
-            self._seen.append((self._step_began, list(self.moments), now))
+            self._seen.append((self._step_began, list(self.bucket_times), now))
         self._step_began = None if skipped else now
-        self.moments.clear()
+        self.bucket_times.clear()
         if len(self._seen) == self.steps:
             self._choose()
 
-    def memories(self) -> dict[str, Memory]:
-        """Those of the method that was chosen."""
+    def memories(self) -> dict[str, ParameterState]:
+        """Returns the memories of the chosen method."""
         return self._method.memories()
 
     def state_dict(self) -> dict[str, Any]:
-        """The chosen method's, and which it is; until then, also what was loaded for it."""
+        """Returns the chosen method and its state; before the choice, also a state that was loaded."""
         waiting = {} if self.chosen else {"residuals": self._loaded.get("residuals", {})}
         return {**super().state_dict(), **waiting, "chosen": self.chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with the method that was chosen, without measuring again."""
+        """Restores the chosen method, without measuring again."""
         self.step, self._loaded = state["step"], state
         flag = state.get("chosen")
         if flag is not None:
@@ -114,30 +114,30 @@ class Auto(CommHook):
     def _choose(self) -> None:
         wire, step, buckets = self.wire, self._measured_step(), list(self._like.values())
         assert wire is not None
-        rank_zero_info("compression='auto': measures the wire and the methods, which takes a few seconds.")
+        rank_zero_info("compression='auto': measures the network and the methods, which takes a few seconds.")
         self.links = measure_links(wire, buckets[0].gradients.device)
         hooks = {flag: _make(flag) for flag in self.candidates}
-        self.forecasts = forecast(hooks, buckets, step, self.links, wire, Plain())
+        self.forecasts = forecast(hooks, buckets, step, self.links, wire, AllReduceHook())
         self._like.clear()
         self._seen.clear()
-        least = min(each.step_s for each in self.forecasts)
-        best = next(each for each in self.forecasts if each.step_s <= least * (1 + _TOLERANCE))
+        least_s = min(forecast.step_s for forecast in self.forecasts)
+        best = next(forecast for forecast in self.forecasts if forecast.step_s <= least_s * (1 + _TOLERANCE))
         self._take(best.compression)
         link = self.links["all_reduce"]
         rank_zero_info(
-            f"compression='auto' goes on with {best.compression!r}, the first of these methods under which a step is at"
-            f" most {_TOLERANCE:.0%} longer than under the fastest: "
-            + ", ".join(f"{each.compression} {1e3 * each.step_s:.1f} ms" for each in self.forecasts)
+            f"compression='auto' uses {best.compression!r}, the first of these methods whose step is at most"
+            f" {_TOLERANCE:.0%} longer than that of the fastest: "
+            + ", ".join(f"{forecast.compression} {1e3 * forecast.step_s:.1f} ms" for forecast in self.forecasts)
             + f". An all-reduce moves {link.bytes_per_s / 1e6:.3g} MB/s here, after {1e3 * link.latency_s:.2g} ms."
         )
 
     def _take(self, flag: str) -> None:
-        self.chosen, self._method, self.moments = flag, _make(flag), None
+        self.chosen, self._method, self.bucket_times = flag, _make(flag), None
         if self._module is not None:
             self._begin_method()
         if self._loaded:
             self._method.load_state_dict(self._loaded)
-        self._method.step = self.step  # which may be later than what was loaded
+        self._method.step = self.step  # may be later than the step that was loaded
 
     def _begin_method(self) -> None:
         assert self._module is not None
@@ -146,21 +146,21 @@ class Auto(CommHook):
         self._method.begin(self._module, self.wire, self._scaler)
 
     def _measured_step(self) -> Step:
-        """The medians of what was seen."""
+        """Returns the medians of the measured steps."""
 
         def median(rows: list[list[float]]) -> list[float]:
             return [statistics.median(column) for column in zip(*rows, strict=True)]
 
-        began = [(start, moments) for start, moments, _ in self._seen]
+        began = [(start, times) for start, times, _ in self._seen]
         return Step(
-            ready_s=median([[seconds_between(start, ready) for _, ready, _ in moments] for start, moments in began]),
-            averaged_s=median([[seconds_between(start, done) for _, _, done in moments] for start, moments in began]),
+            ready_s=median([[seconds_between(start, ready) for _, ready, _ in times] for start, times in began]),
+            averaged_s=median([[seconds_between(start, done) for _, _, done in times] for start, times in began]),
             length_s=statistics.median(seconds_between(start, end) for start, _, end in self._seen),
             overlaps=self.overlaps,
         )
 
 
 def _make(flag: str) -> CommHook:
-    from . import make_comm_hook  # which knows this file
+    from . import make_comm_hook  # imports this module
 
-    return make_comm_hook(flag) or Plain()
+    return make_comm_hook(flag) or AllReduceHook()

@@ -1,4 +1,4 @@
-"""Gradients that travel together, wherever they come from: a bucket of DDP, or the shards of a unit under hsdp."""
+"""Gradients that are sent together: a bucket of DDP, or the shards of a unit under hsdp."""
 
 import dataclasses
 import math
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Member", "wide"]
+__all__ = ["Bucket", "ParamSlice", "accumulation_dtype"]
 
 _SHORT = 2**16
-"""Vectors of more values are compressed as matrices are: they may be all that a model has."""
+"""Vectors with more values are compressed like matrices, since they may be most of a model."""
 
 
-class Member(NamedTuple):
+class ParamSlice(NamedTuple):
     """A parameter, or this rank's shard of one."""
 
     name: str
@@ -22,18 +22,18 @@ class Member(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """The number of values."""
         return math.prod(self.shape)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns: the first dim, and all others together."""
+        """Rows (the first dim) and columns (the product of all other dims)."""
         rows = self.shape[0] if self.shape else 1
         return rows, self.numel // max(rows, 1)
 
     @property
     def is_short_vector(self) -> bool:
-        """A bias, or the gains of a norm: few values, on each of which much depends."""
+        """Whether the parameter is a bias or the gains of a norm: few values, each of them important."""
         return len(self.shape) < 2 and self.numel <= _SHORT
 
 
@@ -43,13 +43,13 @@ class Bucket:
 
     index: int
     gradients: Tensor
-    """[numel], one member behind the other; to be replaced by the average over the ranks."""
-    members: tuple[Member, ...]
+    """[numel], the members one after the other; replaced by the average over the ranks."""
+    members: tuple[ParamSlice, ...]
 
     def cut(self, least_numel: int) -> "Iterator[tuple[slice, Bucket]]":
-        """Runs of members of at least so many values together, the last one aside; and where in the bucket they are."""
+        """Splits the bucket into runs of at least `least_numel` values (except the last), with their position in it."""
         start = numel = 0
-        run: list[Member] = []
+        run: list[ParamSlice] = []
         for position, member in enumerate(self.members, start=1):
             run.append(member)
             numel += member.numel
@@ -60,10 +60,10 @@ class Bucket:
 
     @property
     def numels(self) -> list[int]:
-        """Number of values of each member."""
+        """The number of values of each member."""
         return [member.numel for member in self.members]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """For sums, which may leave the range of 16 bit where no number does."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype for sums of tensors of `dtype`: at least fp32, since a sum may exceed the range of 16 bit."""
     return torch.promote_types(dtype, torch.float32)

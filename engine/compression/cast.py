@@ -1,7 +1,7 @@
 """`fp16` and `bf16`: gradients are averaged in 16 bit, half the bytes of fp32.
 
 Phases: 1. divide and cast (local); 2. all-reduce, 2 bytes a parameter; 3. cast back (local). Torch's own
-`bf16_compress_hook` is the same but refuses devices other than CUDA. What rounding loses is not kept.
+`bf16_compress_hook` is the same but supports CUDA only. Rounding errors are not kept as residuals.
 """
 
 from typing import ClassVar
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .base import CommHook
 from .bucket import Bucket
-from .wire import Wire
+from .counting_group import CountingGroup
 
 __all__ = ["BF16", "FP16"]
 
@@ -21,21 +21,21 @@ class _Cast(CommHook):
     dtype: ClassVar[torch.dtype]
     reduces_shards = True
 
-    def average(self, bucket: Bucket, wire: Wire) -> None:
+    def average(self, bucket: Bucket, wire: CountingGroup) -> None:
         # Phase 1. Division before the sum keeps fp16 from overflowing.
         small = bucket.gradients.div(wire.size).to(self.dtype)
         # Phases 2 and 3.
         bucket.gradients.copy_(wire.all_reduce(small))
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor, wire: Wire) -> None:
+    def reduce_scatter(self, shard: Tensor, whole: Tensor, wire: CountingGroup) -> None:
         small = whole.div(wire.size).to(self.dtype)
-        mine = shard.new_empty(shard.shape, dtype=self.dtype)
-        wire.reduce_scatter_into(mine, small, dist.ReduceOp.SUM)
-        shard.copy_(mine)
+        part = shard.new_empty(shard.shape, dtype=self.dtype)
+        wire.reduce_scatter_into(part, small, dist.ReduceOp.SUM)
+        shard.copy_(part)
 
 
 class FP16(_Cast):
-    """Average in float16: finer than bf16, but values over 65504 overflow."""
+    """Averages in float16: more precise than bf16, but values over 65504 overflow."""
 
     name = "fp16"
     description = "all-reduce in float16: half the bytes"
@@ -43,7 +43,7 @@ class FP16(_Cast):
 
 
 class BF16(_Cast):
-    """Average in bfloat16: the range of fp32 with 8 bits of mantissa."""
+    """Averages in bfloat16: the range of fp32 with 8 bits of mantissa."""
 
     name = "bf16"
     description = "all-reduce in bfloat16: half the bytes, the range of fp32"

@@ -1,7 +1,7 @@
-"""Error feedback: what a lossy method has not sent is added to the gradients of its next step (arXiv:1901.09847).
+"""Error feedback: values that a lossy method has not sent are added to the next gradients (arXiv:1901.09847).
 
-Without it, whatever a method leaves out is lost for good, and training goes where the method likes. The law, which the
-tests check: averages x ranks + all residuals = all gradients + all earlier residuals.
+Without it, unsent values are lost and training is biased. The tests check this invariant: averages x ranks + all
+residuals = all gradients + all earlier residuals.
 """
 
 from abc import abstractmethod
@@ -12,67 +12,67 @@ from torch import Tensor
 from ..flags import check_count
 from .base import CommHook
 from .bucket import Bucket
-from .memory import Memory
-from .wire import Wire
+from .counting_group import CountingGroup
+from .parameter_state import ParameterState
 
-__all__ = ["LossyHook"]
+__all__ = ["ErrorFeedbackHook"]
 
 
-class LossyHook(CommHook):
-    """A method that sends part of what it is given, and keeps the rest for later.
+class ErrorFeedbackHook(CommHook):
+    """Base class of methods that send a part of the gradients, and keep the rest for later steps.
 
     Args:
-        feedback: keep the rest, 4 bytes a parameter in fp32; without, it is lost.
-        start: steps of plain all-reduce before compression begins. Early gradients change too fast for what comes late:
-            a tenth of a run is usual.
+        feedback: keep the rest, 4 bytes per parameter in fp32; otherwise it is lost.
+        start: number of steps with plain all-reduce before compression begins, because early gradients change too fast
+            for delayed values; a tenth of a run is usual.
     """
 
     def __init__(self, feedback: bool = True, start: int = 0) -> None:
         super().__init__()
         self.feedback = feedback
         self.start = check_count(f"{self.name}:start", start, least=0)
-        self._residuals = Memory(lambda bucket: {member: member.numel for member in bucket.members})
+        self._residuals = ParameterState(lambda bucket: {member: member.numel for member in bucket.members})
 
-    def memories(self) -> dict[str, Memory]:
-        """The residuals, if they are kept."""
+    def memories(self) -> dict[str, ParameterState]:
+        """Returns the residuals, if they are kept."""
         return {"residuals": self._residuals} if self.feedback else {}
 
     @abstractmethod
-    def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
-        """Sends part of `total` [numel], takes it away from there, and writes its average over all ranks to
+    def exchange(self, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
+        """Sends a part of `total` [numel], subtracts it from `total`, and writes its average over all ranks to
         ``bucket.gradients``."""
 
-    def average(self, bucket: Bucket, wire: Wire) -> None:
-        """Adds the residuals, exchanges, and keeps what is left; until `start`, averages as it is."""
+    def average(self, bucket: Bucket, wire: CountingGroup) -> None:
+        """Adds the residuals, exchanges, and keeps the unsent rest; averages without compression until `start`."""
         if self.step < self.start:
             wire.all_reduce(bucket.gradients.div_(wire.size))
             return
         if not self.feedback:
             self.exchange(bucket.gradients.clone(), bucket, wire)
             return
-        residual, total = self._residuals.of(bucket), self._residuals.draft(bucket)
+        residual, total = self._residuals.of(bucket), self._residuals.stage(bucket)
         if not self.finds_unused:
             self._exchange(residual, total, bucket, wire)
             return
-        # What is sent for these would be thrown away.
+        # Values sent for unused parameters would be discarded.
         unused, before = _unused(bucket, wire), residual.clone()
         self._exchange(residual.masked_fill(unused, 0), total, bucket, wire)
         torch.where(unused, before, total, out=total)
 
-    def _exchange(self, residual: Tensor, total: Tensor, bucket: Bucket, wire: Wire) -> None:
-        """Writes to `total` what is left."""
+    def _exchange(self, residual: Tensor, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
+        """Exchanges, and writes the unsent rest to `total`."""
         gradients = bucket.gradients
         if self._scaler is None:
             self.exchange(torch.add(gradients, residual, out=total), bucket, wire)
             return
-        # Residuals are kept without the loss scale, which may be another one at the next step.
+        # Residuals are kept without the loss scale, since the scale may differ at the next step.
         scale = self._scaler.scale(torch.ones((), device=gradients.device)).to(gradients.dtype)
         self.exchange(torch.addcmul(gradients, residual, scale, out=total), bucket, wire)
         total.div_(scale)
 
 
-def _unused(bucket: Bucket, wire: Wire) -> Tensor:
-    """Which values [numel] are of members whose gradients are zero on all ranks: an all-reduce of 4 bytes a member."""
+def _unused(bucket: Bucket, wire: CountingGroup) -> Tensor:
+    """Returns a mask [numel] of members whose gradients are zero on all ranks; one all-reduce of 4 bytes per member."""
     used = torch.stack([part.any() for part in bucket.gradients.split(bucket.numels)])
     num_users = wire.all_reduce(used.int())
     parts = zip((num_users == 0).unbind(), bucket.numels, strict=True)

@@ -1,8 +1,8 @@
-"""Forecasts a step's time under another compression: measured links, measured computation, and what is sent.
+"""Forecasts a step's time with another compression from measured links, measured computation, and message sizes.
 
-Each collective is timed with a small and a large message, which gives a latency and a bandwidth (Hockney 1994). Each
-method is run on buckets like the real ones, without a wire, which gives its computation and its messages. The rest of a
-step, and when in it each bucket is ready, is taken from real steps.
+Each collective is timed with a small and a large message, which gives latency and bandwidth (Hockney 1994). Each method
+is run on buckets like the real ones with a simulated group, which gives its computation and its messages. The rest of a
+step, and the time at which each bucket is ready, are taken from real steps.
 """
 
 import statistics
@@ -15,58 +15,58 @@ from torch import Tensor
 
 from .base import CommHook
 from .bucket import Bucket
-from .wire import DryWire, Wire, clock_s
+from .counting_group import CountingGroup, SimulatedGroup, clock_s
 
 __all__ = ["Forecast", "Link", "Step", "forecast", "measure_links"]
 
 _SMALL_BYTES, _LARGEST_BYTES = 2**10, 2**26
 _LONG_ENOUGH_S = 0.2
-"""A transfer of this length is ruled by the bandwidth, also where a shaped link lets short bursts pass."""
+"""Transfers of this length are limited by the bandwidth, even if traffic shaping lets short bursts pass."""
 
 _NUM_TOGETHER = 4
-"""Messages on their way at once while a bandwidth is measured."""
+"""Number of concurrent messages in a measurement of the bandwidth."""
 _NUM_RUNS = 4
-"""The number of runs of each method; the fastest counts."""
+"""Number of runs of each method; the fastest run counts."""
 
 
 class Link(NamedTuple):
-    """One collective over these ranks."""
+    """Latency and bandwidth of one collective over these ranks."""
 
     latency_s: float
     bytes_per_s: float
-    """The bytes are those that each rank hands to the collective."""
+    """Counts the bytes that each rank passes to the collective."""
 
     def time_s(self, num_bytes: float) -> float:
-        """Returns how long the collective takes, in seconds, if each rank hands it `num_bytes`."""
+        """Returns the duration of the collective in seconds if each rank passes `num_bytes`."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 class Step(NamedTuple):
-    """The measured times of real steps, in seconds since the end of the step before."""
+    """Measured times of real steps, in seconds since the end of the previous step."""
 
     ready_s: list[float]
-    """When the gradients of each bucket were there."""
+    """Times at which the gradients of each bucket were ready."""
     averaged_s: list[float]
-    """When each bucket was averaged."""
+    """Times at which each bucket was averaged."""
     length_s: float
     overlaps: bool
-    """Whether backward goes on while buckets are averaged."""
+    """Whether backward continues while buckets are averaged."""
 
 
 class Forecast(NamedTuple):
-    """The forecast of a step under one compression."""
+    """The forecast of a step with one compression."""
 
     compression: str
     step_s: float
     sent_bytes: int
-    """The bytes that each rank sends in each step."""
+    """Number of bytes that each rank sends in each step."""
 
 
-def measure_links(wire: Wire, device: torch.device) -> dict[str, Link]:
+def measure_links(wire: CountingGroup, device: torch.device) -> dict[str, Link]:
     """Times each collective; all ranks call it together."""
 
     def send(start: Callable[[Tensor], Callable[[], Tensor]], num_rows: int, num_bytes: int) -> None:
-        # Many bytes as the methods send them, in several messages: gloo sends one in one direction after the other.
+        # Large payloads go in several messages, as in the methods: gloo sends one message in one direction at a time.
         num_messages = 1 if num_bytes == _SMALL_BYTES else _NUM_TOGETHER
         n = max(1, num_bytes // (num_messages * num_rows))
         parts = [torch.zeros(num_rows, n, dtype=torch.uint8, device=device) for _ in range(num_messages)]
@@ -92,15 +92,17 @@ def measure_links(wire: Wire, device: torch.device) -> dict[str, Link]:
     return links
 
 
-def _time_s(collective: Callable[[int], Tensor | None], num_bytes: int, wire: Wire, device: torch.device) -> float:
-    """The longest of all ranks', so that they all come to the same conclusions."""
-    wire.all_reduce(torch.zeros(1, device=device))  # lets all begin together
+def _time_s(
+    collective: Callable[[int], Tensor | None], num_bytes: int, wire: CountingGroup, device: torch.device
+) -> float:
+    """Returns the longest time over all ranks, so that all ranks make the same decision."""
+    wire.all_reduce(torch.zeros(1, device=device))  # makes all ranks begin together
     started_s = clock_s(device)
     collective(num_bytes)
     return _longest([clock_s(device) - started_s], wire, device)[0]
 
 
-def _longest(times_s: Sequence[float], wire: Wire, device: torch.device) -> list[float]:
+def _longest(times_s: Sequence[float], wire: CountingGroup, device: torch.device) -> list[float]:
     packed = torch.tensor(times_s, device=device)
     dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=wire.group)
     return packed.tolist()
@@ -111,24 +113,24 @@ def forecast(
     buckets: Sequence[Bucket],
     step: Step,
     links: Mapping[str, Link],
-    wire: Wire,
+    wire: CountingGroup,
     plain: CommHook,
 ) -> list[Forecast]:
-    """Forecasts for each of `hooks`, the same on all ranks; all of them call it together.
+    """Forecasts a step for each of `hooks`; the results are the same on all ranks, which call this together.
 
     Args:
-        hooks: new ones, by their flags.
-        buckets: in the order of a step; of their gradients, only size and kind matter.
-        step: measured under `plain`.
-        links: measured.
-        wire: what all ranks share.
-        plain: a hook that does what was done in the measured steps.
+        hooks: new hooks by flag.
+        buckets: buckets in the order of a step; only size and dtype of their gradients matter.
+        step: times measured with `none`.
+        links: measured links.
+        wire: the group of all ranks.
+        plain: a hook that works like the one in the measured steps.
     """
     device = buckets[0].gradients.device
     all_costs = [_costs(hook, buckets, links, wire.size) for hook in (plain, *hooks.values())]
     steps_s = _longest(
         [
-            step.length_s if type(hook) is type(plain) else _step_s(step, costs, all_costs[0][0])  # which was seen
+            step.length_s if type(hook) is type(plain) else _step_s(step, costs, all_costs[0][0])  # measured
             for hook, (costs, _) in zip(hooks.values(), all_costs[1:], strict=True)
         ],
         wire,
@@ -141,16 +143,16 @@ def forecast(
 
 
 def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link], size: int) -> tuple[list[float], int]:
-    """Seconds for each bucket, and bytes sent for all."""
+    """Returns the seconds for each bucket, and the bytes sent for all."""
     hook.step = 10**9  # past any warm-up
     costs_s, num_bytes = [], 0
-    # One bucket after the other, and forgotten at once: a method may keep as much for each as its gradients are.
+    # The state of each bucket is freed at once: it may be as large as the gradients.
     for bucket in buckets:
         flat = torch.empty_like(bucket.gradients, memory_format=torch.contiguous_format)
-        dry, runs_s = DryWire(size), []
+        dry, runs_s = SimulatedGroup(size), []
         for _ in range(_NUM_RUNS):
             runs_s.append(_cost_s(hook, Bucket(bucket.index, flat, bucket.members), links, dry))
-            hook.settle()
+            hook.on_step_end()
         costs_s.append(min(runs_s))
         num_bytes += sum(dry.sent.values())
         for memory in hook.memories().values():
@@ -158,8 +160,8 @@ def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link],
     return costs_s, num_bytes
 
 
-def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: DryWire) -> float:
-    """Runs the method without a wire, and puts each message on the links at the moment at which it was begun."""
+def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: SimulatedGroup) -> float:
+    """Runs the method with a simulated group, and adds each message's time on the links from its start."""
     device = bucket.gradients.device
     dry.messages.clear()
     dry.sent.clear()
@@ -184,9 +186,9 @@ def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: DryW
 
 
 def _step_s(step: Step, costs: Sequence[float], plain_costs: Sequence[float]) -> float:
-    """The length of a step whose buckets cost other times than they did."""
+    """Returns the length of a step whose buckets take other times than the measured ones."""
     if not step.overlaps:
-        # What is forecast of the plain one may be more than the whole step took, where steps are short.
+        # For short steps, the forecast of the plain hook may exceed the whole measured step.
         return max(step.length_s - sum(plain_costs), 0.0) + sum(costs)
     done = 0.0
     for ready, cost in zip(step.ready_s, costs, strict=True):

@@ -1,9 +1,9 @@
-"""`int8`: eight bits a value and a scale for each block, rounded at random so that the mean is right.
+"""`int8`: eight bits per value and a scale per block, with stochastic rounding so that the mean is unbiased.
 
-A sum of bytes would overflow, so the all-reduce is done by hand. Phases: 1. quantise (local); 2. all-to-all: each rank
-gets everybody's values of one part of each parameter, (1 + 4/block) n (W-1)/W bytes; 3. average that part and quantise
-it (local); 4. all-gather of the parts, as many bytes again; 5. dequantise (local). What phase 3 rounds off is kept by
-the rank that did so. Parameters are filled up to a multiple of W blocks.
+A sum of bytes would overflow, so the all-reduce consists of these phases: 1. quantise (local); 2. all-to-all: each rank
+gets all ranks' values of one part of each parameter, (1 + 4/block) n (W-1)/W bytes; 3. average that part and quantise
+it (local); 4. all-gather of the parts, the same number of bytes; 5. dequantise (local). The rank that rounds in phase 3
+keeps the rounding error. Parameters are padded to a multiple of W blocks.
 
 Stochastic rounding: Alistarh et al. 2017, arXiv:1610.02132.
 """
@@ -17,35 +17,35 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..flags import check_count
-from ..seeds import mixed
-from .bucket import Bucket, wide
-from .feedback import LossyHook
-from .wire import Wire, aligned
+from ..seeds import derive_seed
+from .bucket import Bucket, accumulation_dtype
+from .counting_group import CountingGroup, aligned
+from .feedback import ErrorFeedbackHook
 
 __all__ = ["Int8", "Noise", "dequantize", "quantize"]
 
 _RUN = 2**20
-"""Least number of values that are sent together. Several messages fill a slow wire in both directions at once, as one
-does not under gloo; on a fast one each costs as much as it saves."""
+"""Smallest number of values in a message. Under gloo, several messages use both directions of a slow link at once, and
+one message does not; on a fast link more messages bring no gain."""
 _SMALL = 2**14
-"""Parameters with fewer values are worked on together."""
+"""Parameters with fewer values are processed together."""
 _CHUNK = 2**22
-"""Values whose temporary tensors are in memory at a time: those of an embedding would be larger than it is."""
+"""Number of values processed at a time, since temporary tensors for a whole embedding would be larger than it."""
 _NUM_ROWS = 2**14
 _LARGEST = 127
 
 
 class _Piece(NamedTuple):
-    """Parameters that are quantised together. Of each, every rank averages as many, whatever bucket it is in."""
+    """Parameters that are quantised together. Every rank averages the same number of values of each parameter."""
 
     places: list[slice]
-    """The place of each parameter in its run."""
+    """The slice of each parameter in its run."""
     sizes: list[int]
-    """Numbers that each rank averages, filled up to whole blocks."""
+    """Number of values of each parameter that a rank averages, padded to whole blocks."""
     num_ranks: int
 
     def rows(self, flat: Tensor) -> Tensor:
-        """The numbers for each rank [W, n]: of one parameter without gaps a view, else a copy."""
+        """Returns the values for each rank [W, n]: a view for one parameter without padding, else a copy."""
         rows = []
         for place, size in zip(self.places, self.sizes, strict=True):
             missing = self.num_ranks * size - (place.stop - place.start)
@@ -54,34 +54,34 @@ class _Piece(NamedTuple):
         return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
     def put(self, rows: Tensor, flat: Tensor) -> None:
-        """Writes them back, where they are a copy."""
+        """Writes the result of `rows` back to `flat`, if it is a copy."""
         if rows.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
             return
         for place, part in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
             flat[place] = part.reshape(-1)[: place.stop - place.start]
 
     def noise(self, noise: "Noise") -> "Noise":
-        """For each block, of each parameter the first ones: the same whatever it is worked on together with."""
+        """Returns the noise of each block; for each parameter it is the same, however parameters are grouped."""
         starts = [noise.starts[: size // noise.rows.size(1)] for size in self.sizes]
         return Noise(noise.rows, torch.cat(starts) if len(starts) > 1 else starts[0])
 
 
 class Noise(NamedTuple):
-    """Random numbers that are added before rounding down."""
+    """Random numbers to add before rounding down."""
 
     rows: Tensor
-    """Uniform in [0, 1), each row the one before it but for one number: [_NUM_ROWS, block]."""
+    """Uniform in [0, 1), [_NUM_ROWS, block]; each row is the previous one shifted by one number."""
     starts: Tensor
-    """Which of them each block takes."""
+    """The index of the row that each block uses."""
 
 
-class Int8(LossyHook):
-    """Send eight bits a value.
+class Int8(ErrorFeedbackHook):
+    """Sends eight bits per value.
 
     Args:
         block: number of values that share a scale, a multiple of 4.
-        feedback: see `LossyHook`. Not by default: the rounding is without bias, so nothing is lost for good, and with
-            it some runs at the edge of stability diverged.
+        feedback: see `ErrorFeedbackHook`. Off by default: the rounding is unbiased, so the errors average out, and with
+            feedback some runs at the edge of stability diverged.
     """
 
     name = "int8"
@@ -95,42 +95,42 @@ class Int8(LossyHook):
         if block % 4:
             raise ValueError(f"int8:block must be a multiple of 4, but got {block}.")
 
-    def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
+    def exchange(self, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
         """See the phases above."""
         runs = [(total[place], run, self._pieces(run, wire.size)) for place, run in bucket.cut(_RUN)]
         num_blocks = total.numel() // self.block + 1  # of a parameter, at most
         noise, owners_noise = (self._noise(total.device, stream, num_blocks) for stream in (wire.rank, wire.size))
-        # Phases 1 and 2, a run of parameters after the other, each of which travels while the next one is quantised.
+        # Phases 1 and 2, one run of parameters after the other; each is sent while the next one is quantised.
         received = []
-        for mine, _, pieces in runs:
+        for values, _, pieces in runs:
             payload, parts = self._payload(wire.size, pieces, total.device)
             for piece, packed in zip(pieces, parts, strict=True):
-                rows = piece.rows(mine)
+                rows = piece.rows(values)
                 quantize(rows, piece.noise(noise), packed)
-                piece.put(rows, mine)
+                piece.put(rows, values)
             received.append(wire.start_all_to_all(payload))
         # Phases 3 and 4.
         gathered = []
-        for (mine, _, pieces), receive in zip(runs, received, strict=True):
+        for (values, _, pieces), receive in zip(runs, received, strict=True):
             payload, parts = self._payload(1, pieces, total.device)
-            theirs = receive().split([packed.size(1) for packed in parts], dim=1)
-            for piece, everyones, packed in zip(pieces, theirs, parts, strict=True):
-                average = _mean(everyones, self.block, wide(total.dtype))
+            by_piece = receive().split([packed.size(1) for packed in parts], dim=1)
+            for piece, of_ranks, packed in zip(pieces, by_piece, parts, strict=True):
+                average = _mean(of_ranks, self.block, accumulation_dtype(total.dtype))
                 quantize(average, piece.noise(owners_noise), packed)
-                rows = piece.rows(mine)
-                rows[wire.rank].add_(average[0], alpha=wire.size)  # what is lost of the sum, this rank has not sent
-                piece.put(rows, mine)
+                rows = piece.rows(values)
+                rows[wire.rank].add_(average[0], alpha=wire.size)  # the rounding error of the sum stays on this rank
+                piece.put(rows, values)
             gathered.append(wire.start_all_gather(payload.view(-1)))
         # Phase 5.
         for (_, run, pieces), gather in zip(runs, gathered, strict=True):
-            everyones = gather()
-            for piece, packed in zip(pieces, everyones.split(self._num_bytes(pieces), dim=1), strict=True):
+            of_ranks = gather()
+            for piece, packed in zip(pieces, of_ranks.split(self._num_bytes(pieces), dim=1), strict=True):
                 rows = piece.rows(run.gradients)
                 dequantize(packed, self.block, rows)
                 piece.put(rows, run.gradients)
 
     def _pieces(self, run: Bucket, num_ranks: int) -> list[_Piece]:
-        """Parameters one by one, so that what is made of them stays in the cache, small ones together."""
+        """Returns large parameters one by one, so that temporaries stay in the cache, and small ones together."""
         pieces, small = [], _Piece([], [], num_ranks)
         starts = itertools.accumulate(run.numels, initial=0)
         for numel, start in zip(run.numels, starts, strict=False):
@@ -146,41 +146,41 @@ class Int8(LossyHook):
         return [sum(piece.sizes) // self.block * (self.block + 4) for piece in pieces]
 
     def _payload(self, num_rows: int, pieces: list[_Piece], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-        """Room for a message, and the parts of it."""
+        """Allocates a message; returns it and the parts for each piece."""
         num_bytes = self._num_bytes(pieces)
         payload = torch.empty(num_rows, sum(num_bytes), dtype=torch.uint8, device=device)
         return payload, payload.split(num_bytes, dim=1)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor, wire: Wire) -> None:
-        """Phases 1 and 2, and the average of 3."""
+    def reduce_scatter(self, shard: Tensor, whole: Tensor, wire: CountingGroup) -> None:
+        """Runs phases 1 and 2, and the average of phase 3."""
         n = shard.numel()
         padded = functional.pad(whole.view(wire.size, n), (0, -n % self.block))
         num_blocks = padded.size(1) // self.block
         payload = padded.new_empty(wire.size, num_blocks * (self.block + 4), dtype=torch.uint8)
         noise = self._noise(whole.device, wire.rank, num_blocks)
         quantize(padded, noise, payload)
-        shard.copy_(_mean(wire.all_to_all(payload), self.block, wide(shard.dtype))[0, :n])
+        shard.copy_(_mean(wire.all_to_all(payload), self.block, accumulation_dtype(shard.dtype))[0, :n])
 
     def _noise(self, device: torch.device, stream: int, num_blocks: int) -> Noise:
-        """For so many blocks of a parameter, at most.
+        """Returns the noise for at most `num_blocks` blocks of a parameter.
 
-        It depends on the step and the rank alone, so a resumed run draws the same. Drawing one for each number would
-        take longer than all else here, so blocks take parts of one long row. From random places: where each began one
-        number behind the one before it, the errors of neighbours were alike.
+        It depends only on the step and the rank, so a resumed run draws the same. One random number for each value
+        would take longer than everything else here, so blocks use parts of one long row. They start at random
+        positions, because successive positions made the errors of neighbouring blocks similar.
         """
-        generator = torch.Generator(device).manual_seed(mixed(self.step, stream))
+        generator = torch.Generator(device).manual_seed(derive_seed(self.step, stream))
         noise = torch.rand(_NUM_ROWS + self.block - 1, device=device, generator=generator)
         starts = torch.randint(_NUM_ROWS, (num_blocks,), device=device, generator=generator)
         return Noise(noise.unfold(0, self.block, 1), starts)
 
 
 def quantize(values: Tensor, noise: Noise, packed: Tensor) -> None:
-    """Writes rows of numbers [rows, n] as rows of bytes: a number in each, then a float32 scale for each block.
+    """Quantises rows of values [rows, n] to rows of bytes: one byte per value, then a float32 scale per block.
 
     Args:
-        values: n is a multiple of the block; what the bytes don't say of them is left there.
-        noise: of n / block blocks.
-        packed: where to write, [rows, n + 4 n / block].
+        values: n is a multiple of the block size; the rounding errors are left in this tensor.
+        noise: noise of n / block blocks.
+        packed: the output, [rows, n + 4 n / block].
     """
     n, block = values.size(1), noise.rows.size(1)
     blocks, numbers = values.unflatten(1, (-1, block)), packed[:, :n].view(torch.int8).unflatten(1, (-1, block))
@@ -192,11 +192,11 @@ def quantize(values: Tensor, noise: Noise, packed: Tensor) -> None:
 
 
 def _quantize_blocks(blocks: Tensor, noise: Tensor, numbers: Tensor, packed_scales: Tensor) -> None:
-    """The same with blocks [rows, n, block]; `numbers` are as many, `packed_scales` [rows, n, 4] bytes."""
+    """Quantises blocks [rows, n, block] to `numbers` of the same shape and `packed_scales` [rows, n, 4] bytes."""
     singles = blocks.float()
-    # A little more than the greatest, so that no sum with the noise is rounded up to 128.
+    # Slightly more than the largest value, so that no sum with the noise is rounded up to 128.
     scales = singles.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
-    # Of a block of zeros, nothing is divided by zero.
+    # The clamp avoids a division by zero for a block of zeros.
     factors = scales.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_()
     rounded = torch.addcmul(noise, singles, factors).floor_()
     blocks.addcmul_(rounded, scales, value=-1)
@@ -205,14 +205,14 @@ def _quantize_blocks(blocks: Tensor, noise: Tensor, numbers: Tensor, packed_scal
 
 
 def dequantize(packed: Tensor, block: int, values: Tensor) -> None:
-    """The inverse, up to the rounding, into `values` [rows, n]."""
+    """Reverses `quantize` up to the rounding; writes to `values` [rows, n]."""
     rows, n = values.shape
     values.copy_(packed[:, :n].view(torch.int8))
     values.view(rows, -1, block).mul_(aligned(packed[:, n:], torch.float32).unsqueeze(2))
 
 
 def _mean(packed: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """Returns the mean of the rows of bytes, added in their order: [1, n]."""
+    """Returns the mean of the quantised rows [1, n], added in the order of the ranks."""
     n = packed.size(1) // (block + 4) * block
     scales = aligned(packed[:, n:], torch.float32).to(dtype).div_(packed.size(0))
     numbers = packed[:, :n].view(torch.int8)

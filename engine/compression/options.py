@@ -1,4 +1,4 @@
-"""The options that may follow the colon of each compression's flag: its comm hook's arguments, read without torch."""
+"""The options after the colon of each compression flag (its comm hook's arguments), readable without torch."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ __all__ = ["AutoOptions", "Int8Options", "NoOptions", "PowerSGDOptions", "SignOp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """For a method that has none."""
+    """The options of a method without options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Int8Options:
     block: int = 256
     """Number of values that share a scale; a multiple of 4."""
     feedback: bool = False
-    """Add to the next gradient what the rounding has left out; not under fsdp, where no rank could keep it."""
+    """Add the rounding error to the next gradient; not supported under fsdp, where no rank could keep it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class PowerSGDOptions:
     """Arguments of `PowerSGD`."""
 
     rank: int = 4
-    """Number of columns of the two factors that are sent in the place of a matrix."""
+    """Number of columns of the two factors that are sent instead of a matrix."""
     start: int = 10
-    """Optimizer steps that send gradients as they are, before the first compressed one."""
+    """Number of optimizer steps without compression at the beginning."""
     min_ratio: float = 2.0
     """Compress a matrix only if its factors have this many times fewer values."""
     feedback: bool = True
-    """Add to the next gradient what was left out of this one."""
+    """Add the unsent part of a gradient to the next one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class TopKOptions:
     """Arguments of `TopK`."""
 
     density: float = 0.01
-    """Share of the values that are sent, those of largest magnitude."""
+    """Share of the values that are sent; the values of largest magnitude are sent."""
     start: int = 0
-    """Optimizer steps that send gradients as they are, before the first compressed one."""
+    """Number of optimizer steps without compression at the beginning."""
     feedback: bool = True
-    """Add to the next gradient what was left out of this one."""
+    """Add the unsent part of a gradient to the next one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class SignOptions:
     """Arguments of `Sign`."""
 
     start: int = 0
-    """Optimizer steps that send gradients as they are, before the first compressed one."""
+    """Number of optimizer steps without compression at the beginning."""
     feedback: bool = True
-    """Add to the next gradient what was left out of this one."""
+    """Add the unsent part of a gradient to the next one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,4 +61,4 @@ class AutoOptions:
     """Arguments of `Auto`."""
 
     steps: int = 3
-    """Optimizer steps that are measured before a method is chosen."""
+    """Number of optimizer steps to measure before a method is chosen."""

@@ -1,4 +1,4 @@
-"""The table of comm hooks: one row each. Torch is imported when a hook is made, not when its flag is checked."""
+"""The table of comm hooks, one row each. Torch is imported when a hook is made, not when its flag is checked."""
 
 import dataclasses
 import inspect
@@ -22,13 +22,13 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HookRow:
-    """One way of sending gradients, and what it can do; the same as the attributes of its class."""
+    """Describes one comm hook; the fields equal the attributes of its class."""
 
     description: str
     load: Callable[[], Any]
-    """Gives the class, a `CommHook`."""
+    """Returns the class, a `CommHook`."""
     options: type = NoOptions
-    """Dataclass with the fields of its constructor."""
+    """Dataclass with the arguments of the class's constructor."""
     reduces_shards: bool = False
     """See `CommHook`."""
     takes_dtype: bool = False
@@ -81,11 +81,11 @@ ROWS: dict[str, HookRow] = {
         options=AutoOptions,
     ),
 }
-"""Comm hooks by the name of their flag; `none` is no hook at all."""
+"""Comm hooks by flag name; `none` means no hook."""
 
 
 class _Classes(Mapping[str, "type[CommHook]"]):
-    """The classes of `ROWS`, each imported when it is looked up."""
+    """The classes of `ROWS`, each imported at its lookup."""
 
     def __getitem__(self, name: str) -> "type[CommHook]":
         return ROWS[name].load()
@@ -96,7 +96,7 @@ class _Classes(Mapping[str, "type[CommHook]"]):
     def __len__(self) -> int:
         return len(ROWS)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's would import the class
+    def __contains__(self, name: object) -> bool:  # Mapping's own method would import the class
         return name in ROWS
 
 
@@ -106,7 +106,7 @@ COMM_HOOKS: Mapping[str, "type[CommHook]"] = _Classes()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParsedCompression:
-    """A compression flag taken apart and checked as far as it goes without torch."""
+    """A parsed compression flag, checked as far as possible without torch."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -116,13 +116,13 @@ class ParsedCompression:
 
 
 def parse_compression(flag: str) -> ParsedCompression:
-    """Takes a flag such as ``"powersgd:2,start=100"`` or ``"topk:0.01+fp16"`` apart, without importing the hook.
+    """Parses a flag such as ``"powersgd:2,start=100"`` or ``"topk:0.01+fp16"`` without importing the hook.
 
-    The constructor's parameters are the flag's options; the first may stand bare. ``+fp16`` and ``+bf16`` send in 16
-    bit what a method would send in the dtype of the gradients.
+    The constructor's parameters are the flag's options; the name of the first may be omitted. ``+fp16`` and ``+bf16``
+    send values in 16 bit that the method would send in the dtype of the gradients.
 
     Raises:
-        ValueError: an unknown name or option, or a text that is not of the option's type.
+        ValueError: an unknown name or option, or a value that is not of the option's type.
     """
     method, plus, dtype = flag.partition("+") if isinstance(flag, str) else (flag, "", "")
     parsed = parse_flag(method, "compression")
@@ -146,7 +146,7 @@ def parse_compression(flag: str) -> ParsedCompression:
 
 
 def make_comm_hook(flag: str) -> "CommHook | None":
-    """The comm hook of a flag, see `parse_compression`; None for ``"none"``.
+    """Creates the comm hook of a flag, see `parse_compression`; returns None for ``"none"``.
 
     Raises:
         ValueError: an unknown name or option, or a value that is out of range.
@@ -179,13 +179,13 @@ _HookT = TypeVar("_HookT", bound="type[CommHook]")
 
 
 def register_comm_hook(hook: _HookT) -> _HookT:
-    """Makes a `CommHook` of your own a value of the flag `compression`; also a class decorator.
+    """Registers your own `CommHook` as a value of the flag `compression`; can be used as a class decorator.
 
-    The parameters of its constructor are the flag's options, by their annotations ``int``, ``float``, ``bool``, ``str``
-    or a ``Literal`` of texts, each with a default; the first may stand bare. It can be combined with the strategies
-    that take every compression (``ddp``, ``zero1``, ``hsdp``, ``local_sgd``, ``diloco``), and with ``fsdp`` if
-    ``reduces_shards`` is true. Call it in the script or in the module of the model, where every process comes by; an
-    installed package names that module as an entry point, see `polyphase.engine.plugins`.
+    The constructor's parameters are the flag's options, with annotations ``int``, ``float``, ``bool``, ``str`` or a
+    ``Literal`` of texts, and with defaults; the name of the first may be omitted. The hook can be combined with the
+    strategies that support every compression (``ddp``, ``zero1``, ``hsdp``, ``local_sgd``, ``diloco``), and with
+    ``fsdp`` if ``reduces_shards`` is true. Call it in the script or in the model's module, which every process imports;
+    an installed package names that module as an entry point, see `polyphase.engine.plugins`.
 
     Example:
         >>> @register_comm_hook
@@ -204,15 +204,15 @@ def register_comm_hook(hook: _HookT) -> _HookT:
         >>> Engine(strategy="ddp", devices=2, compression="rounded:0.01")
 
     Args:
-        hook: the class; its attributes `name` and `description` are what `polyphase strategies` shows.
+        hook: the class; `polyphase strategies` shows its attributes `name` and `description`.
 
     Returns:
         The class itself.
 
     Raises:
-        TypeError: no subclass of `CommHook`, one that lacks `average`, `name` or `description`, or a constructor whose
-            parameters have no default or no type.
-        ValueError: the name is taken by another class, or is none for a flag.
+        TypeError: `hook` is not a subclass of `CommHook`, lacks `average`, `name` or `description`, or its
+            constructor's parameters lack a default or a type.
+        ValueError: the name is taken by another class, or is not a valid flag name.
     """
     from .base import CommHook
 
@@ -234,7 +234,7 @@ def register_comm_hook(hook: _HookT) -> _HookT:
 
 
 def _options_of(hook: type) -> type:
-    """A dataclass with the parameters of a hook's constructor."""
+    """Returns a dataclass with the parameters of a hook's constructor."""
     types = typing.get_type_hints(hook.__init__)  # type: ignore[misc]
     fields = []
     for name, parameter in list(inspect.signature(hook.__init__).parameters.items())[1:]:  # type: ignore[misc]

@@ -1,11 +1,11 @@
-"""`topk[:density]`: the largest values of each parameter and their places (Lin et al. 2018, arXiv:1712.01887).
+"""`topk[:density]`: the largest values of each parameter and their indices (Lin et al. 2018, arXiv:1712.01887).
 
-Phases: 1. find the k = density x n values of greatest magnitude of each parameter (local); 2. all-gather of 8 bytes
-each, values and places in one message; 3. add up what came (local). Bytes grow with the number of ranks, W-1 times 8 k:
-beyond W = 1/density ranks a plain all-reduce sends less.
+Phases: 1. find the k = density x n values of largest magnitude of each parameter (local); 2. all-gather of 8 bytes per
+value, values and indices in one message; 3. add up the received values (local). Bytes grow with the number of ranks,
+W-1 times 8 k: beyond W = 1/density ranks a plain all-reduce sends less.
 
-Biases and gains of norms are sent whole, without places, in the same message: late ones cost a small GPT 8 % of its
-loss (benchmarks/convergence.py at density 0.01), and they are some thousandths of a model.
+Biases and gains of norms are sent completely, without indices, in the same message: sending them late cost a small GPT
+8 % of its loss (benchmarks/convergence.py at density 0.01), and they are only some thousandths of a model.
 """
 
 import itertools
@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 
 from ..flags import check_number
-from .bucket import Bucket, Member
-from .feedback import LossyHook
-from .wire import Wire, aligned
+from .bucket import Bucket, ParamSlice
+from .counting_group import CountingGroup, aligned
+from .feedback import ErrorFeedbackHook
 
 __all__ = ["TopK", "largest"]
 
 _RUN = 2**20
-"""Least number of values whose largest are sent together."""
+"""Smallest number of values whose largest are sent in one message."""
 _LEAST = 64
-"""Values that are sent of each parameter at least, if it has as many."""
+"""Smallest number of values to send of each parameter, if it has that many."""
 _SAMPLE = 2**13
 
 
-class TopK(LossyHook):
-    """Send the largest gradients only.
+class TopK(ErrorFeedbackHook):
+    """Sends only the largest gradients.
 
     Args:
         density: share of each parameter that is sent, greater than 0 and at most 1.
-        start: see `LossyHook`.
-        feedback: see `LossyHook`.
+        start: see `ErrorFeedbackHook`.
+        feedback: see `ErrorFeedbackHook`.
     """
 
     name = "topk"
@@ -45,30 +45,30 @@ class TopK(LossyHook):
         super().__init__(feedback, start)
         self.density = check_number("topk:density", density, above=0, most=1)
 
-    def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
+    def exchange(self, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
         """See the phases above."""
-        # Phases 1 and 2, a run of parameters after the other, each of which travels while the next one is searched.
+        # Phases 1 and 2, one run of parameters after the other; each is sent while the next one is searched.
         pending = []
         for place, run in bucket.cut(_RUN):
-            mine = total[place]
-            whole, chosen = self._places(mine, run)
+            run_total = total[place]
+            whole, chosen = self._places(run_total, run)
             places = torch.cat([whole, chosen])
-            exact = mine[places]
+            exact = run_total[places]
             values = exact.to(self.send_dtype or total.dtype)
-            mine[places] = exact - values.to(total.dtype)
+            run_total[places] = exact - values.to(total.dtype)
             payload = torch.cat([chosen.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
             pending.append((run.gradients, whole, 4 * chosen.numel(), wire.start_all_gather(payload)))
-        # Phase 3. In the order of the ranks, so that all of them get the same bits.
+        # Phase 3. In the order of the ranks, so that all ranks get bitwise equal sums.
         for average, whole, end, receive in pending:
-            everyones = receive()
-            all_chosen = aligned(everyones[:, :end], torch.int32)
-            all_values = aligned(everyones[:, end:], self.send_dtype or total.dtype).to(total.dtype)
+            gathered = receive()
+            all_chosen = aligned(gathered[:, :end], torch.int32)
+            all_values = aligned(gathered[:, end:], self.send_dtype or total.dtype).to(total.dtype)
             average.zero_()
             for chosen, values in zip(all_chosen, all_values, strict=True):
                 average.index_add_(0, torch.cat([whole, chosen]), values, alpha=1 / wire.size)
 
     def _places(self, total: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Returns the places of the values that all ranks send, and of those that this one has chosen."""
+        """Returns the indices of the values that all ranks send, and of those that this rank has chosen."""
         offsets = itertools.accumulate(bucket.numels, initial=0)
         whole, chosen = ([torch.empty(0, dtype=torch.int64, device=total.device)] for _ in range(2))
         for member, part, offset in zip(bucket.members, total.split(bucket.numels), offsets, strict=False):
@@ -78,20 +78,20 @@ class TopK(LossyHook):
                 chosen.append(largest(part, self._num_sent(member)).add_(offset))
         return torch.cat(whole), torch.cat(chosen)
 
-    def _num_sent(self, member: Member) -> int:
+    def _num_sent(self, member: ParamSlice) -> int:
         return min(member.numel, max(_LEAST, round(member.numel * self.density)))
 
 
 def largest(flat: Tensor, k: int) -> Tensor:
-    """Places of the `k` values of greatest magnitude in `flat` [n], in no order; NaN counts as greatest."""
+    """Returns the indices of the `k` values of largest magnitude in `flat` [n], unordered; NaN counts as largest."""
     magnitudes = flat.abs()
     n = flat.numel()
     if flat.device.type == "cpu" and n > 4 * _SAMPLE and k < n // 8:
-        # A sample tells where about they begin, and spares a CPU the sorting of all the others.
+        # A sample gives an approximate threshold, so that a CPU need not sort all values.
         stride = n // _SAMPLE
         sample = magnitudes[::stride]
         expected = k / stride
-        # Five standard deviations more than expected: fewer than k are above this in one of millions of steps.
+        # Five standard deviations more than expected: fewer than k values exceed this once in millions of steps.
         rank = min(sample.numel(), round(expected + 5 * expected**0.5 + 5))
         threshold = sample.topk(rank, sorted=False).values.min()
         above = (~(magnitudes < threshold)).nonzero().view(-1)

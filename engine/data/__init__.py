@@ -1,92 +1,102 @@
-"""The order of samples: the user's, dealt to the ranks, and the position of a run in it."""
+"""The order of samples: it is the user's, shared among the ranks; and the position of a run in it."""
 
-from .batch_size import check_batch_sizes, check_loader
-from .copied import copied
-from .drawing import bring_to, state_of_seed
-from .even_batches import EvenBatches, check_length, evaluated_order, even_batches_of, is_own
-from .global_batches import GlobalBatches, InOneRow
+from .batch_size_flags import check_batch_sizes, check_loader
+from .clone_loader import clone_loader
+from .drawing import draws_at_once, restore_sampler, state_of_seed
+from .epoch_position import EpochPosition, controlling_sampler, order_of
+from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
+from .global_batches import FlattenedBatchSampler, GlobalBatches
 from .global_order import GlobalOrder, Samples
 from .length_bucketing import LengthBucketing
 from .own_generators import OwnGenerators, set_own_states, states_of_own
 from .packing import PackSequences, block_diagonal_mask, cu_seqlens
-from .place import Pass, decides, order_of
-from .replayed import digest_of_generators, loses_its_buffer, replayed
+from .replayed import digest_of_generators, loses_its_buffer, reread_if_buffered
 from .sample_seeds import SeededLoader, SeededSamples, check_seedable, seed_samples
-from .shards import InShards, Shards, in_shards, left_of, why_not
+from .shards import ShardedLoader, ShardedStream, read_by_shards, remaining_shards, why_not_shardable
 from .stateful import (
-    Remembering,
+    StateTrackingLoader,
     as_stateful,
     epoch_of,
+    epoch_setter,
     is_stateful,
-    keeps_place,
-    remembering,
     set_epoch,
-    told_by,
-    would_begin,
+    starts_iterator,
+    track_states,
+    tracks_own_position,
 )
-from .stream_draws import drawing
-from .streams import Agreeing, agreeing, check_own_part, shard_of
-from .uneven import UNEVEN, Together, together
+from .stream_draws import track_draws
+from .streams import (
+    UnevenEvalLoader,
+    as_uneven_eval,
+    check_made_for,
+    check_own_part,
+    naming_foreign_ranks,
+    shard_of,
+)
+from .uneven import UNEVEN, UnevenTrainLoader, as_uneven_train
 from .watched import Watched, WatchedLoaders
 from .workers import WithWorkers, Workers, has_workers
 
 __all__ = [
     "UNEVEN",
-    "Agreeing",
-    "EvenBatches",
+    "EpochPosition",
+    "EvalBatchSampler",
+    "FlattenedBatchSampler",
     "GlobalBatches",
     "GlobalOrder",
-    "InOneRow",
-    "InShards",
     "LengthBucketing",
     "OwnGenerators",
     "PackSequences",
-    "Pass",
-    "Remembering",
     "Samples",
     "SeededLoader",
     "SeededSamples",
-    "Shards",
-    "Together",
+    "ShardedLoader",
+    "ShardedStream",
+    "StateTrackingLoader",
+    "UnevenEvalLoader",
+    "UnevenTrainLoader",
     "Watched",
     "WatchedLoaders",
     "WithWorkers",
     "Workers",
-    "agreeing",
     "as_stateful",
+    "as_uneven_eval",
+    "as_uneven_train",
     "block_diagonal_mask",
-    "bring_to",
     "check_batch_sizes",
     "check_length",
     "check_loader",
+    "check_made_for",
     "check_own_part",
     "check_seedable",
-    "copied",
+    "clone_loader",
+    "controlling_sampler",
     "cu_seqlens",
-    "decides",
     "digest_of_generators",
-    "drawing",
+    "draws_at_once",
     "epoch_of",
+    "epoch_setter",
     "evaluated_order",
     "even_batches_of",
     "has_workers",
-    "in_shards",
-    "is_own",
+    "is_custom",
     "is_stateful",
-    "keeps_place",
-    "left_of",
     "loses_its_buffer",
+    "naming_foreign_ranks",
     "order_of",
-    "remembering",
-    "replayed",
+    "read_by_shards",
+    "remaining_shards",
+    "reread_if_buffered",
+    "restore_sampler",
     "seed_samples",
     "set_epoch",
     "set_own_states",
     "shard_of",
+    "starts_iterator",
     "state_of_seed",
     "states_of_own",
-    "together",
-    "told_by",
-    "why_not",
-    "would_begin",
+    "track_draws",
+    "track_states",
+    "tracks_own_position",
+    "why_not_shardable",
 ]

@@ -1,6 +1,6 @@
-"""An order of samples as 8 bytes a number, which reads as a user's sampler has yielded it.
+"""Stores an order of samples in 8 bytes a number, and yields the items as the user's sampler has yielded them.
 
-A Python integer takes 40 bytes in a list, NumPy's as many, and a tensor of one number ten times that.
+In a list, a Python or NumPy integer takes 40 bytes, and a tensor of one number 400.
 """
 
 from array import array
@@ -13,7 +13,7 @@ import torch
 __all__ = ["CompactOrder"]
 
 _Kind = tuple[bool, Any]
-"""Whether the items are lists, and the type of the numbers in them; None where they are no numbers of one type."""
+"""Whether the items are lists, and the type of their numbers; None if they are not all numbers of one type."""
 
 
 class CompactOrder:

@@ -1,9 +1,10 @@
-"""The order of one pass over a sampler: drawn bit by bit as stock draws it, remembered, and drawn again by another run.
+"""Draws the order of one pass over a sampler as a stock loader does, keeps it, and draws it again in a resumed run.
 
-A sampler draws from a generator of its own, or from the global ones. Their states right before a pass are all that
-another run needs to draw the same order: `Drawing.before`, which a checkpoint has, and which rank 0 hands on.
+A sampler draws from a generator of its own, or from the global ones. Another run needs only their states right before a
+pass to draw the same order: `DrawnOrder.before`, which is in checkpoints, and which rank 0 broadcasts.
 """
 
+import inspect
 import itertools
 import zlib
 from array import array
@@ -11,40 +12,59 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
-from torchdata.stateful_dataloader import sampler as torchdatas
 
-from ..checkpoint.rng import get_random_state, of_host, seed_all, set_random_state
+from ..checkpoint.rng import get_random_state, host_state, seed_all, set_random_state
 from .compact_order import CompactOrder
+from .torchdatas import classes_of_torchdata
 
 __all__ = [
-    "Drawing",
-    "Passes",
-    "Record",
-    "bring_to",
+    "DrawnOrder",
+    "OrderRecord",
+    "PassHistory",
+    "draws_at_once",
     "generator_of",
     "is_same_state",
-    "left_alone",
+    "preserve_generators",
+    "restore_sampler",
     "state_before",
     "state_of",
 ]
 
 _IN_ORDER = (SequentialSampler, list, tuple, range)
-_TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, torchdatas.RandomSampler)
-"""Samplers that draw from torch's generators alone, and after their first item from one of their own."""
+_TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def draws_at_once(users: Any, sampler: Any) -> bool:
+    """Whether making an iterator over `users` may draw the order already, before the first item is read.
+
+    It matters with workers: torch makes two iterators then, and reads the second one only.
+
+    Args:
+        users: the sampler or batch sampler that a DataLoader iterates. Those of torch are generator functions, which
+            draw nothing before the first item; those of torchdata are not.
+        sampler: the sampler in it that draws the order.
+    """
+    return all(not inspect.isgeneratorfunction(type(each).__iter__) for each in (users, sampler))
 
 
 def generator_of(sampler: Any) -> torch.Generator | None:
-    """The generator that the user gave to a sampler, or to the one within a batch sampler."""
+    """Returns the generator that the user gave to a sampler, or to the sampler of a batch sampler; None without one."""
     for owner in (sampler, getattr(sampler, "sampler", None)):
-        if isinstance(found := getattr(owner, "generator", None), torch.Generator):
-            return found
+        if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+            return generator
     return None
 
 
+def _is_torchs(sampler: Any) -> bool:
+    """Whether a sampler is torch's: it draws from torch's generators only, and after its first item from its own."""
+    return type(sampler) in _TORCHS + classes_of_torchdata("sampler", "RandomSampler")
+
+
 def state_of(sampler: Any) -> Any:
-    """State of a sampler that has one, else of its own generator; None without either."""
+    """Returns the `state_dict` of a sampler, or the state of its own generator; None without either."""
     if hasattr(sampler, "load_state_dict"):
         return sampler.state_dict()
     generator = generator_of(sampler)
@@ -65,16 +85,16 @@ def _set_generator(sampler: Any, state: Any) -> None:
 
 
 def state_before(sampler: Any) -> dict[str, Any]:
-    """All that the next pass over `sampler` draws from, plain values: of the global generators, and of its own."""
+    """Returns the states that the next pass over `sampler` draws from: of the global generators, and of the sampler."""
     return {"global": _global_state(sampler), "sampler": state_of(sampler)}
 
 
 def _global_state(sampler: Any) -> dict[str, Any] | None:
-    if type(sampler) in _IN_ORDER or (type(sampler) in _TORCHS and generator_of(sampler) is not None):
+    if type(sampler) in _IN_ORDER or (_is_torchs(sampler) and generator_of(sampler) is not None):
         return None
-    if type(sampler) in _TORCHS:
+    if _is_torchs(sampler):
         return {"torch": torch.get_rng_state()}
-    return of_host(get_random_state())
+    return host_state(get_random_state())
 
 
 def _set_global(state: dict[str, Any] | None) -> None:
@@ -92,8 +112,8 @@ def is_same_state(state: Any, other: Any) -> bool:
 
 
 @contextmanager
-def left_alone(sampler: Any) -> Iterator[None]:
-    """Restores the global generators, and the sampler's own, at the end, whatever is drawn within."""
+def preserve_generators(sampler: Any) -> Iterator[None]:
+    """Context that restores the global generators, and the sampler's own, at its end."""
     before = state_before(sampler)
     try:
         yield
@@ -102,57 +122,57 @@ def left_alone(sampler: Any) -> Iterator[None]:
         _set_state(sampler, before["sampler"])
 
 
-def bring_to(sampler: Any, num_passes: int, state: Any) -> None:
-    """Brings a sampler to where it was after so many passes.
+def restore_sampler(sampler: Any, num_passes: int, state: Any) -> None:
+    """Brings a new sampler to the state that it had after a number of passes.
 
     Args:
-        sampler: a new one.
-        num_passes: how many there were; one that only remembers its draws does them again.
-        state: what `state_of` said then.
+        sampler: the new sampler.
+        num_passes: number of passes; a sampler of the user's without a state or generator repeats them.
+        state: the `state_of` the sampler then.
     """
     own = generator_of(sampler) is not None or hasattr(sampler, "load_state_dict") or hasattr(sampler, "set_epoch")
-    if num_passes and not own and type(sampler) not in _IN_ORDER + _TORCHS:
+    if num_passes and not own and type(sampler) not in _IN_ORDER and not _is_torchs(sampler):
         everything = get_random_state()
         for _ in range(num_passes):
             indices = iter(sampler)
             list(itertools.islice(indices, len(sampler)))
-            next(indices, None)  # it may draw, or count its passes, at its end
+            next(indices, None)  # a sampler may draw, or count its passes, at its end
         set_random_state(everything)
     _set_state(sampler, state)
 
 
 def state_of_seed(seed: int, epoch: int, sampler_state: Any) -> dict[str, Any]:
-    """`GlobalOrder.state` for a checkpoint of version 0.1.0, whose order depends on the seed and the epoch alone."""
+    """Returns `GlobalOrder.state` for a checkpoint of version 0.1.0, whose order depends on seed and epoch only."""
     everything = get_random_state()
     seed_all(seed, epoch)
-    drawn_from = of_host(get_random_state())
+    drawn_from = host_state(get_random_state())
     set_random_state(everything)
     before = {"global": drawn_from, "sampler": sampler_state}
     return {"before": before, "sampler": sampler_state, "whole": True, "num_passes": epoch}
 
 
 _BLOCK = 2**14
-"""Items that are drawn at once at most, where they are drawn one by one: as Python integers they are large."""
+"""The most items that are drawn as Python integers at once, since these are large."""
 
 
-class Record:
+class OrderRecord:
     """The items that one pass over a sampler has yielded so far.
 
     Args:
-        before: `state_before` the pass; None until it is known.
+        before: the `state_before` the pass; None until it is known.
     """
 
     def __init__(self, before: dict[str, Any] | None = None) -> None:
         self.before = before
-        self.order: Any = array("q")  # 8 bytes a number, since it is kept for an epoch; else a list
+        self.order: Any = array("q")  # 8 or 4 bytes a number, since it is kept for an epoch; a list for other items
         self._digested = (0, 0)
 
     def add(self, items: Any) -> None:
-        """Remembers the next items, a list or an array of integers."""
+        """Appends the next items, a list or an array of integers."""
         are_integers = isinstance(items, array) or set(map(type, items)) <= {int}
         if not len(self.order):
             if isinstance(items, array):
-                self.order = items  # a permutation of all samples; it is large, and nobody else has it
+                self.order = items  # not copied: a permutation of all samples is large, and there is no other owner
                 return
             self.order = array("q") if are_integers else CompactOrder()
         fits = self.order.fits(items) if isinstance(self.order, CompactOrder) else are_integers
@@ -161,20 +181,20 @@ class Record:
         self.order.extend(items)
 
     def digest(self, position: int) -> int:
-        """A checksum of the order up to a position."""
+        """Returns a checksum of the order up to a position."""
         at, crc = self._digested if self._digested[0] <= position else (0, 0)
-        if isinstance(self.order, array):
-            crc = zlib.crc32(memoryview(self.order)[at:position], crc)
-        else:
-            for start in range(at, position, _BLOCK):
-                block = self.order[start : min(start + _BLOCK, position)]
+        for start in range(at, position, _BLOCK):
+            block = self.order[start : min(start + _BLOCK, position)]
+            if isinstance(block, array):  # as 8 bytes a number, whatever the array has: checkpoints compare it
+                crc = zlib.crc32(np.asarray(block).astype(np.int64, copy=False).tobytes(), crc)
+            else:
                 crc = zlib.crc32("".join(map(repr, block)).encode(), crc)
         self._digested = (position, crc)
         return crc
 
 
 def _blocks_of(sampler: Any) -> Callable[[int], Any]:
-    """Draws the next items of a pass: about as many as it is asked for, none at the end."""
+    """Returns a function that draws the next items of a pass: about as many as it is asked for, none at the end."""
     if type(sampler) is RandomSampler and not sampler.replacement:
         permutations = _permutations(sampler)
         return lambda _: next(permutations, None)
@@ -183,7 +203,7 @@ def _blocks_of(sampler: Any) -> Callable[[int], Any]:
 
 
 def _permutations(sampler: RandomSampler) -> Iterator["array[int]"]:
-    """The order that `sampler` draws, whose own iterator has it as Python integers, of five times the memory.
+    """Yields the order of `sampler` in arrays: its own iterator makes Python integers, of five times the memory.
 
     Follows torch's `RandomSampler.__iter__`, draw by draw.
     """
@@ -194,25 +214,27 @@ def _permutations(sampler: RandomSampler) -> Iterator["array[int]"]:
     for _ in range(sampler.num_samples // size):
         yield _permutation(size, generator)
     rest = sampler.num_samples % size
-    if rest or sampler.generator is not None:  # torch draws it for nothing too, which a user's generator shows
+    if rest or sampler.generator is not None:  # torch draws it even if it is unused, which changes a user's generator
         yield _permutation(size, generator)[:rest]
 
 
 def _permutation(size: int, generator: torch.Generator) -> "array[int]":
-    indices = array("q", [0]) * size
-    torch.randperm(size, generator=generator, out=torch.frombuffer(indices, dtype=torch.int64))
+    # torch draws the same permutation for either dtype, and int32 faster.
+    code, dtype = ("i", torch.int32) if size < 2**31 else ("q", torch.int64)
+    indices = array(code, [0]) * size
+    torch.randperm(size, generator=generator, out=torch.frombuffer(indices, dtype=dtype))
     return indices
 
 
-class Drawing(Record):
-    """A pass over a sampler by ourselves.
+class DrawnOrder(OrderRecord):
+    """The order of one pass, drawn from a sampler by the engine.
 
     Args:
-        sampler: whose.
-        whole: draw all of it at once where the sampler is none of torch's: several ranks, whose random numbers differ
-            from step to step, can have only one order that way.
-        before: from which to draw again, leaving the global generators alone; None: from where they are.
-        hand_on: gives all ranks what the first of them gives; None where there is one process.
+        sampler: that draws.
+        whole: draw the whole order at once, unless the sampler is torch's: the global generators of several ranks
+            differ after the first step, so a later draw would differ as well.
+        before: states from which to draw again, without a change of the global generators; None: draw from these.
+        broadcast: returns rank 0's value on all ranks; None with one process.
     """
 
     def __init__(
@@ -221,24 +243,24 @@ class Drawing(Record):
         *,
         whole: bool = False,
         before: dict[str, Any] | None = None,
-        hand_on: Callable[[Any], Any] | None = None,
+        broadcast: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(before)
         self.sampler = sampler
         self.at = 0
-        """Position of the next item to take."""
-        self.is_whole = whole and type(sampler) not in _IN_ORDER + _TORCHS
+        """The position of the next item that `take` returns."""
+        self.is_whole = whole and type(sampler) not in _IN_ORDER and not _is_torchs(sampler)
         self._is_again = before is not None
-        self._hand_on = hand_on
+        self._broadcast = broadcast
         self._blocks: Callable[[int], Any] | None = None
         self._after: Any = None
         self._global_after: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_blocks": None, "_hand_on": None}
+        return {**self.__dict__, "_blocks": None, "_broadcast": None}
 
     def up_to(self, end: int) -> Any:
-        """The order, of which at least the first `end` items are drawn, if it has as many."""
+        """Returns the order, with at least its first `end` items drawn, if it has as many."""
         end = min(end, len(self.sampler))  # type: ignore[arg-type]
         if end > len(self.order) and self._blocks is None:
             with self._generators():
@@ -248,30 +270,37 @@ class Drawing(Record):
             self._pull(end)
         return self.order
 
+    def open(self) -> None:
+        """Makes the sampler's iterator, which may draw."""
+        with self._generators():
+            self._blocks = _blocks_of(self.sampler)
+            if self.is_whole:
+                self._pull(len(self.sampler))  # type: ignore[arg-type]
+
     def take(self, size: int) -> list[Any]:
-        """The next items, fewer at the end."""
+        """Returns the next `size` items, fewer at the end."""
         items = list(self.up_to(self.at + size)[self.at : self.at + size])
         self.at += len(items)
         if len(items) < size and self._blocks is not None:
-            self._blocks(1)  # whoever asks for more runs into the end, where a generator may draw once more
+            self._blocks(1)  # a reader that asks for more comes to the end, where a sampler may draw once more
         return items
 
     def go_on(self) -> None:
-        """Called before items are taken: what a DataLoader drew since from the same generator comes before them."""
+        """Called before items are taken, since a DataLoader may have drawn from the sampler's generator meanwhile."""
         _set_generator(self.sampler, self._after)
         self._after = None
 
     def settle(self) -> None:
-        """Called when the global generators are where the saved run's were: has them draw the order if it had not yet.
+        """Called when the global generators have the states of the saved run: advances them past the order's draws.
 
-        Loaders with workers ask for the order before that, and others when the first batch is fetched.
+        Not if that run had drawn the order before: with workers the order is read early, else with the first batch.
         """
         before, after = (self.before or {}).get("global"), self._global_after
         if before is not None and after is not None and is_same_state(before, _global_state(self.sampler)):
             _set_global(after)
 
     def end_with(self, state: Any) -> None:
-        """Says that the pass is over, and what state its sampler was left in."""
+        """Marks the pass as over, and sets the state that its sampler had then."""
         self._blocks = lambda _: []
         _set_state(self.sampler, state)
 
@@ -285,7 +314,7 @@ class Drawing(Record):
         here = state_before(self.sampler)
         if self.before is None:
             has_none = here["global"] is None and here["sampler"] is None
-            self.before = here if self._hand_on is None or has_none else self._hand_on(here)
+            self.before = here if self._broadcast is None or has_none else self._broadcast(here)
         is_own = is_same_state(self.before["global"], here["global"])
         if not is_own:
             _set_global(self.before["global"])
@@ -294,30 +323,38 @@ class Drawing(Record):
         try:
             yield
         finally:
-            # Ranks that draw the same random numbers go on to; the others are left where they were.
+            # Ranks whose generators agree with rank 0's advance as it does; those of the others are restored.
             if not is_own:
                 self._global_after = _global_state(self.sampler)
                 _set_global(here["global"])
             self._after = state_of(self.sampler) if self._is_again else None
 
 
-class Passes:
-    """The passes over one sampler in an epoch: a shorter loader beside a longer one begins again.
+class PassHistory:
+    """The passes over one sampler: in one epoch there are several if its loader is shorter than another and restarts.
 
-    The last two are kept: a checkpoint may be of a batch before the one that is fetched.
+    The last two are kept, since a checkpoint may be of a batch before the one that was fetched.
     """
 
     def __init__(self) -> None:
         self.num_before = 0
-        """Passes in the epochs before."""
+        """The number of passes in earlier epochs."""
         self._epoch = -1
         self._of_epoch: dict[int, Any] = {}
         self._num = 0
 
-    def begin(self, epoch: int, record: Any, *, replaces_latest: bool = False) -> None:
-        """Notes a pass that begins, or that takes the place of the latest, of which nothing was read."""
+    def begin(self, epoch: int, record: Any, *, replaces_latest: bool = False, has_drawn: bool = False) -> None:
+        """Adds a pass that begins.
+
+        Args:
+            epoch: the current epoch.
+            record: of the pass.
+            replaces_latest: whether it replaces the latest pass, of which nothing was read.
+            has_drawn: whether the replaced pass has drawn its order nevertheless; then it counts as an earlier pass.
+        """
         if replaces_latest and epoch == self._epoch:
             self._of_epoch[self._num - 1] = record
+            self.num_before += has_drawn
             return
         if epoch != self._epoch:
             self.num_before += self._num
@@ -328,25 +365,25 @@ class Passes:
         self._num += 1
 
     def begin_again(self, epoch: int) -> None:
-        """Counts the passes of an epoch so far among those before it: it is read anew, from another iterator."""
+        """Counts the passes of this epoch so far as earlier ones: a second iterator reads the epoch from its start."""
         if epoch == self._epoch:
             self.num_before += self._num
             self._num = 0
             self._of_epoch.clear()
 
     def resume(self, num_before: int) -> None:
-        """Sets the number of passes that went before those of the epoch that is resumed."""
+        """Sets the number of passes before those of the resumed epoch."""
         self.num_before = num_before
 
     def num_until(self, epoch: int, number: int) -> int:
-        """Passes that went before one of an epoch, those of the epochs before among them."""
+        """Returns the number of passes before pass `number` of an epoch, including those of earlier epochs."""
         return self.num_before + (number if epoch == self._epoch else self._num)
 
     def of(self, epoch: int, number: int) -> Any:
-        """The pass of that number in an epoch; None if it has not begun, or is too long ago."""
+        """Returns pass `number` of an epoch; None if it has not begun, or is not kept any more."""
         return self._of_epoch.get(number) if epoch == self._epoch else None
 
     @property
     def latest(self) -> Any:
-        """The last one that has begun; None without any."""
+        """The last pass that has begun; None before the first one."""
         return self._of_epoch.get(self._num - 1)

@@ -1,13 +1,13 @@
-"""Batches of all ranks together: step k trains on the same samples, however many ranks share them.
+"""Global batches: step k trains on the same samples for any number of ranks.
 
-The order of an epoch is cut into global batches of N samples. Sample i of one belongs to rank i mod W, so the ranks'
-shares differ by at most one sample; each share is cut into equally many micro-batches of at most m samples, whose sizes
-again differ by at most one:
+The order of an epoch is cut into global batches of N samples. Sample i of a global batch belongs to rank i mod W, so
+the ranks' shares differ by at most one sample. Each share is cut into equally many micro-batches of at most m samples,
+whose sizes again differ by at most one:
 
     micro-batches per step = ceil(ceil(N / W) / m)
 
-The last global batch of an epoch may be smaller. A rank without a sample for a micro-batch, which is still to take part
-in its collectives, gets a filler: some sample of the global batch that counts for nothing.
+The last global batch of an epoch may be smaller. A rank without a sample for a micro-batch still takes part in its
+collectives: it gets padding, a sample of the global batch that counts for nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,19 +16,19 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from ..flags import check_count
-from .drawing import left_alone
+from .drawing import DrawnOrder, preserve_generators
 from .global_order import GlobalOrder, Samples
 
-__all__ = ["GlobalBatches", "InOneRow"]
+__all__ = ["FlattenedBatchSampler", "GlobalBatches"]
 
 
 class GlobalBatches(Sampler[list[Any]]):
-    """This rank's micro-batches, a batch sampler.
+    """A batch sampler that yields this rank's micro-batches.
 
     Args:
         order: of all samples.
         size: samples of a global batch, N.
-        micro_batch_size: samples of a rank's micro-batch at most, m.
+        micro_batch_size: the most samples of a rank's micro-batch, m.
         drop_last: leave out a last global batch that is not full.
     """
 
@@ -37,10 +37,11 @@ class GlobalBatches(Sampler[list[Any]]):
         self.size = check_count("global_batch_size", size)
         self._micro_batch_size = check_count("micro_batch_size", micro_batch_size)
         self.drop_last = drop_last
+        self._per_step = self._num_cuts(size)
 
     @property
     def batch_size(self) -> int:
-        """Samples of a rank's micro-batch at most."""
+        """The most samples of a rank's micro-batch."""
         return self._micro_batch_size
 
     @batch_size.setter
@@ -54,40 +55,45 @@ class GlobalBatches(Sampler[list[Any]]):
             )
 
     def cut_into(self, micro_batch_size: int) -> None:
-        """Cuts global batches into micro-batches of at most so many samples, from the next pass on."""
+        """Cuts global batches into micro-batches of at most `micro_batch_size` samples, from the next pass on."""
         self._micro_batch_size = check_count("micro_batch_size", micro_batch_size)
+        self._per_step = self._num_cuts(self.size)
 
     @property
     def per_step(self) -> int:
-        """Micro-batches that a full global batch is cut into."""
-        return self._num_cuts(self.size)
+        """The number of micro-batches of a full global batch, on each rank."""
+        return self._per_step
 
     def num_batches(self, num_samples: int) -> int:
-        """Micro-batches of each rank that so many samples of the order make."""
+        """Returns the number of micro-batches on each rank for `num_samples` samples of the order."""
         full, rest = divmod(num_samples, self.size)
         return full * self.per_step + (0 if self.drop_last or not rest else self._num_cuts(rest))
 
     def num_samples(self, num_batches: int) -> int:
-        """The samples of the order that full global batches of so many micro-batches have."""
+        """Returns the number of samples in full global batches that have `num_batches` micro-batches together."""
         return num_batches // self.per_step * self.size
 
     def samples(self, index: int) -> Samples:
-        """Counts the samples of the micro-batch `index` of the epoch, where those done before a resumption count in."""
-        window, cut = divmod(index - self.sampler.num_done, self.per_step)
-        size = min(self.size, len(self.sampler.sampler) - self.sampler.start - window * self.size)  # type: ignore[arg-type]
-        num_cuts = self._num_cuts(size)
-        share, num_larger = divmod(size, self.sampler.num_replicas)
+        """Counts the samples of micro-batch `index` of the epoch, counted from its start, also in a resumed run."""
+        order, full = self.sampler, self.size
+        window, cut = divmod(index - order.num_done, self._per_step)
+        left = len(order.sampler) - order.start - window * full  # type: ignore[arg-type]
+        size, num_cuts = (full, self._per_step) if left >= full else (left, self._num_cuts(left))
+        share, num_larger = divmod(size, order.num_replicas)
         smaller, larger = _part(share, num_cuts, cut), _part(share + 1, num_cuts, cut)
         return Samples(
-            larger if self.sampler.rank < num_larger else smaller,
-            num_larger * larger + (self.sampler.num_replicas - num_larger) * smaller,
+            larger if order.rank < num_larger else smaller,
+            num_larger * larger + (order.num_replicas - num_larger) * smaller,
         )
 
     def __len__(self) -> int:
         return self.sampler.num_done + self.num_batches(len(self.sampler.sampler) - self.sampler.start)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        drawing, rank, num_ranks = self.sampler.begin(), self.sampler.rank, self.sampler.num_replicas
+        return self._cuts(self.sampler.open())
+
+    def _cuts(self, opened: DrawnOrder | None) -> Iterator[list[Any]]:
+        drawing, rank, num_ranks = self.sampler.begin(opened), self.sampler.rank, self.sampler.num_replicas
         while taken := drawing.take(self.size):
             if self.drop_last and len(taken) < self.size:
                 return
@@ -102,8 +108,8 @@ class GlobalBatches(Sampler[list[Any]]):
         return _ceil(_ceil(size, self.sampler.num_replicas), self.batch_size)
 
 
-class InOneRow:
-    """The samples of a batch sampler, one after the other; where its batches end, global batches must be able to end.
+class FlattenedBatchSampler:
+    """Yields the samples of a batch sampler one by one; a global batch must end where one of its batches ends.
 
     Args:
         batches: the batch sampler.
@@ -113,11 +119,11 @@ class InOneRow:
     def __init__(self, batches: Any, size: int) -> None:
         self.batches = batches
         self._size = size
-        self._row: list[Any] | None = None
+        self._samples: list[Any] | None = None
 
     @property
     def generator(self) -> Any:
-        """The one that the order is drawn from, if it is the user's."""
+        """The user's generator that the order is drawn from; None without one."""
         return getattr(self.batches, "generator", None) or getattr(self._inner, "generator", None)
 
     @property
@@ -131,31 +137,31 @@ class InOneRow:
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        if self._row is None:
-            with left_alone(self):
-                self._row = list(self._draw())
-        return len(self._row)
+        if self._samples is None:
+            with preserve_generators(self):
+                self._samples = list(self._draw())
+        return len(self._samples)
 
     def __iter__(self) -> Iterator[Any]:
-        self._row = list(self._draw())
-        return iter(self._row)
+        self._samples = list(self._draw())
+        return iter(self._samples)
 
     def _draw(self) -> Iterable[Any]:
-        within = 0
+        filled = 0  # samples of the current global batch
         for batch in self.batches:
-            within += len(batch)
-            if within > self._size:
+            filled += len(batch)
+            if filled > self._size:
                 raise ValueError(
                     f"global_batch_size={self._size} would end within a batch of {type(self.batches).__name__}: after"
-                    f" {within - len(batch)} samples of a global batch it has one of {len(batch)}. Give a multiple of"
+                    f" {filled - len(batch)} samples of a global batch it has one of {len(batch)}. Give a multiple of"
                     " its batches' sizes, or a DataLoader without a batch sampler of your own."
                 )
-            within %= self._size
+            filled %= self._size
             yield from batch
 
 
 def _part(size: int, num_parts: int, index: int) -> int:
-    """Size of a part of `size` things that are cut as evenly as they can be."""
+    """Returns the size of one of `num_parts` parts of `size` items that differ by at most one."""
     return size // num_parts + (index < size % num_parts)
 
 

@@ -1,19 +1,23 @@
-"""One order of samples for all ranks, dealt round-robin, that can be gone on with in mid-epoch.
+"""One order of samples for all ranks, split round-robin, which a run can resume in mid-epoch.
 
 Position i of the epoch's order belongs to rank i mod W. So W ranks with batches of b samples train, step by step, on
-the same samples as one process with batches of W*b; and a run that stopped after position p goes on at p, whatever its
-number of ranks and its batch size have become. The order is that of one process: the sampler draws from the generators
-that it would draw from there, in the states that they would be in, which are rank 0's.
+the same samples as one process with batches of W*b. A run that stopped after position p resumes at p, with any number
+of ranks and any batch size. The order is that of one process: the sampler draws from the same generators, in the states
+of rank 0.
+
+    position 0 1 2 3 4 5 6 7    (W = 2)
+    rank     0 1 0 1 0 1 0 1
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-# Lightning: what it puts in the place of a user's sampler, and the data set of that, by which others find the user's.
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _DatasetSamplerWrapper
+# Lightning: the class that replaces a user's sampler, and the class of its data set, which leads to the user's sampler.
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import RandomSampler
 
-from .drawing import Drawing, Passes, bring_to, state_of
+from .._compat.lightning import _DatasetSamplerWrapper
+from .drawing import DrawnOrder, PassHistory, restore_sampler, state_of
 
 __all__ = ["GlobalOrder", "Samples"]
 
@@ -21,31 +25,30 @@ __all__ = ["GlobalOrder", "Samples"]
 class Samples(NamedTuple):
     """The number of samples in a batch."""
 
-    mine: int
-    """The number on this rank; 0 for a batch that only fills up."""
-    all: int
+    local: int
+    """The number on this rank; 0 for padding."""
+    total: int
     """The number on all ranks together."""
 
 
-_NOT_OURS = ("state_dict", "load_state_dict")
-"""Attributes of a user's sampler that are not passed on: they would be wrong for its order as it is dealt."""
+_HIDDEN = ("state_dict", "load_state_dict")
+"""Attributes of a user's sampler that are not passed on: they would be wrong for one rank's part of the order."""
 
 
 class GlobalOrder(DistributedSamplerWrapper):
-    """This rank's part of the order that `sampler` yields.
+    """A sampler of this rank's part of another sampler's order.
 
-    To whoever asks a `DistributedSampler`, and Lightning's wrapper of a user's sampler, with their attributes and those
-    of `sampler`; none of their code is used.
+    It is a subclass of `DistributedSampler`, and of Lightning's wrapper of a user's sampler, and has their attributes
+    and those of `sampler`; none of their code is used.
 
     Args:
-        sampler: the order of one process: the DataLoader's own sampler, or a batch sampler, whose batches are dealt
-            then. Each pass draws from the generators that it would draw from in one process; what it takes from global
-            ones, where ranks differ, it takes from rank 0's.
+        sampler: gives the order of one process: the DataLoader's own sampler, or a batch sampler, whose batches are
+            split over the ranks then. It draws from the generators of one process; of the global ones, from rank 0's.
         num_replicas: number of ranks, W.
         rank: this rank, 0 to W-1.
-        drop_last: leave out the samples that don't fill a whole round, rather than repeat the first ones.
-        hand_on: gives all ranks what rank 0 gives, when a pass begins; all ranks call it together. None where there
-            is one process.
+        drop_last: leave out the samples of an incomplete round, rather than fill it with the first ones.
+        broadcast: returns rank 0's value on all ranks, which all call it when a pass begins; None with one process.
+        at_once: whether the order is drawn when an iterator is made, rather than with its first item.
     """
 
     def __init__(
@@ -55,25 +58,29 @@ class GlobalOrder(DistributedSamplerWrapper):
         num_replicas: int = 1,
         rank: int = 0,
         drop_last: bool = False,
-        hand_on: Callable[[Any], Any] | None = None,
+        broadcast: Callable[[Any], Any] | None = None,
+        at_once: bool = False,
     ) -> None:
-        # Not the constructor of DistributedSampler, which wants a data set and makes an order of its own.
+        # Without the constructor of DistributedSampler, which needs a data set and makes an order of its own.
         self.sampler = sampler
         self.shuffle = isinstance(sampler, RandomSampler)
         self.num_replicas = num_replicas
         self.rank = rank
-        self.seed = 0  # of DistributedSampler's, and of no use here
+        self.seed = 0  # an attribute of DistributedSampler, without effect here
         self.drop_last = drop_last
         self.epoch = 0
-        self.passes = Passes()
-        self._hand_on = hand_on
+        self.passes = PassHistory()
+        self._broadcast = broadcast
         self._start = self._num_done = 0
         self._resumes = False
         self._at_end: Any = None
+        self._at_once = at_once
+        self._unread: DrawnOrder | None = None
+        """A pass whose iterator was made, and of which nothing was read; None without one."""
 
     def __getattr__(self, name: str) -> Any:
-        # Those of the user's sampler, say its weights.
-        if name.startswith("__") or name in _NOT_OURS or "sampler" not in self.__dict__:
+        # Attributes of the user's sampler, such as its weights.
+        if name.startswith("__") or name in _HIDDEN or "sampler" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         sampler = self.__dict__["sampler"]
         if name == "dataset" and not hasattr(sampler, name) and hasattr(sampler, "__len__"):
@@ -81,10 +88,10 @@ class GlobalOrder(DistributedSamplerWrapper):
         return getattr(sampler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hand_on": None}
+        return {**self.__dict__, "_broadcast": None, "_unread": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch comes to a sampler that wants to know; Lightning calls this before each epoch."""
+        """Sets the epoch, also of the user's sampler if it has `set_epoch`; Lightning calls this before each epoch."""
         if epoch != self.epoch:
             self._start = self._num_done = 0
             self._resumes = False
@@ -94,97 +101,121 @@ class GlobalOrder(DistributedSamplerWrapper):
             inner(epoch)
 
     def resume(self, epoch: int, position: int, num_done: int, state: dict[str, Any] | None = None) -> None:
-        """Goes on in mid-epoch.
+        """Resumes in mid-epoch.
 
         Args:
             epoch: the epoch.
-            position: number of samples of the order that all ranks together are done with.
-            num_done: what counts as done of this rank's part: samples here, which `len` includes; micro-batches in a
-                `GlobalBatches`.
-            state: what the method of that name said in the run that is resumed.
+            position: number of samples of the order that all ranks together have done.
+            num_done: the part of this rank that counts as done, and that `len` includes: samples here, micro-batches in
+                a `GlobalBatches`.
+            state: what the method `state` returned in the saved run.
         """
         state = state or {}
         num_passes = state.get("num_passes", epoch)
-        bring_to(self.sampler, num_passes, state.get("sampler"))
+        restore_sampler(self.sampler, num_passes, state.get("sampler"))
         self.set_epoch(epoch)
         self.passes.resume(num_passes)
         if state.get("before") is not None:
-            whole = self._hand_on is not None or bool(state.get("whole"))
-            self.passes.begin(epoch, Drawing(self.sampler, whole=whole, before=state["before"]))
-            self.go_on_at(position, num_done)
+            whole = self._broadcast is not None or bool(state.get("whole"))
+            self.passes.begin(epoch, DrawnOrder(self.sampler, whole=whole, before=state["before"]))
+            self.seek(position, num_done)
             self._at_end = state.get("after")
 
     def settle(self) -> None:
-        """Called when the iterator of a resumed epoch is there: if that was at its end, no more is drawn for it."""
+        """Called when the iterator of a resumed epoch exists: if the epoch was at its end, no more is drawn for it."""
         if self.passes.latest is not None:
             self.passes.latest.settle()
             if self._at_end is not None:
                 self.passes.latest.end_with(self._at_end)
         self._at_end = None
 
-    def go_on_at(self, position: int, num_done: int) -> None:
-        """Lets the next pass begin in mid-epoch; see `resume`."""
+    def seek(self, position: int, num_done: int) -> None:
+        """Makes the next pass begin in mid-epoch; see `resume`."""
         self._start, self._num_done, self._resumes = position, num_done, True
 
     def count_done(self, num_done: int) -> None:
-        """Says anew how much of this rank's part counts as done."""
+        """Sets how much of this rank's part counts as done."""
         self._num_done = num_done
 
     @property
     def start(self) -> int:
-        """Position in the order at which this run began the epoch."""
+        """The position in the order at which this run began the epoch."""
         return self._start
 
     @property
     def num_done(self) -> int:
-        """The amount of the epoch that counts as done, in the unit of whoever counted."""
+        """The part of the epoch that counts as done: samples, or micro-batches in a `GlobalBatches`."""
         return self._num_done
 
     def __len__(self) -> int:
         return self._num_done + self._rounds(len(self.sampler) - self._start)  # type: ignore[arg-type]
 
-    def begin(self) -> Drawing:
-        """A pass over the order of all ranks together, from where it begins."""
+    def open(self) -> DrawnOrder | None:
+        """Called when an iterator is made: returns the pass if its order is drawn then; None if with the first item.
+
+        The order of a resumed pass was drawn by the saved run.
+        """
+        if not self._at_once or self._resumes:
+            return None
+        drawing = DrawnOrder(self.sampler, whole=self._broadcast is not None, broadcast=self._broadcast)
+        drawing.open()
+        is_unread = self._unread is not None and self._unread is self.passes.latest
+        self.passes.begin(self.epoch, drawing, replaces_latest=is_unread, has_drawn=True)
+        self._unread = drawing
+        return drawing
+
+    def begin(self, opened: DrawnOrder | None = None) -> DrawnOrder:
+        """Begins a pass; returns the order of all ranks together, positioned at the start of the pass.
+
+        Args:
+            opened: what `open` returned for it.
+        """
+        if opened is not None:
+            self._unread = None if self._unread is opened else self._unread
+            return opened
         if self._resumes and self.passes.latest is not None:
-            drawing: Drawing = self.passes.latest
+            drawing: DrawnOrder = self.passes.latest
             drawing.go_on()
             drawing.at, self._resumes = self._start, False
             return drawing
-        # Only the first pass begins in the middle: a shorter loader beside a longer one may pass again in an epoch.
-        drawing = Drawing(self.sampler, whole=self._hand_on is not None, hand_on=self._hand_on)
+        # Only the first pass begins in mid-epoch: a loader that is shorter than another one restarts from the start.
+        drawing = DrawnOrder(self.sampler, whole=self._broadcast is not None, broadcast=self._broadcast)
         self.passes.begin(self.epoch, drawing)
         return drawing
 
     def __iter__(self) -> Iterator[Any]:
-        drawing = self.begin()
+        return self._items(self.open())
+
+    def _items(self, opened: DrawnOrder | None) -> Iterator[Any]:
+        drawing = self.begin(opened)
         for _ in range(self._rounds(len(self.sampler) - drawing.at)):  # type: ignore[arg-type]
             taken = drawing.take(self.num_replicas)
-            # Every rank needs as many samples as the others, since they meet at each step: the first ones fill it up.
+            # Every rank needs equally many samples for the collectives of each step: the first samples are repeated.
             yield taken[self.rank] if self.rank < len(taken) else self._first(drawing, self.rank - len(taken))
         drawing.take(1)
 
-    def _first(self, drawing: Drawing, index: int) -> Any:
+    def _first(self, drawing: DrawnOrder, index: int) -> Any:
         return drawing.order[index % len(drawing.order)]
 
     def _rounds(self, size: int) -> int:
         return max(0, size // self.num_replicas if self.drop_last else -(-size // self.num_replicas))
 
     def first(self) -> Any:
-        """The first item of the order of the latest pass."""
+        """Returns the first item of the latest pass's order."""
         return (self.passes.latest or self.begin()).up_to(1)[0]
 
     def samples(self, index: int) -> Samples:
-        """Counts the samples of a dealt batch by its index in the epoch: this rank's, and those on all ranks."""
+        """Counts the samples of batch `index` of the epoch, of a user's batch sampler."""
         first = self._start + (index - self._num_done) * self.num_replicas
         order = (self.passes.latest or self.begin()).up_to(first + self.num_replicas)
         sizes = [len(batch) for batch in order[first : first + self.num_replicas]]
         return Samples(sizes[self.rank] if self.rank < len(sizes) else 0, sum(sizes))
 
     def state(self, epoch: int, number: int) -> dict[str, Any]:
-        """Returns the plain values with which another run draws a pass again, or the next one if that has not begun.
+        """Returns the plain values from which another run draws a pass again, or the next pass if it has not begun.
 
         Args:
-            epoch: the present one, or the one after it.
+            epoch: the current epoch, or the next one.
             number: of the pass, in the epoch.
         """
         drawing = self.passes.of(epoch, number)

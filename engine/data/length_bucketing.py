@@ -1,4 +1,4 @@
-"""`LengthBucketing`: batches of samples of like length, each of at most so many tokens."""
+"""`LengthBucketing`: batches of samples with similar lengths, limited by a number of tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,29 +8,29 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..flags import check_count
-from ..seeds import mixed
+from ..seeds import derive_seed
 
 __all__ = ["LengthBucketing"]
 
 
 class LengthBucketing(Sampler[list[int]]):
-    """A batch sampler: samples of like length together, as many as a budget of tokens holds.
+    """A batch sampler that groups samples of similar length, up to a maximum number of tokens per batch.
 
-    A batch takes ``max_tokens // longest`` samples, so padded to its longest sample it has at most `max_tokens` tokens.
-    In each epoch, samples of equal length change places and the batches come in another order. That order is of groups
-    of `group` batches of neighbouring lengths; several ranks are dealt neighbours, so the batches of a step cost about
-    the same. The number of batches is the same in every epoch.
+    A batch has ``max_tokens // longest`` samples, so after padding to its longest sample it has at most `max_tokens`
+    tokens. Each epoch shuffles samples of equal length, and the order of the batches. Batches are shuffled in groups of
+    `group` batches with neighbouring lengths: several ranks get neighbours, so the batches of a step cost about the
+    same. The number of batches is the same in every epoch.
 
     Args:
-        lengths: tokens of each sample of the data set, [num_samples], at least 1.
-        max_tokens: tokens of a padded batch at most.
-        shuffle: draw another order in each epoch; without it, the longest come first, in the order of the data set.
-        seed: of all orders; the epoch is mixed in. Random numbers from elsewhere are neither used nor drawn.
-        drop_last: leave out the batch of the shortest samples, if it could hold more.
-        group: batches of neighbouring lengths that follow one another; best a multiple of the number of ranks.
+        lengths: number of tokens of each sample of the data set, [num_samples], at least 1.
+        max_tokens: largest number of tokens of a padded batch.
+        shuffle: draw a new order in each epoch; otherwise the longest samples come first, in the order of the data set.
+        seed: seed of all orders, combined with the epoch. No other random generator is used or changed.
+        drop_last: leave out the batch of the shortest samples if it is not full.
+        group: number of batches with neighbouring lengths that stay together; best a multiple of the number of ranks.
 
     Raises:
-        ValueError: `max_tokens` or `group` is no positive number, or a length is less than 1 or more than `max_tokens`.
+        ValueError: `max_tokens` or `group` is not positive, or a length is less than 1 or more than `max_tokens`.
     """
 
     def __init__(
@@ -59,31 +59,31 @@ class LengthBucketing(Sampler[list[int]]):
 
     @property
     def sampler(self) -> "LengthBucketing":
-        """Itself: of a batch sampler, Lightning sets the epoch of what it finds by this name."""
+        """Returns itself: Lightning calls `set_epoch` on this attribute of a batch sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch comes."""
+        """Sets the epoch of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = self._order(generator)
         for index in self._batches(generator):
             yield order[self._ends[index - 1] if index else 0 : self._ends[index]].tolist()
 
     def _order(self, generator: torch.Generator) -> Tensor:
-        """All samples, the longest first; of equal ones, those first that the epoch draws first."""
+        """Returns all samples, longest first; samples of equal length are in the epoch's random order."""
         if not self.shuffle:
             return self.lengths.argsort(descending=True, stable=True)
         drawn = torch.randperm(len(self.lengths), generator=generator)
         return drawn[self.lengths[drawn].argsort(descending=True, stable=True)]
 
     def _batches(self, generator: torch.Generator) -> list[int]:
-        """Indices of the batches, as they come; the group that is not full is the last, so that all others align."""
+        """Returns the order of the batches; an incomplete group is the last, so that all other groups are aligned."""
         if not self.shuffle:
             return list(range(len(self)))
         groups: Any = torch.randperm(len(self) // self.group, generator=generator).tolist()

@@ -1,7 +1,7 @@
-"""Random generators that a data set keeps itself, say as `self.rng`, or in one of its transforms.
+"""Finds the random generators that a data set has as attributes, such as `self.rng`, or in one of its transforms.
 
-A checkpoint has their states as it has those of the global ones. They are found by following attributes, lists, tuples,
-dicts, `functools.partial`s, bound methods and closures. What is read for each batch is in `OwnGenerators`.
+A checkpoint has their states beside those of the global generators. The search follows attributes, lists, tuples,
+dicts, `functools.partial`s, bound methods and closures. `OwnGenerators` caches it, since it is needed for each batch.
 """
 
 import functools
@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.rng import get_random_state, of_host, set_random_state
+from ..checkpoint.rng import get_random_state, host_state, set_random_state
 
 __all__ = ["OwnGenerators", "own_generators", "set_own_states", "set_state_here", "states_of_own"]
 
 _MOST = 300
-"""Objects that are looked at, and items of a container: a list of all samples is none of these."""
+"""The most objects that are searched, and the most items of one container, which may be a list of all samples."""
 _NUMBERS = range(_MOST)
 _MANY = 64
-"""More items than these are samples: they are followed last, and one of plain values is not looked at again."""
+"""Containers with more items are taken for lists of samples: they are searched last, and plain values in them once."""
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), type, torch.Tensor, np.ndarray)
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class OwnGenerators:
-    """The generators that a data set keeps: found once, and looked for again when an object on the way has changed.
+    """The generators of a data set: searched once, and again when an object on the path to one has changed.
 
-    Each batch asks for their states. To follow all attributes takes a millisecond where a data set has a list of its
-    samples; to compare what was found then with what is there now takes microseconds.
+    Their states are read for each batch. A search takes a millisecond if a data set has a list of its samples; a check
+    whether the searched objects have changed takes microseconds.
 
     Args:
         data: the data set.
@@ -49,7 +49,7 @@ class OwnGenerators:
         return {"data": self.data, "_found": None, "_containers": [], "_empty": []}
 
     def find(self) -> dict[str, Any]:
-        """The generators, by the path of attributes to them."""
+        """Returns the generators, by the path of attributes to them."""
         if self._found is None or any(self._empty) or not all(known.is_unchanged() for known in self._containers):
             self._found, containers = _search(self.data)
             self._empty = [known.owner for known in containers if known.is_empty]
@@ -57,16 +57,16 @@ class OwnGenerators:
         return self._found
 
     def states(self) -> dict[str, Any]:
-        """Their states, plain values, by path."""
+        """Returns the states of the generators by path, as plain values."""
         return {path: _state_of(generator) for path, generator in self.find().items()}
 
     def state_here(self) -> dict[str, Any]:
-        """All that the data set may draw from in this process: the global generators, and its own."""
-        return {**of_host(get_random_state()), "own": self.states()}
+        """Returns all states that the data set may draw from in this process: the global generators, and its own."""
+        return {**host_state(get_random_state()), "own": self.states()}
 
 
 def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":
-    """The generators by path, and the objects whose change may lead to others."""
+    """Returns the generators by path, and the searched objects that may change."""
     found: dict[str, Any] = {}
     containers: list[_Container] = []
     seen: set[int] = set()
@@ -89,11 +89,11 @@ def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":
 
 
 class _Container:
-    """An object that was followed, and its parts then.
+    """A searched object, with its parts at that time.
 
     Args:
         owner: the object.
-        read: gives the names and the values of its parts.
+        read: returns the names and the values of its parts.
     """
 
     def __init__(self, owner: Any, read: "_Reader") -> None:
@@ -102,11 +102,11 @@ class _Container:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is a list or dict that has nothing in it; a module has ten of them."""
+        """Whether it is an empty list or dict; a module has ten of them."""
         return isinstance(self.owner, (list, dict)) and not self._values
 
     def is_unchanged(self) -> bool:
-        """Whether it has the same parts, but for plain values such as a counter."""
+        """Whether it has the same parts, except plain values such as a counter."""
         names, values = self._read(self.owner)
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)) and names == self._names:
             return True
@@ -156,7 +156,7 @@ def _of_object(value: Any) -> tuple[Sequence[Any], list[Any]]:
 
 
 def own_generators(data: Any) -> dict[str, Any]:
-    """The generators that `data` keeps, by the path of attributes to them."""
+    """Returns the generators of a data set, by the path of attributes to them."""
     return _search(data)[0]
 
 
@@ -183,18 +183,18 @@ def _content(cell: Any) -> Any:
 
 
 def states_of_own(data: Any) -> dict[str, Any]:
-    """The states of the generators that `data` keeps, plain values, by path."""
+    """Returns the states of the generators of a data set by path, as plain values."""
     return OwnGenerators(data).states()
 
 
 def set_own_states(data: Any, states: dict[str, Any]) -> None:
-    """Goes on where `states_of_own` was called; generators that `data` makes later, when it needs them, are made."""
+    """Sets the generators of a data set to the result of `states_of_own`; creates those that it has not created yet."""
     if not states:
         return
-    found = own_generators(data)
+    generators = own_generators(data)
     for path, state in states.items():
-        if path in found:
-            _set(found[path], state)
+        if path in generators:
+            _set(generators[path], state)
         elif getattr(data, path, _NOTHING) is None:
             setattr(data, path, _new(state))
 
@@ -227,17 +227,17 @@ def _set(generator: Any, state: dict[str, Any]) -> None:
 
 
 def _new(state: dict[str, Any]) -> Any:
-    made: Any = None
+    generator: Any = None
     if "torch" in state:
-        made = torch.Generator()
+        generator = torch.Generator()
     elif "python" in state:
-        made = random.Random()
+        generator = random.Random()
     elif "old numpy" in state:
-        made = np.random.RandomState()
+        generator = np.random.RandomState()
     elif "numpy" in state:
-        made = np.random.Generator(getattr(np.random, state["numpy"]["bit_generator"])())
-    _set(made, state)
-    return made
+        generator = np.random.Generator(getattr(np.random, state["numpy"]["bit_generator"])())
+    _set(generator, state)
+    return generator
 
 
 def _plain(value: Any) -> Any:
@@ -255,6 +255,6 @@ def _arrays(value: Any) -> Any:
 
 
 def set_state_here(data: Any, state: dict[str, Any]) -> None:
-    """Goes on where `OwnGenerators.state_here` was called."""
+    """Sets the global generators and those of a data set to the result of `OwnGenerators.state_here`."""
     set_random_state(state)
     set_own_states(data, state["own"])

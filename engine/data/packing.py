@@ -1,8 +1,8 @@
-"""Packing: token sequences of any length one after the other in rows of one length, each as if it were alone.
+"""Packs token sequences of any length into rows of one length, each independent of its neighbours.
 
-Where a sequence begins, its positions begin at 0 and its first label is masked, so that the last token of the sequence
-before has nothing to predict. The positions say which tokens belong together: `block_diagonal_mask` makes of them what
-attention may look at, and `cu_seqlens` the boundaries that kernels for sequences of different lengths ask for.
+The positions of each sequence begin at 0, and its first label is masked, so that the last token of the sequence before
+predicts nothing. The positions define the sequences: `block_diagonal_mask` turns them into an attention mask, and
+`cu_seqlens` into the boundaries that kernels for sequences of different lengths take.
 """
 
 from collections.abc import Mapping, Sequence

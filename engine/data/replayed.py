@@ -1,8 +1,8 @@
-"""Streams whose state is incomplete: it leaves out the examples in a shuffle buffer.
+"""Resumes streams whose state leaves out the examples in a shuffle buffer: reads them again from the epoch's start.
 
-Hugging Face's `IterableDataset.shuffle` reads ahead into a buffer, and its `state_dict` counts what is in there as
-read. A pass over it depends on its epoch and on the states of its generators alone, so such a stream is read again from
-the start of the epoch up to its place. That takes the time of reading it, and is exact.
+Hugging Face's `IterableDataset.shuffle` reads ahead into a buffer, and its `state_dict` counts the buffer's examples as
+read. A pass over it depends on its epoch and the states of its generators only, so reading again up to the position is
+exact; it takes the time of reading.
 """
 
 import zlib
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from .copied import copied
-from .stand_in import StandIn
-from .stateful import is_hugging_faces, is_stateful
+from .clone_loader import clone_loader
+from .stand_in import DatasetProxy
+from .stateful import is_hugging_face_dataset, is_stateful
 
-__all__ = ["Replayed", "digest_of_generators", "loses_its_buffer", "replayed"]
+__all__ = ["Replayed", "digest_of_generators", "loses_its_buffer", "reread_if_buffered"]
 
 
-class Replayed(StandIn):
-    """A data set of Hugging Face's without its `state_dict`; `StatefulDataLoader` then reads it up to its place."""
+class Replayed(DatasetProxy):
+    """A Hugging Face data set without its `state_dict`, so that a loader reads it again up to its position."""
 
     _lacks = ("state_dict", "load_state_dict")
 
@@ -28,31 +28,31 @@ class Replayed(StandIn):
         return iter(self.dataset)
 
 
-def replayed(loader: DataLoader) -> DataLoader:
-    """`loader`; a copy that reads its stream up to its place if that is Hugging Face's, with a shuffle buffer."""
+def reread_if_buffered(loader: DataLoader) -> DataLoader:
+    """Returns `loader`; or, if its stream is Hugging Face's with a shuffle buffer, a copy that reads it again."""
     dataset: Any = loader.dataset
-    # Another class that has one within may have more of a state.
-    if is_hugging_faces(dataset) and loses_its_buffer(dataset):
-        return copied(loader, dataset=Replayed(dataset))
+    # Not for a class of the user's that contains such a stream: its own state may be complete.
+    if is_hugging_face_dataset(dataset) and loses_its_buffer(dataset):
+        return clone_loader(loader, dataset=Replayed(dataset))
     return loader
 
 
 def loses_its_buffer(dataset: Any) -> bool:
-    """Whether a data set has a state that leaves out examples in a shuffle buffer."""
+    """Whether the state of a data set leaves out the examples in a shuffle buffer."""
     # Hugging Face: BufferShuffledExamplesIterable
     names = {cls.__name__ for part in _iterables(dataset) for cls in type(part).__mro__}
     return is_stateful(dataset) and "BufferShuffledExamplesIterable" in names
 
 
 def digest_of_generators(dataset: Any) -> int | None:
-    """A checksum of the generators that the order of a Hugging Face data set is drawn from; None without any."""
+    """Returns a checksum of the generators that draw the order of a Hugging Face data set; None without any."""
     values = [value for part in _iterables(dataset) for value in vars(part).values()]
     states = [repr(value.bit_generator.state) for value in values if isinstance(value, np.random.Generator)]
     return zlib.crc32("".join(states).encode()) if states else None
 
 
 def _iterables(dataset: Any) -> list[Any]:
-    """The iterables that a Hugging Face data set, or one within another data set, is made of."""
+    """Returns the iterables that a Hugging Face data set consists of, also if it is within another data set."""
     found: dict[int, Any] = {}
     waiting = [(dataset, False)]
     while waiting:

@@ -1,8 +1,8 @@
-"""Random draws seeded by (seed, epoch, sample): a sample's augmentation is the same on any rank and in any worker.
+"""Seeds random draws by (seed, epoch, sample): a sample's augmentation is the same on any rank and in any worker.
 
-While a loader makes its iterator, it has a `SeededSamples` in the place of its data set, which the iterator and its
-workers keep; afterwards it has the user's again. Before each sample the global generators of the process are seeded;
-after each batch they are as they were, so that the model, the sampler and the collation draw what they always draw.
+While a loader makes its iterator, a `SeededSamples` replaces its data set; the iterator and its workers keep it, and
+the loader has the user's again. Before each sample the global generators of the process are seeded; after each batch
+they are restored, so that model, sampler and collation draw the same numbers as without seeds.
 """
 
 import operator
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..seeds import mixed
-from .copied import copied
-from .stand_in import reading
+from ..seeds import derive_seed
+from .clone_loader import clone_loader
+from .stand_in import substitute_dataset
 from .stateful import is_stateful
+from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
 __all__ = ["SeededLoader", "SeededSamples", "check_seedable", "seed_samples"]
 
@@ -30,8 +30,8 @@ class SeededSamples:
 
     Args:
         dataset: the user's, with a `__getitem__` or `__getitems__`.
-        key: the seed, and what else tells these samples from those of other loaders.
-        is_shared: workers that stay are told of each epoch.
+        key: the seed, and numbers that differ between loaders.
+        is_shared: whether the epoch is in shared memory, for workers that stay over epochs.
     """
 
     def __init__(self, dataset: Any, key: tuple[int, ...], *, is_shared: bool) -> None:
@@ -42,7 +42,7 @@ class SeededSamples:
             self._epoch.share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the samples are of that are read from now on."""
+        """Sets the epoch of the samples that are read from now on."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class SeededSamples:
             return self.dataset[index]
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        """The samples of a batch, one by one: which others are in it must not matter."""
+        """Returns the samples of a batch, read one by one: the other samples of the batch must not matter."""
         several, epoch = getattr(self.dataset, "__getitems__", None), int(self._epoch)
         samples: list[Any] = []
         with _left_as_they_are():
@@ -64,14 +64,14 @@ class SeededSamples:
         return samples
 
     def _seed(self, epoch: int, index: Any) -> None:
-        seed = mixed(*self._key, epoch, *_numbers(index))
+        seed = derive_seed(*self._key, epoch, *_numbers(index))
         random.seed(seed)
         np.random.seed(seed >> 31)
-        torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed seeds devices, too
+        torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed seeds devices, too
 
 
 def _numbers(index: Any) -> tuple[int, ...]:
-    """Whole numbers that stand for an index in every process; the hash of a text differs from process to process."""
+    """Maps an index to integers, the same in every process; Python's hash of a text differs between processes."""
     if isinstance(index, (tuple, list)):
         return (len(index), *(number for part in index for number in _numbers(part)))
     if isinstance(index, (str, bytes)):
@@ -97,11 +97,11 @@ def _left_as_they_are() -> Iterator[None]:
 
 
 class SeededLoader(DataLoader):
-    """A loader whose iterators read `samples` in the place of its data set, which stays the user's."""
+    """A loader whose iterators read `samples` instead of its data set."""
 
     samples: SeededSamples
     sample_epoch: Callable[[], int]
-    """Number of the present epoch."""
+    """Returns the number of the current epoch."""
 
     def __iter__(self) -> Any:
         with self._reading_samples():
@@ -109,33 +109,35 @@ class SeededLoader(DataLoader):
 
     def _reading_samples(self) -> AbstractContextManager[None]:
         self.samples.set_epoch(self.sample_epoch())
-        return reading(self, self.samples)
+        return substitute_dataset(self, self.samples)
 
 
 class _SeededStatefulLoader(SeededLoader):
-    """A seeded `StatefulDataLoader`: torchdata's also makes an iterator where it is asked for its state."""
+    """A seeded `StatefulDataLoader`, which also makes an iterator in `state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
         with self._reading_samples():
             return super().state_dict()  # type: ignore[misc]
 
 
-_ITERATED_BY = (DataLoader.__iter__, StatefulDataLoader.__iter__)
+def _has_iter_of_its_own(loader: DataLoader) -> bool:
+    known = DataLoader, *classes_of_torchdata("stateful_dataloader", "StatefulDataLoader")
+    return type(loader).__iter__ not in [cls.__iter__ for cls in known]
 
 
 def check_seedable(loader: Any) -> None:
-    """Says whether samples of a loader can be seeded by their indices.
+    """Checks that the samples of a loader can be seeded by their indices.
 
     Raises:
-        ValueError: they can't; the message says why, and what to do.
+        ValueError: they can't be.
     """
     if not isinstance(loader, DataLoader):
         what = f"{type(loader).__name__} is no DataLoader over a data set with indices"
     elif loader._dataset_kind != 0:  # torch: _DatasetKind.Map
         what = f"{type(loader.dataset).__name__} is an IterableDataset, whose samples have no index"
-    elif type(loader).__iter__ not in _ITERATED_BY:
+    elif _has_iter_of_its_own(loader):
         what = f"{type(loader).__name__} has an `__iter__` of its own, of which it can't be seen how it reads samples"
-    elif isinstance(loader, StatefulDataLoader) and is_stateful(loader.dataset):
+    elif is_torchdata_loader(loader) and is_stateful(loader.dataset):
         what = f"{type(loader.dataset).__name__} has a state of its own, on which its samples may depend"
     else:
         return
@@ -146,14 +148,14 @@ def check_seedable(loader: Any) -> None:
 
 
 def seed_samples(loader: DataLoader, key: tuple[int, ...], epoch: Callable[[], int]) -> SeededLoader:
-    """A copy of `loader`, of a subclass of its class, that seeds each sample by ``(*key, epoch, index)``.
+    """Returns a copy of `loader` that seeds each sample by ``(*key, epoch, index)``.
 
     Args:
-        loader: left as it is; one that `check_seedable` lets pass.
-        key: the seed, and what else tells its samples from those of other loaders.
-        epoch: number of the present epoch.
+        loader: is not changed; one that `check_seedable` accepts.
+        key: the seed, and numbers that differ between loaders.
+        epoch: returns the number of the current epoch.
     """
-    mixin = _SeededStatefulLoader if isinstance(loader, StatefulDataLoader) else SeededLoader
+    mixin = _SeededStatefulLoader if is_torchdata_loader(loader) else SeededLoader
     samples = SeededSamples(loader.dataset, key, is_shared=loader.num_workers > 0)
-    found: SeededLoader = copied(loader, mixin, samples=samples, sample_epoch=epoch)
-    return found
+    seeded: SeededLoader = clone_loader(loader, mixin, samples=samples, sample_epoch=epoch)
+    return seeded

@@ -1,15 +1,15 @@
-"""Streams with shards: read one shard after another, so that what is left of an epoch can be dealt to other ranks.
+"""Reads streams shard by shard, so that the rest of an epoch can be split over another number of ranks.
 
 The contract of a data set: `num_shards` (or `n_shards`), a method ``shard(num_shards, index)``, and the class attribute
-``shards_in_order = True``, which says that to iterate it is to iterate ``shard(num_shards, 0)``, ``shard(num_shards,
-1)`` and so on, one after the other. Hugging Face's streams keep to it, unless they mix shards; `why_not` tells.
+``shards_in_order = True``: iterating the data set yields the samples of ``shard(num_shards, 0)``, then those of
+``shard(num_shards, 1)``, and so on. Hugging Face's streams satisfy it unless they mix shards, see `why_not_shardable`.
 
-How shards are dealt: each rank gets a block of shards that follow each other (the first ranks one more, if they don't
-come out even), as `shard` of Hugging Face's does; of these, worker w of n gets the w-th and every n-th after it. The
-place of a worker is the number of shards it is through with, the samples it has taken of the present one, and that
-shard's `state_dict`, if it has one. A run with other ranks, workers or batch size deals what is left in the same way: a
-shard that was begun goes on at its place, in whichever worker has it now. One without a state is read up to there;
-shards that are finished are not read again.
+Assignment of shards: each rank gets a contiguous block of shards (the first ranks one more, if the number does not
+divide), as `shard` of Hugging Face does; of these, worker w of n gets the w-th and every n-th after it. The position of
+a worker is the number of shards it has finished, the samples it has taken of the current one, and that shard's
+`state_dict`, if it has one. A run with other ranks, workers or batch size assigns the unfinished shards in the same
+way: a shard that was begun continues at its position, in any worker. A shard without a state is read again up to there;
+finished shards are not read again.
 """
 
 import math
@@ -20,19 +20,27 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data import _utils as torchs  # torch: the module that says which worker this is
-from torch.utils.data._utils.worker import WorkerInfo  # torch: what get_worker_info returns
-from torchdata.stateful_dataloader import StatefulDataLoader
 
+from .._compat.torch import WorkerInfo
+from .._compat.torch import _utils as torchs
 from ..checkpoint.rng import get_random_state, set_random_state
-from .copied import copied
+from .clone_loader import clone_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
 from .replayed import loses_its_buffer
-from .stand_in import StandIn
-from .stateful import Remembering, is_hugging_faces, is_stateful
+from .stand_in import DatasetProxy
+from .stateful import StateTrackingLoader, is_hugging_face_dataset, is_stateful
+from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
-__all__ = ["InShards", "Shards", "filler", "in_shards", "left_of", "num_shards_of", "why_not"]
+__all__ = [
+    "ShardedLoader",
+    "ShardedStream",
+    "num_shards_of",
+    "padding_batch",
+    "read_by_shards",
+    "remaining_shards",
+    "why_not_shardable",
+]
 
 Shard = list[Any]
 """A shard that is not finished: its number, the count of its samples that were taken, [its state] or [], and, if it was
@@ -51,19 +59,19 @@ _IN_ORDER = (
 
 
 def num_shards_of(dataset: Any) -> int | None:
-    """The number of shards that a data set says it has."""
-    found = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
-    return found if isinstance(found, int) else None
+    """Returns the number of shards of a data set; None if it has no such attribute."""
+    number = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    return number if isinstance(number, int) else None
 
 
-def why_not(dataset: Any) -> str | None:
+def why_not_shardable(dataset: Any) -> str | None:
     """Returns why a data set can't be read shard by shard; None if it can."""
     name = type(dataset).__name__
     if hasattr(dataset, "__len__"):
         return f"{name} has a `__len__`, which an epoch that is dealt anew would not have"
     if not callable(getattr(dataset, "shard", None)) or not num_shards_of(dataset):
         return f"{name} has no `num_shards` and `shard(num_shards, index)`"
-    if not is_hugging_faces(dataset):
+    if not is_hugging_face_dataset(dataset):
         says_so = getattr(dataset, "shards_in_order", False)
         return None if says_so else f"{name} doesn't say `shards_in_order = True`"
     if dataset._distributed is not None:  # Hugging Face: what split_dataset_by_node has done to it
@@ -81,23 +89,24 @@ def why_not(dataset: Any) -> str | None:
     return None
 
 
-def in_shards(loader: DataLoader, num_ranks: int, rank: int) -> DataLoader | None:
-    """A copy of a loader that reads this rank's part of its stream shard by shard; None if it can't."""
-    if type(loader) not in (DataLoader, StatefulDataLoader) or not loader.in_order or why_not(loader.dataset):
+def read_by_shards(loader: DataLoader, num_ranks: int, rank: int) -> DataLoader | None:
+    """Returns a copy of a loader that reads this rank's part of its stream shard by shard; None if it can't."""
+    standard = DataLoader, *classes_of_torchdata("stateful_dataloader", "StatefulDataLoader")
+    if type(loader) not in standard or not loader.in_order or why_not_shardable(loader.dataset):
         return None
     if (num_shards_of(loader.dataset) or 0) < num_ranks:
         return None
-    how: dict[str, Any] = {"snapshot_every_n_steps": 1} if isinstance(loader, StatefulDataLoader) else {}
-    return copied(loader, dataset=Shards(loader.dataset, num_ranks, rank), **how)
+    attributes: dict[str, Any] = {"snapshot_every_n_steps": 1} if is_torchdata_loader(loader) else {}
+    return clone_loader(loader, dataset=ShardedStream(loader.dataset, num_ranks, rank), **attributes)
 
 
-class Shards(StandIn):
-    """One rank's part of a stream, shard by shard.
+class ShardedStream(DatasetProxy):
+    """Reads one rank's part of a stream shard by shard.
 
     Args:
-        dataset: the user's, whose other attributes this has, too.
+        dataset: the user's.
         num_ranks: number of ranks that share it.
-        rank: this one.
+        rank: this rank.
     """
 
     def __init__(self, dataset: Any, num_ranks: int, rank: int) -> None:
@@ -112,16 +121,16 @@ class Shards(StandIn):
         self._state: list[Any] = []
         self._part: Any = None
         self._first: Any = None
-        """The generators when this worker began."""
+        """The states of the generators when this worker began."""
         self._start: Any = None
         self._block: tuple[range, Any] = (range(0), None)
 
     @property
     def count(self) -> int:
-        """Number of shards."""
-        found = num_shards_of(self.dataset)
-        assert found is not None
-        return found
+        """Number of shards of the stream."""
+        number = num_shards_of(self.dataset)
+        assert number is not None
+        return number
 
     def deal_next(self, dealt: list[list[Shard]] | None) -> None:
         """Sets the shards that each worker reads in the next epoch."""
@@ -143,7 +152,10 @@ class Shards(StandIn):
         self._block = range(0), None  # the data set may have been told another epoch
         if self._first is None and worker is not None:
             self._first = self._own.state_here()
-        return self._read(_after(shards, place), worker, place.get("now"))
+        left, now = _after(shards, place), place.get("now")
+        if not left and now is not None:  # a loader does not read on where this worker was through
+            set_state_here(self.dataset, now)
+        return self._read(left, worker, now)
 
     def _read(self, shards: list[Shard], worker: Any, now: Any) -> Iterator[Any]:
         end = object()
@@ -157,7 +169,7 @@ class Shards(StandIn):
                 part = self._shard(index)
                 if state:
                     # Hugging Face: ignores a state of another epoch, on which these shards don't depend.
-                    same = {"epoch": part.epoch} if is_hugging_faces(part) else {}
+                    same = {"epoch": part.epoch} if is_hugging_face_dataset(part) else {}
                     part.load_state_dict({**state[0], **same} if same else state[0])
                 samples = iter(part)
                 if not state and count and sum(1 for _ in islice(samples, count)) < count:
@@ -178,13 +190,11 @@ class Shards(StandIn):
                 yield sample
         self._at, self._count, self._state, self._part = self._before + len(shards), 0, [], None
         self._start = None
-        if now is not None:
-            set_state_here(self.dataset, now)
 
     def _shard(self, index: int) -> Any:
         """One shard; Hugging Face's by way of a block of them, since to take one of n takes time in n."""
         size = self.count
-        if not is_hugging_faces(self.dataset):
+        if not is_hugging_face_dataset(self.dataset):
             return self.dataset.shard(num_shards=size, index=index)
         if index not in self._block[0]:
             num = math.isqrt(size)
@@ -212,14 +222,14 @@ class Shards(StandIn):
         return [share[number :: max(1, num_workers)] for number in range(max(1, num_workers))]
 
 
-class InShards(Remembering):
-    """A loader of `Shards` that remembers its places."""
+class ShardedLoader(StateTrackingLoader):
+    """A loader of `ShardedStream` that remembers its places."""
 
-    dataset: Shards
+    dataset: ShardedStream
     applies_again, keeps_draws = False, True
 
     @property
-    def evolves(self) -> bool:
+    def has_cross_epoch_state(self) -> bool:
         """Whether an epoch may depend on those before: not these, whose parts are made anew."""
         return False
 
@@ -240,12 +250,12 @@ class InShards(Remembering):
 _START: dict[str, Any] = {"at": 0, "count": 0, "state": []}
 
 
-def left_of(states: list[dict[str, Any]], num_shards: int) -> list[Shard]:
-    """The shards that are not finished, by number, with their places.
+def remaining_shards(states: list[dict[str, Any]], num_shards: int) -> list[Shard]:
+    """Returns the unfinished shards of an epoch, sorted by number, with their positions.
 
     Args:
-        states: of the loaders of all ranks of a run, in their order: `num_workers`, what was `dealt`, and the `state`
-            of a `Remembering`.
+        states: of the loaders of all ranks of a run, in rank order: `num_workers`, the shards `dealt`, and the `state`
+            of a `StateTrackingLoader`.
         num_shards: number of shards of the data set.
     """
     left: list[Shard] = []
@@ -257,10 +267,10 @@ def left_of(states: list[dict[str, Any]], num_shards: int) -> list[Shard]:
 
 
 def _places(state: dict[str, Any] | None, num_workers: int) -> list[dict[str, Any]]:
-    """The place of each worker in a `Remembering`'s state."""
+    """Returns the position of each worker in a `StateTrackingLoader`'s state."""
     if state is None:
         return [_START] * num_workers
-    # torchdata: what the states of its iterators, without and with workers, are made of.
+    # The format of the states of iterators, ours and torchdata's, without and with workers.
     loaders = state["state"]
     if "_snapshot" not in loaders:
         return [loaders["dataset_state"]]
@@ -271,7 +281,7 @@ def _places(state: dict[str, Any] | None, num_workers: int) -> list[dict[str, An
 def _dealt(
     dealt: list[list[Shard]] | None, num_shards: int, num_ranks: int, rank: int, num_workers: int, worker: int
 ) -> list[Shard]:
-    """The shards of a worker from the start of its epoch."""
+    """Returns the shards of a worker at the start of its epoch."""
     if dealt is not None:
         return dealt[worker]
     block = range(num_shards)[_block(num_shards, num_ranks, rank)]
@@ -279,7 +289,7 @@ def _dealt(
 
 
 def _after(shards: list[Shard], place: dict[str, Any]) -> list[Shard]:
-    """The shards that a worker has not finished, given its place."""
+    """Returns the shards that a worker has not finished at a position."""
     left = shards[place["at"] :]
     if left and place["count"]:
         left[0] = [left[0][0], place["count"], place["state"], place.get("start")]
@@ -287,7 +297,7 @@ def _after(shards: list[Shard], place: dict[str, Any]) -> list[Shard]:
 
 
 def _block(size: int, num_ranks: int, rank: int) -> slice:
-    """A rank's block of things that are cut as evenly as they can be."""
+    """Returns a rank's contiguous block of `size` items; the blocks differ by at most one item."""
     share, more = divmod(size, num_ranks)
     start = share * rank + min(rank, more)
     return slice(start, start + share + (rank < more))
@@ -295,7 +305,7 @@ def _block(size: int, num_ranks: int, rank: int) -> slice:
 
 @contextmanager
 def _alone(worker: Any) -> Iterator[None]:
-    """Stops a data set in a worker from sharing its samples with other workers: the engine has dealt the shards."""
+    """Context in which a data set in a worker finds no other workers, since the engine has assigned the shards."""
     if worker is None:
         yield
         return
@@ -306,11 +316,11 @@ def _alone(worker: Any) -> Iterator[None]:
         torchs.worker._worker_info = worker
 
 
-def filler(loader: DataLoader) -> Any:
-    """A batch for a rank that has none left of an epoch, to take part in collectives with; it counts for nothing."""
+def padding_batch(loader: DataLoader) -> Any:
+    """Returns a batch for a rank that has none left of an epoch: it runs it for its collectives only."""
     shards: Any = loader.dataset
     before = get_random_state()
-    first = DataLoader(Shards(shards.dataset, 1, 0), loader.batch_size, collate_fn=loader.collate_fn)
+    first = DataLoader(ShardedStream(shards.dataset, 1, 0), loader.batch_size, collate_fn=loader.collate_fn)
     batch = next(iter(first))
     set_random_state(before)
     return batch

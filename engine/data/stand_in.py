@@ -6,18 +6,18 @@ from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-__all__ = ["StandIn", "reading"]
+__all__ = ["DatasetProxy", "substitute_dataset"]
 
 
-class StandIn(IterableDataset[Any]):
-    """Reads a stream in its place, and has its other attributes, too.
+class DatasetProxy(IterableDataset[Any]):
+    """Replaces a stream, and has its attributes.
 
     Args:
         dataset: the user's.
     """
 
     _lacks: ClassVar[tuple[str, ...]] = ()
-    """Names of attributes of the user's data set that this one does not have."""
+    """Names of the attributes of the user's data set that this one does not have."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -28,21 +28,21 @@ class StandIn(IterableDataset[Any]):
         return getattr(self.__dict__["dataset"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What a hook tells the data set of its loader.
+        # A hook may set the epoch of its loader's data set.
         owner = self.dataset if name == "epoch" else None
         super().__setattr__(name, value) if owner is None else setattr(owner, name, value)
 
 
 @contextmanager
-def reading(loader: DataLoader, dataset: Any) -> Iterator[None]:
-    """Lets the iterators and workers that `loader` makes in here read `dataset`; afterwards it has the user's again.
+def substitute_dataset(loader: DataLoader, dataset: Any) -> Iterator[None]:
+    """Context in which the iterators and workers that `loader` makes read `dataset` instead of the user's data set.
 
     Args:
-        loader: changed for the time.
-        dataset: has the user's as its attribute `dataset`.
+        loader: changed within the context.
+        dataset: has the user's data set as its attribute `dataset`.
     """
     users = {name: loader.__dict__[name] for name in ("dataset", "worker_init_fn")}
-    # Not by attribute, which DataLoader forbids.
+    # Not by setattr, which DataLoader forbids after its constructor.
     loader.__dict__.update(dataset=dataset, worker_init_fn=_UsersInit(users["worker_init_fn"]))
     try:
         yield
@@ -51,14 +51,14 @@ def reading(loader: DataLoader, dataset: Any) -> Iterator[None]:
 
 
 class _UsersInit:
-    """The `worker_init_fn`: a worker knows the user's data set, and calls the user's function."""
+    """A `worker_init_fn` that gives `get_worker_info` the user's data set, and calls the user's function."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self._users = users
 
     def __call__(self, worker: int) -> None:
-        """Called in a worker before it reads anything."""
+        """Called in a worker before it reads."""
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # which is frozen
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the info object is frozen
         if self._users is not None:
             self._users(worker)

@@ -1,85 +1,69 @@
-"""Loaders that keep their own place: torchdata's `StatefulDataLoader`, for data that has no order to be dealt."""
+"""Loaders that keep a state of their own position: for streams, and for data sets with a state."""
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..checkpoint.rng import get_random_state, set_random_state
-from .copied import copied
+from .clone_loader import clone_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
+from .stream_loader import StreamLoader, can_be_read, is_stateful
+from .torchdatas import is_torchdata_loader
 
 __all__ = [
-    "Remembering",
+    "StateTrackingLoader",
     "as_stateful",
     "epoch_of",
-    "is_hugging_faces",
+    "epoch_setter",
+    "has_position_state",
+    "is_hugging_face_dataset",
     "is_stateful",
-    "keeps_place",
-    "remembering",
     "set_epoch",
-    "told_by",
-    "would_begin",
+    "starts_iterator",
+    "track_states",
+    "tracks_own_position",
 ]
 
-_ARGUMENTS = (
-    "dataset",
-    "batch_size",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+
+def has_position_state(loader: Any) -> bool:
+    """Whether `loader` has a state of its data set and workers: a `StreamLoader`, or torchdata's."""
+    return isinstance(loader, StreamLoader) or is_torchdata_loader(loader)
 
 
-def is_stateful(loader: Any) -> bool:
-    """Whether `loader` says where it is, and can go on there."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+def tracks_own_position(loader: Any) -> bool:
+    """Whether the position is in a state of the loader, and not in the order of samples that it follows.
 
-
-def keeps_place(loader: Any) -> bool:
-    """Whether the place is in a state of the loader's own, and not in the order of samples that it follows.
-
-    That order alone says where a `StatefulDataLoader` is whose data set has a length, and no state.
+    A `StatefulDataLoader` of a data set with a length and without a state follows an order.
     """
-    if isinstance(loader, StatefulDataLoader):
+    if is_torchdata_loader(loader):
         return isinstance(loader.dataset, IterableDataset) or is_stateful(loader.dataset)
     return is_stateful(loader)
 
 
-def would_begin(loader: Any) -> bool:
-    """Whether `loader` begins an iterator, which draws an order, to say where it is: torchdata's that has none."""
-    return isinstance(loader, StatefulDataLoader) and loader._iterator is None and not isinstance(loader, Remembering)
+def starts_iterator(loader: Any) -> bool:
+    """Whether `state_dict` of `loader` would make an iterator, which draws: torchdata's without an iterator."""
+    return is_torchdata_loader(loader) and loader._iterator is None and not isinstance(loader, StateTrackingLoader)
 
 
-def is_hugging_faces(dataset: Any) -> bool:
+def is_hugging_face_dataset(dataset: Any) -> bool:
     """Whether a data set is an `IterableDataset` of Hugging Face's."""
     return "_ex_iterable" in getattr(dataset, "__dict__", ())  # Hugging Face: what it reads from
 
 
 def epoch_of(dataset: Any) -> int | None:
-    """The epoch that a data set was told, by `set_epoch` or as its attribute `epoch`; None where it doesn't say."""
+    """Returns the attribute `epoch` of a data set; None without one."""
     epoch = getattr(dataset, "epoch", None)
     return epoch if isinstance(epoch, int) else None
 
 
-def told_by(dataset: Any) -> str:
-    """Names, for a message, the call by which a data set is told its epoch."""
+def epoch_setter(dataset: Any) -> str:
+    """Names, for a message, how the epoch of a data set is set."""
     return "set_epoch" if callable(getattr(dataset, "set_epoch", None)) else "its attribute `epoch`"
 
 
@@ -100,9 +84,9 @@ def set_epoch(dataset: Any, epoch: int | None) -> None:
 
 
 def why_no_state(dataset: Any) -> str | None:
-    """Returns why a `StatefulDataLoader` could not ask a data set for its state; None where it could, or there is none.
+    """Returns why a loader can't read the state of a data set; None if it can, or if there is no state.
 
-    litdata's wants arguments that only litdata's own loader has.
+    litdata's `state_dict` needs arguments that only litdata's own loader has.
     """
     if not is_stateful(dataset):
         return None
@@ -118,89 +102,111 @@ def why_no_state(dataset: Any) -> str | None:
 
 
 def as_stateful(loader: DataLoader) -> DataLoader:
-    """A `StatefulDataLoader` in place of a plain loader over an `IterableDataset`; any other loader as it is.
+    """Returns a `StreamLoader` in place of a plain loader of an `IterableDataset`, and any other loader as it is.
 
-    So is a loader of a data set whose state can't be asked for; a warning says so.
+    Warns of a data set whose state can't be read; its loader is returned as it is.
     """
-    if type(loader) is not DataLoader:
+    if type(loader) is not DataLoader or not can_be_read(loader):
         return loader
     if (reason := why_no_state(loader.dataset)) is not None:
         name = type(loader.dataset).__name__
         rank_zero_warn(
-            f"The state_dict of {name} can't be asked for by a DataLoader ({reason}): a checkpoint in mid-epoch can't"
-            f" be gone on with. Use the loader that {name} was made for."
+            f"The state_dict of {name} can't be asked for by a DataLoader ({reason}): training can't resume from a"
+            f" checkpoint in mid-epoch. Use the loader that {name} was made for."
         )
         return loader
-    with warnings.catch_warnings():
-        # Of torchdata's to torch 2.13; nothing a user could change.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(**{name: getattr(loader, name) for name in _ARGUMENTS})
+    return clone_loader(loader, StreamLoader)
 
 
-class Remembering(DataLoader):
-    """A stateful loader that remembers its state after each of its last batches.
+class StateTrackingLoader(DataLoader):
+    """A stateful loader that keeps its states after each of its latest batches.
 
-    The state to save is seldom the present one: Lightning fetches a batch ahead of those that are trained on where it
-    can't know which one is the last, and the batches of an unfinished accumulation are done again.
+    The state to save is rarely the current one: Lightning fetches one batch ahead if it does not know which batch is
+    the last, and the batches of an unfinished accumulation are repeated by a resumed run.
     """
 
     num_kept: Callable[[], int]
-    """The number of latest states that may be asked for."""
+    """Returns the number of latest states that are kept."""
     _states: dict[int, dict[str, Any] | None]
     _present: dict[str, Any] | None = None
     _leftover: "_Leftover | None" = None
     applies_again = True
-    """Whether the data set may apply a state that was loaded in later epochs as well."""
+    """Whether the data set may apply a loaded state in later epochs again."""
     data_epoch: int | None = None
-    """The epoch that the data set reported when the latest iterator was made."""
+    """The epoch of the data set when the latest iterator was made."""
     seen_epoch: int | None = None
-    """The epoch that it reported after the latest batch: some data sets count their epochs themselves."""
+    """The epoch of the data set after the latest batch: some data sets count epochs themselves."""
     keeps_draws = False
-    """Whether the states of workers have those of their generators."""
+    """Whether the states of workers include those of their generators."""
     _draws: "_Draws | None" = None
     _has_begun_twice = False
+    _initial: Any = None
+    """The state at the start of the first epoch: the resumed one, or that of the data set."""
+    _is_iterated = _is_resumed = False
 
     def begin(self, epoch: int, batches: int = 0) -> None:
-        """Called before the first batch of an epoch, or of what is left of it after `batches` batches."""
+        """Called before the first batch of an epoch, or before batch `batches` of a resumed one."""
         self._epoch, self._batches = epoch, batches
         self._states = {batches: self._present}
+        self._is_iterated = False
+
+    def begin_again(self, epoch: int) -> None:
+        """Called before an epoch's iterator is made; for a new loader that is its second iterator.
+
+        Lightning has fetched a batch from the first iterator: a data set with a state would continue after that batch.
+        """
+        is_second = epoch == self._epoch and self._is_iterated
+        if is_second and has_position_state(self) and self.has_cross_epoch_state:
+            self._present = self._draws = None
+            self.load_state_dict({})  # type: ignore[attr-defined]  # torchdata: lets go of workers that stay
+            if self._is_resumed:
+                self.resume(epoch, 0, self._initial)
+            elif is_stateful(self.dataset) and self.num_workers == 0:
+                self.dataset.load_state_dict(self._initial)  # type: ignore[attr-defined]
+        self.begin(epoch)
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any] | None:
-        """State after a number of batches of an epoch; None is that of a new loader.
+        """Returns the state after a number of batches of an epoch; None for that of a new loader.
 
         Args:
-            epoch: the present one, or the one after it.
-            batches: in the present epoch, one of the last.
+            epoch: the current epoch, or the next one.
+            batches: number of batches; in the current epoch, one of those whose states are kept.
         """
         if epoch != self._epoch:
             return self._present
         return self._states.get(batches, next(iter(self._states.values())))
 
     @property
-    def evolves(self) -> bool:
-        """Whether an epoch may depend on those before: not if it is up to the iterator of a stream without a state.
+    def has_cross_epoch_state(self) -> bool:
+        """Whether an epoch may depend on earlier ones: not if the stream has no state.
 
-        Nor do Hugging Face's, which apply a state to the epoch that it is of only.
+        Streams of Hugging Face do not depend on them either: they apply a state in its own epoch only.
         """
-        if not isinstance(self, StatefulDataLoader):
+        if not has_position_state(self):
             return True
         if self.num_workers > 0 and not self.persistent_workers:
             return False  # new workers have copies of the data set as it is here
-        return is_stateful(self.dataset) and not is_hugging_faces(self.dataset)
+        return is_stateful(self.dataset) and not is_hugging_face_dataset(self.dataset)
 
     @property
     def goes_on(self) -> bool:
-        """Whether an epoch begins with the state that the one before has left: of the data set, or of its workers."""
-        return self.evolves or (self.keeps_draws and self.persistent_workers)
+        """Whether an epoch begins with the state at the end of the last one: of the data set, or of its workers."""
+        return self.has_cross_epoch_state or (self.keeps_draws and self.persistent_workers)
 
     def resume(self, epoch: int, batches: int, state: dict[str, Any] | None) -> None:
-        """Goes on where a loader was whose `state_after` these batches was `state`."""
-        self._present = state
+        """Resumes at a position.
+
+        Args:
+            epoch: of the position.
+            batches: of the epoch that are done.
+            state: what `state_after` returned for these in the saved run.
+        """
+        self._present = self._initial = state
         self.begin(epoch, batches)
-        self._draws = None
+        self._draws, self._is_resumed = None, state is not None
         if state is None or (batches == 0 and not self.goes_on):
             return
-        keeps_dataset = isinstance(self, StatefulDataLoader) and is_stateful(self.dataset) and self.applies_again
+        keeps_dataset = has_position_state(self) and is_stateful(self.dataset) and self.applies_again
         if keeps_dataset and self.persistent_workers:
             raise ValueError(
                 f"{type(self.dataset).__name__} has a state of its own, in workers that stay (persistent_workers=True):"
@@ -215,11 +221,20 @@ class Remembering(DataLoader):
         self._has_begun_twice = batches == 0
         if batches == 0 and not state["ended"]:
             before = get_random_state()
-            super().__iter__()  # what was left of the epoch before, of which no more was asked for
+            super().__iter__()  # the rest of the last epoch, which the saved run did not read
             set_random_state(before)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.data_epoch = self.seen_epoch = epoch_of(self.dataset)
+        # Loaders of other libraries may read the state of a data set in another way.
+        if (
+            self._initial is None
+            and has_position_state(self)
+            and self.has_cross_epoch_state
+            and is_stateful(self.dataset)
+        ):
+            self._initial = copy.deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
+        self._is_iterated = True
         if self.num_workers == 0 and (self._draws is None or not self._draws.begin()):
             self._draws = _Draws(self.dataset, None)
         batches: Iterator[Any] = self._iterator_of_loader()
@@ -241,21 +256,21 @@ class Remembering(DataLoader):
         if not is_twice:
             return super().__iter__()
         before = get_random_state()
-        batches = super().__iter__()  # torchdata: makes the one that had ended, and another one; each draws a seed
+        batches = super().__iter__()  # makes the iterator that had ended, and another one; each draws a seed
         set_random_state(before)
         if not self.persistent_workers:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the latest batch; Lightning asks for it at each save.
+        """Returns the state after the latest batch; Lightning calls it at each save.
 
-        torchdata's own starts workers to ask them, which read ahead, where there is no iterator any more.
+        torchdata's own method starts workers, which read ahead, if there is no iterator any more.
         """
         return super().state_dict() if self._present is None else self._present["state"]  # type: ignore[misc]
 
     def note(self, *, ended: bool) -> None:
-        """Remembers the present state: one batch on, or at the end."""
+        """Keeps the current state, after one more batch or at the end."""
         self.seen_epoch = epoch_of(self.dataset)
         if self._leftover is not None:
             self._leftover.note()
@@ -266,7 +281,7 @@ class Remembering(DataLoader):
             self._keep()
 
     def repeat(self) -> None:
-        """Counts a batch beyond the last one."""
+        """Counts a padding batch, after the last one of this rank."""
         self._keep()
 
     def _keep(self) -> None:
@@ -277,14 +292,14 @@ class Remembering(DataLoader):
 
 
 class _Leftover:
-    """Detects a data set that applies the loaded state in every later pass, as some of Hugging Face's do.
+    """Detects a data set that applies a loaded state in every later pass, as some of Hugging Face do.
 
-    After the resumed epoch, the next pass of such a data set begins where the resumed one began, or is empty. Others
-    begin where the last pass ended.
+    After the resumed epoch, the next pass of such a data set begins where the resumed one began, or is empty. Other
+    data sets begin where the last pass ended.
 
     Args:
         dataset: before the state is loaded.
-        begins_epoch: the state is that of the end of an epoch.
+        begins_epoch: whether the state is that of the end of an epoch.
     """
 
     def __init__(self, dataset: Any, *, begins_epoch: bool) -> None:
@@ -296,7 +311,7 @@ class _Leftover:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next pass is the one to look at."""
+        """Whether the next pass is the first one after the resumed epoch."""
         return self._begins_epoch or self._has_first
 
     def note(self) -> None:
@@ -305,7 +320,11 @@ class _Leftover:
             self._first, self._has_first = copy.deepcopy(self._dataset.state_dict()), True
 
     def is_applied_again(self, first: list[Any]) -> bool:
-        """Whether a pass, of which `first` was read, began with the state that was loaded."""
+        """Whether a pass began with the loaded state.
+
+        Args:
+            first: the first batch of the pass in a list; an empty one if it has none.
+        """
         return not first or (self._has_first and is_same_state(self._dataset.state_dict(), self._first))
 
     def clear(self) -> None:
@@ -326,21 +345,21 @@ class _Draws:
         self._own = OwnGenerators(dataset)
         self._resumed = resumed if resumed is not None and resumed["start"] is not None else None
         self._start = self._own.state_here() if self._resumed is None else self._resumed["start"]
-        # One without a state is read again: its order may be drawn when it is iterated, before anything is fetched.
+        # A stream without a state is read again: it may draw its order when the iterator is made, before a fetch.
         self._has_drawn = self._resumed is not None or not is_stateful(dataset)
         self._draws_on = self._resumed is not None and self._resumed["draws_on"]
         self._num_fetched = 0
         self._state: dict[str, Any] | None = resumed
 
     def begin(self) -> bool:
-        """Called before the iterator is made; whether it is one that goes on."""
+        """Called before the iterator is made; returns whether it resumes a pass."""
         if self._resumed is None:
             return False
         set_state_here(self._dataset, self._start)
         return True
 
     def check_order(self, loader: DataLoader) -> None:
-        """Called when the iterator is there: says so if the stream was read with other draws than before."""
+        """Called when the iterator was made: warns if the stream was read again with other draws."""
         then = None if self._resumed is None else self._resumed["next"]
         reads_again = then is not None and not is_stateful(self._dataset)
         if reads_again and self._draws_on and not is_same_state(then, self._own.state_here()):
@@ -352,7 +371,7 @@ class _Draws:
             )
 
     def fetch(self, batches: Iterator[Any]) -> Any:
-        """The next batch."""
+        """Returns the next batch."""
         if self._resumed is not None and self._resumed["next"] is not None:
             set_state_here(self._dataset, self._resumed["next"])
         self._resumed = None
@@ -368,16 +387,16 @@ class _Draws:
             self._num_fetched += 1
 
     def state(self) -> dict[str, Any]:
-        """Returns the generators as the pass began and, once it is fetched, before the batch after the latest one."""
+        """Returns the states of the generators: at the pass's start, and before the next batch once that is fetched."""
         start = self._start if self._has_drawn else None
         self._state = {"start": start, "next": None, "draws_on": self._draws_on}
         return self._state
 
 
 class _Noted:
-    """An iterator of a loader that is told of each batch."""
+    """An iterator that notes each batch in its loader."""
 
-    def __init__(self, loader: Remembering, iterator: Iterator[Any]) -> None:
+    def __init__(self, loader: StateTrackingLoader, iterator: Iterator[Any]) -> None:
         self._loader = loader
         self._iterator = iterator
 
@@ -395,10 +414,17 @@ class _Noted:
         return batch
 
 
-def remembering(
-    loader: DataLoader, epoch: int, num_kept: Callable[[], int], kind: type[Remembering] = Remembering
-) -> Remembering:
-    """A copy of a stateful loader, of a subclass of its class that is a `kind`."""
-    found = copied(loader, kind, num_kept=num_kept)
-    found.begin(epoch)
-    return found
+def track_states(
+    loader: DataLoader, epoch: int, num_kept: Callable[[], int], kind: type[StateTrackingLoader] = StateTrackingLoader
+) -> StateTrackingLoader:
+    """Returns a copy of a stateful loader that keeps its states.
+
+    Args:
+        loader: is not changed.
+        epoch: the current one.
+        num_kept: returns the number of latest states that are kept.
+        kind: the class that the copy's class derives from as well.
+    """
+    tracking = clone_loader(loader, kind, num_kept=num_kept)
+    tracking.begin(epoch)
+    return tracking

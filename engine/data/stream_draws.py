@@ -1,7 +1,7 @@
-"""Streams that draw random numbers in a loader's workers: a resumed run draws the same ones again.
+"""Saves the random states of streams in a loader's workers, so that a resumed run draws the same numbers.
 
-A stream that has no state is read again up to its place, by the generators as they were when the pass began, so that an
-order that is drawn on the way is the same one. After that the generators are set to where they were at that place.
+A stream without a state is read again up to its position, with the generators as they were when the pass began, so that
+it draws the same order. After that the generators get their states at that position.
 """
 
 from collections.abc import Iterator
@@ -9,29 +9,28 @@ from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .copied import copied
+from .clone_loader import clone_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
-from .shards import Shards
-from .stand_in import StandIn, reading
-from .stateful import is_stateful
+from .shards import ShardedStream
+from .stand_in import DatasetProxy, substitute_dataset
+from .stateful import has_position_state, is_stateful
 
-__all__ = ["DrawingLoader", "DrawingStream", "drawing"]
+__all__ = ["DrawingLoader", "DrawingStream", "track_draws"]
 
 _MARK = "polyphase_draws"
-"""Key that marks the state of a `DrawingStream`."""
+"""The key that identifies a state as one of a `DrawingStream`."""
 
 
-class DrawingStream(StandIn):
-    """A stream as workers read it, whose state has those of the generators."""
+class DrawingStream(DatasetProxy):
+    """Reads a stream in a worker; its state includes those of the generators."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
         self._own = OwnGenerators(dataset)
         self._first: Any = None
-        """The generators when the worker began."""
+        """The states of the generators when the worker began."""
         self._start: Any = None
         self._count, self._has_ended = 0, False
         self._loaded: dict[str, Any] | None = None
@@ -59,7 +58,7 @@ class DrawingStream(StandIn):
     def _at_state(self, state: Any) -> Iterator[Any]:
         self.dataset.load_state_dict(state)
         samples = iter(self.dataset)
-        if samples is self.dataset:  # torchdata: loads these when they are iterated
+        if samples is self.dataset:  # torchdata: it loads the state of such a stream after it has made the iterator
             self.dataset.load_state_dict(state)
         return samples
 
@@ -70,7 +69,7 @@ class DrawingStream(StandIn):
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of this worker; without the generators if nothing was drawn."""
+        """Returns the position of this worker, with the states of the generators if something was drawn."""
         now = self._own.state_here()
         has_drawn = not is_same_state(now, self._first)
         return {
@@ -83,7 +82,7 @@ class DrawingStream(StandIn):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next iterator go on at a place."""
+        """Makes the next iterator continue at a position."""
         is_ours = isinstance(state, dict) and _MARK in state
         self._loaded = state if is_ours else {"state": state, "count": 0, "ended": False, "start": None, "now": None}
 
@@ -97,27 +96,28 @@ def _skip(samples: Iterator[Any], count: int, dataset: Any) -> None:
 
 
 class DrawingLoader(DataLoader):
-    """A `StatefulDataLoader` whose workers read a `DrawingStream` in place of its data set, which stays the user's."""
+    """A stateful loader whose workers read a `DrawingStream` instead of its data set."""
 
     def __iter__(self) -> Any:
-        with reading(self, DrawingStream(self.dataset)):
+        with substitute_dataset(self, DrawingStream(self.dataset)):
             return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torchdata's state, for which that makes an iterator where there is none."""
-        with reading(self, DrawingStream(self.dataset)):
+        with substitute_dataset(self, DrawingStream(self.dataset)):
             return super().state_dict()  # type: ignore[misc]
 
 
-def drawing(loader: DataLoader) -> DataLoader:
-    """A copy of a stateful loader whose workers' draws are in its state; itself if torchdata sees to them.
+def track_draws(loader: DataLoader) -> DataLoader:
+    """Returns a copy of a stateful loader whose state includes its workers' generators; or the loader itself.
 
-    It does where workers begin anew in each epoch and the stream has no state: it is then read again, collation too.
+    A copy is not needed if workers are started in each epoch and the stream has no state: then it is read again, with
+    collation.
     """
     dataset: Any = loader.dataset
     has_workers = loader.num_workers > 0 and isinstance(dataset, IterableDataset)
-    if not has_workers or isinstance(dataset, (IterDataPipe, Shards)) or not isinstance(loader, StatefulDataLoader):
+    if not has_workers or isinstance(dataset, (IterDataPipe, ShardedStream)) or not has_position_state(loader):
         return loader
     if not is_stateful(dataset) and not loader.persistent_workers:
         return loader
-    return copied(loader, DrawingLoader, keeps_draws=True)
+    return clone_loader(loader, DrawingLoader, keeps_draws=True)

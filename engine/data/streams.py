@@ -1,27 +1,39 @@
-"""Streams, that is loaders of an `IterableDataset`, read by several ranks: which part is whose, and where all end.
+"""Splits streams (loaders of an `IterableDataset`) over the ranks, and ends them together in evaluation.
 
-The contract of a data set: a method ``shard(num_shards, index)`` that returns a data set of that part, as Hugging
-Face's have it; or an attribute ``shards_itself = True`` where its iterator finds out the rank and reads its own part.
+The contract of a data set: a method ``shard(num_shards, index)`` that returns a data set of that part, as those of
+Hugging Face have; or an attribute ``shards_itself = True`` if its iterator finds the rank and reads its own part.
 """
 
 import math
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .copied import copied
+from .clone_loader import clone_loader
 from .shards import num_shards_of
 
-__all__ = ["Agreeing", "agreeing", "check_own_part", "shard_of"]
+__all__ = [
+    "UnevenEvalLoader",
+    "as_uneven_eval",
+    "check_made_for",
+    "check_own_part",
+    "naming_foreign_ranks",
+    "shard_of",
+]
 
-_SHARD_THEMSELVES = ("litdata", "streaming", "webdataset")
+_MOSAICML = "streaming"
+_SHARD_THEMSELVES = ("litdata", _MOSAICML, "webdataset")
 """Packages whose data sets find out the rank; or, like webdataset's without a `nodesplitter`, refuse several."""
 
 _BY_ENVIRONMENT = """\
 {name} takes this process for rank {rank} of {size}, where the run has rank {part} of {num_parts}: MosaicML's streams
 read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which `polyphase launch` and torchrun set: start the run with
-one of them. Where ranks compute together (tensor parallelism), `replication=` says how many read the same samples."""
+one of them, as in `polyphase launch --nproc N -- script.py`. Where ranks compute together (tensor parallelism),
+`replication=` says how many read the same samples."""
 
 _AMONG_ALL = """\
 {name} shares itself out among all {num_ranks} ranks, where the samples of this run are shared out among {num_parts}:
@@ -30,16 +42,16 @@ one part, in place of finding out the rank; or set `shards_itself = False` on it
 
 
 def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> None:
-    """Checks that a data set that finds out its part does not take another one than this rank is to have.
+    """Checks that a data set that shards itself takes the part of this rank.
 
     Args:
         loader: of any kind.
-        num_parts: the ranks that have samples of their own.
-        part: this rank's place among them.
-        num_ranks: all ranks of the run.
+        num_parts: number of ranks that have samples of their own.
+        part: the number of this rank among them.
+        num_ranks: number of all ranks.
 
     Raises:
-        ValueError: samples would be left out, or ranks that compute together would read different ones.
+        ValueError: samples would be left out, or ranks that compute together would read different samples.
     """
     data = getattr(loader, "dataset", loader)
     if num_ranks == 1 or not _shards_itself(data):
@@ -55,24 +67,83 @@ def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> No
         raise ValueError(_AMONG_ALL.format(name=name, num_ranks=num_ranks, num_parts=num_parts))
 
 
+def check_made_for(data: Iterable[Any], num_parts: int) -> None:
+    """Checks that MosaicML's streams that were made before the ranks are there know how many there will be.
+
+    Args:
+        data: data sets and loaders; what else there is among them is left alone.
+        num_parts: the ranks that will have samples of their own.
+
+    Raises:
+        ValueError: one of them takes the run for another.
+    """
+    for each in data:
+        stream: Any = each.dataset if isinstance(each, DataLoader) else each
+        # Asked of nothing else, since it may be anything of the user's.
+        world = stream._parallel_rank_world if _is_of(stream, _MOSAICML) else None
+        if world is not None and world.num_ranks != num_parts > 1:
+            names = {"rank": world.rank, "size": world.num_ranks, "part": 0, "num_parts": num_parts}
+            raise ValueError(_BY_ENVIRONMENT.format(name=type(stream).__name__, **names))
+
+
+@contextmanager
+def naming_foreign_ranks(rank: int, num_ranks: int, num_local: int) -> Iterator[None]:
+    """Says why a stream of MosaicML's can't be made in a rank, where it is because of who it takes the rank for.
+
+    Each rank that takes itself for the first of its machine makes the shared memory of all of them, which only one can.
+
+    Args:
+        rank: this one.
+        num_ranks: of the run.
+        num_local: of them on this machine.
+
+    Raises:
+        ValueError: in place of MosaicML's FileExistsError.
+    """
+    try:
+        yield
+    except FileExistsError as error:
+        stream = _made_in(error.__traceback__)
+        world = getattr(stream, "_unique_rank_world", None)
+        if world is None or (world.rank, world.num_ranks, world.ranks_per_node) == (rank, num_ranks, num_local):
+            raise
+        theirs, ours = (
+            f"{world.num_ranks} ({world.ranks_per_node} per machine)",
+            f"{num_ranks} ({num_local} per machine)",
+        )
+        names = {"rank": world.rank, "size": theirs, "part": rank, "num_parts": ours}
+        raise ValueError(_BY_ENVIRONMENT.format(name=type(stream).__name__, **names)) from error
+
+
+def _made_in(frames: TracebackType | None) -> Any:
+    """The data set of MosaicML's in a method of which an exception was raised; None without one."""
+    found = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(frames))
+    return next((each for each in found if _is_of(each, _MOSAICML) and hasattr(each, "_unique_rank_world")), None)
+
+
+def _is_of(data: Any, *packages: str) -> bool:
+    """Whether the class of `data`, or one that it inherits from, is of one of these packages; none is imported."""
+    return any(cls.__module__.partition(".")[0] in packages for cls in type(data).__mro__)
+
+
 def _shards_itself(data: Any) -> bool:
     if isinstance(said := getattr(data, "shards_itself", None), bool):
         return said
     if getattr(data, "_distributed", None) is not None:  # Hugging Face's
         return True
-    return any(cls.__module__.partition(".")[0] in _SHARD_THEMSELVES for cls in type(data).__mro__)
+    return _is_of(data, *_SHARD_THEMSELVES)
 
 
 def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | None:
-    """A loader of one rank's part of the stream; None where every rank would read all of it.
+    """Returns a loader of one rank's part of the stream; None if every rank would read all of it.
 
     Args:
-        loader: the user's; returned as it is where its data set sees to its part itself.
+        loader: the user's; it is returned if its data set shards itself.
         num_shards: number of ranks.
         index: this rank.
 
     Raises:
-        ValueError: the data set says that it has fewer shards (`num_shards`) than there are ranks.
+        ValueError: the data set has fewer shards (`num_shards`) than there are ranks.
     """
     dataset: Any = loader.dataset
     if _shards_itself(dataset):
@@ -85,20 +156,20 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
             f"{type(dataset).__name__} has {has} shard(s), which {num_shards} ranks can't share: give it as many"
             " (num_shards, or more files), use fewer ranks, or Hugging Face's `split_dataset_by_node`."
         )
-    return copied(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
+    return clone_loader(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
 
 
-class Agreeing(DataLoader):
-    """A loader that ends together with those of the other ranks.
+class UnevenEvalLoader(DataLoader):
+    """An evaluation loader that ends at the same batch as those of the other ranks.
 
-    At each batch the ranks say whether they have one left. One that has none gets its last batch again, as a *ghost*
-    to be run for its collectives only, until nobody has any. `num_real` says from which batch on.
+    Before each batch the ranks gather whether they have one left. A rank without one repeats its last batch, as a
+    *padding batch* that it runs for its collectives only, until no rank has any. The first `num_real` are not padding.
     """
 
-    agree: Callable[[bool], list[bool]]
-    """Gathers a flag of each rank: takes this rank's and returns all, in rank order; all ranks call it together."""
+    all_gather_bools: Callable[[bool], list[bool]]
+    """Takes this rank's flag and returns those of all ranks, in rank order; all ranks call it together."""
     length: int | None
-    """The largest number of batches of a rank; None if one of them doesn't know."""
+    """The largest number of batches of a rank; None if some rank does not know its own."""
     num_real: float
 
     def __len__(self) -> int:
@@ -113,23 +184,32 @@ class Agreeing(DataLoader):
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         nothing, num_batches = object(), 0
         latest = batch = next(batches, nothing)
-        has_one = self.agree(batch is not nothing)
-        if any(has_one) and not all(has_one):
+        have_batch = self.all_gather_bools(batch is not nothing)
+        if any(have_batch) and not all(have_batch):
             raise ValueError(
                 f"An IterableDataset ({type(self.dataset).__name__}) has no batch at all on rank(s)"
-                f" {[rank for rank, has in enumerate(has_one) if not has]} of {len(has_one)}, which need one to take"
-                " part in the evaluation: give each rank some of it, or use fewer ranks or smaller batches."
+                f" {[rank for rank, has in enumerate(have_batch) if not has]} of {len(have_batch)}, which need one to"
+                " take part in the evaluation: give each rank some of it, or use fewer ranks or smaller batches."
             )
-        while any(has_one):
+        while any(have_batch):
             if batch is not nothing:
                 latest, num_batches = batch, num_batches + 1
             elif math.isinf(self.num_real):
                 self.num_real = num_batches
             yield latest
             batch = next(batches, nothing) if batch is not nothing else nothing
-            has_one = self.agree(batch is not nothing)
+            have_batch = self.all_gather_bools(batch is not nothing)
 
 
-def agreeing(loader: DataLoader, agree: Callable[[bool], list[bool]], length: int | None) -> Agreeing:
-    """A copy of a loader, of a subclass of its class, that ends together with those of the other ranks."""
-    return copied(loader, Agreeing, agree=agree, length=length, num_real=math.inf)
+def as_uneven_eval(
+    loader: DataLoader, all_gather_bools: Callable[[bool], list[bool]], length: int | None
+) -> UnevenEvalLoader:
+    """Returns a copy of an evaluation loader that ends at the same batch as those of the other ranks.
+
+    Args:
+        loader: of this rank.
+        all_gather_bools: see `UnevenEvalLoader`.
+        length: see `UnevenEvalLoader`.
+    """
+    attributes: dict[str, Any] = {"all_gather_bools": all_gather_bools, "length": length, "num_real": math.inf}
+    return clone_loader(loader, UnevenEvalLoader, **attributes)

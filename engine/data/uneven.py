@@ -1,7 +1,8 @@
-"""Ranks with different numbers of batches of their own end an epoch together: streams, and samplers of the user's own.
+"""Training loaders with different numbers of batches on the ranks (streams, samplers of the user's own).
 
-Before each batch the ranks say how many samples theirs has, or that they have none left, by one number from host to
-host. So they know what each batch counts for, and nobody waits for a rank that is through.
+Before each batch the ranks gather the numbers of samples in their batches, or that they have no batch left: one
+all-reduce of one number per rank, between hosts. So all ranks know the weight of each batch, and no rank waits for one
+that has finished its data.
 """
 
 import logging
@@ -12,47 +13,47 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, default_collate
 
-from .copied import copied
+from .clone_loader import clone_loader
 from .global_order import Samples
-from .shards import InShards, filler
-from .stateful import Remembering
+from .shards import ShardedLoader, padding_batch
+from .stateful import StateTrackingLoader
 
-__all__ = ["UNEVEN", "Together", "together"]
+__all__ = ["UNEVEN", "UnevenTrainLoader", "as_uneven_train"]
 
 UNEVEN = {
     "pad": "until the last rank is through; the others run their last batch again, which counts for nothing",
     "join": "until the last rank is through; the others take part in its collectives and run nothing (ddp only)",
     "drop": "until the first rank is through; what the others have left is not trained on",
 }
-"""Descriptions of the end of an epoch, by policy."""
+"""When an epoch ends, by policy."""
 
 _NOTHING = object()
 _NONE_LEFT, _UNSEEN = -1, -2
-"""Values that stand in place of a number of samples."""
+"""Gathered in place of a number of samples: no batch is left; or the number is not known."""
 _NUM_KEPT = 4
-"""Batches whose sizes are asked for at most: the present one, and some that are fetched ahead."""
+"""The number of latest batches whose sizes are kept: the current one, and some that are fetched ahead."""
 
 log = logging.getLogger("polyphase.engine")
 
 
-class Together(DataLoader):
-    """A training loader that ends an epoch together with those of the other ranks."""
+class UnevenTrainLoader(DataLoader):
+    """A training loader that ends each epoch at the same batch as those of the other ranks."""
 
     policy: Literal["pad", "join", "drop"]
     rank: int
-    say: Callable[[int], list[int]]
-    """Gathers a number of each rank: takes this rank's and returns all, in rank order; all ranks call it together."""
+    all_gather_ints: Callable[[int], list[int]]
+    """Takes this rank's number and returns those of all ranks, in rank order; all ranks call it together."""
     length: int | None
-    """Number of batches, if all ranks know theirs."""
+    """Number of batches; None if some rank does not know its own."""
     num_done: Callable[[], int]
-    """Batches of the epoch that were done before the pass that begins."""
+    """Returns the number of batches of the epoch that were done before this pass."""
     _sizes: dict[int, list[int]]
 
     def samples(self, index: int) -> Samples:
-        """Returns the number of samples in a batch of the epoch, on this rank and on all together.
+        """Returns the number of samples in a batch of the epoch, on this rank and on all ranks.
 
         Raises:
-            ValueError: a rank can't see how many samples its own has.
+            ValueError: a rank does not know the number of samples in its batch.
         """
         sizes = self._sizes[index]
         if _UNSEEN in sizes:
@@ -65,7 +66,7 @@ class Together(DataLoader):
         return Samples(max(0, sizes[self.rank]), sum(size for size in sizes if size > 0))
 
     def is_through(self, index: int) -> bool:
-        """Whether this rank has none left at that batch of the epoch."""
+        """Whether this rank has no batch left at batch `index` of the epoch."""
         return self._sizes[index][self.rank] == _NONE_LEFT
 
     def __len__(self) -> int:
@@ -81,26 +82,26 @@ class Together(DataLoader):
         first, latest = index, _NOTHING
         while True:
             batch = next(batches, _NOTHING)
-            sizes = self.say(_NONE_LEFT if batch is _NOTHING else self._size_of(batch))
+            sizes = self.all_gather_ints(_NONE_LEFT if batch is _NOTHING else self._size_of(batch))
             if max(sizes) == _NONE_LEFT == min(sizes) or (self.policy == "drop" and _NONE_LEFT in sizes):
                 self._report(index, sizes)
                 return
-            # What is left of a resumed epoch may be less than a batch for each rank.
-            goes_on = isinstance(self, InShards) and self.dataset.dealt is not None
-            if batch is latest is _NOTHING and goes_on:
-                latest = filler(self)
-            if _NONE_LEFT in sizes and index == first and not goes_on:
+            # The rest of a resumed epoch may be less than a batch for each rank.
+            is_rest = isinstance(self, ShardedLoader) and self.dataset.dealt is not None
+            if batch is latest is _NOTHING and is_rest:
+                latest = padding_batch(self)
+            if _NONE_LEFT in sizes and index == first and not is_rest:
                 where = [rank for rank, size in enumerate(sizes) if size == _NONE_LEFT]
                 raise ValueError(
                     f"rank(s) {where} of {len(sizes)} have no batch at all of {type(self.dataset).__name__}, and need"
                     " one to take part in training with: give each rank some of it, use fewer ranks, or uneven='drop'."
                     if first == 0
                     else f"The checkpoint was saved when rank(s) {where} were through with their data, and others were"
-                    " not: it can't be gone on with there. Resume at the end of an epoch, or load the weights alone."
+                    " not: training can't resume there. Resume at the end of an epoch, or load the weights alone."
                 )
             if batch is not _NOTHING:
                 latest = batch
-            elif isinstance(self, Remembering):
+            elif isinstance(self, StateTrackingLoader):
                 self.repeat()
             self._sizes[index] = sizes
             self._sizes.pop(index - _NUM_KEPT, None)
@@ -120,31 +121,37 @@ class Together(DataLoader):
             log.warning("uneven='drop': the epoch ends after %d batches; rank(s) %s have more", num_batches, more)
 
 
-def together(
+def as_uneven_train(
     loader: DataLoader,
     policy: str,
     lengths: list[int | None],
     rank: int,
-    say: Callable[[int], list[int]],
+    all_gather_ints: Callable[[int], list[int]],
     num_done: Callable[[], int],
-) -> Together:
-    """A copy of a training loader, of a subclass of its class, that ends together with those of the other ranks.
+) -> UnevenTrainLoader:
+    """Returns a copy of a training loader that ends each epoch at the same batch as those of the other ranks.
 
     Args:
-        loader: this rank's.
+        loader: of this rank.
         policy: one of `UNEVEN`.
-        lengths: numbers of batches by rank, where they are known.
-        rank: this one.
-        say: see `Together`.
-        num_done: see `Together`.
+        lengths: number of batches by rank; None for a rank that does not know its own.
+        rank: this rank.
+        all_gather_ints: see `UnevenTrainLoader`.
+        num_done: see `UnevenTrainLoader`.
     """
     known = [length for length in lengths if length is not None]
-    length = (min if policy == "drop" else max)(known) if len(known) == len(lengths) else None
-    return copied(loader, Together, policy=policy, rank=rank, say=say, num_done=num_done, length=length)
+    attributes: dict[str, Any] = {
+        "policy": policy,
+        "rank": rank,
+        "all_gather_ints": all_gather_ints,
+        "num_done": num_done,
+        "length": (min if policy == "drop" else max)(known) if len(known) == len(lengths) else None,
+    }
+    return clone_loader(loader, UnevenTrainLoader, **attributes)
 
 
 def _numbers_of_strings(batch: Any) -> Iterator[int]:
-    """Lengths of the lists of strings in a batch that torch has collated: a list has those of all samples."""
+    """Yields the lengths of the lists of strings in a batch that torch has collated: each has one of every sample."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     if not isinstance(parts, (list, tuple)):
         return

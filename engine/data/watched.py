@@ -1,5 +1,6 @@
-"""A loader of the user's own in one process: read as it is, and watched, so that a checkpoint can say where it is."""
+"""Records the order of a user's loader in one process, which is read as it is, for the position in checkpoints."""
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -8,36 +9,69 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from .drawing import Passes, Record, is_same_state, state_before, state_of
-from .workers import Workers, has_workers
+from .drawing import OrderRecord, PassHistory, draws_at_once, is_same_state, state_before, state_of
+from .workers import Workers, end_workers, has_workers
 
 __all__ = ["Watched", "WatchedLoaders"]
 
 
-class _Seen(Record):
-    """One pass, of which the items are noted while they are read."""
+_MOST_PENDING = 64
+"""The number of batches that are recorded together: one by one they would take ten times as long."""
+
+
+class _Seen(OrderRecord):
+    """The order of one pass, recorded while it is read."""
 
     def __init__(self) -> None:
+        self._pending: list[list[Any]] = []
+        self._ends = array("q")
         super().__init__()
-        self.ends = array("q")
-        """Position in the order after each batch."""
+
+    def note(self, batch: list[Any]) -> None:
+        """Records the next batch."""
+        self._pending.append(batch)
+        if len(self._pending) == _MOST_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, []
+        if pending:
+            at = len(self._order)
+            self._ends.extend(itertools.accumulate(map(len, pending[1:]), initial=at + len(pending[0])))
+            self.add(list(itertools.chain.from_iterable(pending)))
+
+    @property
+    def order(self) -> Any:
+        """The samples or batches that were read, in their order."""
+        self._settle()
+        return self._order
+
+    @order.setter
+    def order(self, order: Any) -> None:
+        self._order = order
+
+    @property
+    def ends(self) -> "array[int]":
+        """The position in the order after each batch."""
+        self._settle()
+        return self._ends
 
 
 class Watched:
-    """Iterates a loader and notes its order; the loader stays as it is: sampler, batch sampler, workers.
+    """Iterates a loader and records its order; the loader keeps its sampler, batch sampler and workers.
 
     Args:
         loader: the user's.
-        sampler: what in it says which samples are trained on together.
-        epoch: number of the present epoch.
-        num_kept: after how many batches it is asked for the states of workers, at most.
+        sampler: its `controlling_sampler`.
+        epoch: returns the number of the current epoch.
+        num_kept: returns the number of latest batches for which the states of workers are kept.
     """
 
     def __init__(self, loader: DataLoader, sampler: Any, epoch: Callable[[], int], num_kept: Callable[[], int]) -> None:
         self.loader = loader
         self.sampler = sampler
         self.workers = Workers(epoch, num_kept) if has_workers(loader) else None
-        self.passes = Passes()
+        self.passes = PassHistory()
         self._epoch = epoch
         self._noted: _Noted | None = None
         self._iterator: _NotedIterator | None = None
@@ -49,7 +83,7 @@ class Watched:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # A DataLoader's iterator keeps the sampler that it finds when it is made: only then there is another one.
+        # A DataLoader's iterator keeps the sampler that it finds when it is made: it is replaced for that moment only.
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         users = self.loader.__dict__.get(name)
         if users is None:
@@ -67,23 +101,24 @@ class Watched:
             self.loader.__dict__.pop("_get_iterator", None)
 
     def begin_again(self) -> None:
-        """Called before a second iterator is made for an epoch of which nothing was trained on."""
+        """Called before a second iterator is made for an epoch in which nothing was trained yet."""
         if self._iterator is None or not self._iterator.is_unread:
             self.passes.begin_again(self._epoch())
 
     def begin(self, users: Any) -> "_NotedIterator":
-        """A pass over the user's sampler or batch sampler."""
+        """Begins a pass over the user's sampler or batch sampler."""
         seen = _Seen()
         latest = self._iterator
         # torch: an iterator with workers asks its sampler for two iterators, and reads the second one only.
         is_unread = latest is not None and latest.is_unread and latest.seen is self.passes.latest
-        self.passes.begin(self._epoch(), seen, replaces_latest=is_unread)
+        has_drawn = self.loader.num_workers > 0 and draws_at_once(users, self.sampler)
+        self.passes.begin(self._epoch(), seen, replaces_latest=is_unread, has_drawn=has_drawn)
         takes_batches = self.loader.batch_sampler is not None and self.sampler is not users
         self._iterator = _NotedIterator(users, self.sampler, seen, takes_batches)
         return self._iterator
 
     def size_of_batch(self, index: int) -> int | None:
-        """Samples of a batch of the epoch's first pass; None if there is none, or it can't be seen."""
+        """Returns the number of samples of a batch of the epoch's first pass; None if there is no such batch."""
         seen = self.passes.of(self._epoch(), 0)
         if seen is None or self._iterator is None or self._iterator.seen is not seen:
             return None
@@ -107,7 +142,7 @@ class Watched:
 
 
 class _Noted:
-    """A sampler or batch sampler of the user's whose items are noted; else it is as theirs."""
+    """Wraps a user's sampler or batch sampler, and records its items."""
 
     def __init__(self, users: Any, watched: Watched) -> None:
         self.users = users
@@ -134,8 +169,8 @@ class _NotedIterator:
         before = state_before(sampler)
         self._items = iter(users)
         self.is_unread = True
-        """Whether nothing was asked for yet."""
-        # Some samplers draw here, and most of them when they are asked for the first item.
+        """Whether no item was read yet."""
+        # Some samplers draw when the iterator is made, most of them with the first item.
         self.seen.before = None if is_same_state(before, state_before(sampler)) else before
 
     def __iter__(self) -> "_NotedIterator":
@@ -145,7 +180,7 @@ class _NotedIterator:
         return self._ahead.popleft() if self._ahead else self._read()
 
     def look_ahead(self) -> bool:
-        """Reads one more item than was asked for; whether there is one."""
+        """Reads one item ahead; returns whether there is one."""
         try:
             self._ahead.append(self._read())
         except StopIteration:
@@ -157,8 +192,7 @@ class _NotedIterator:
             self.seen.before = state_before(self._sampler)
         self.is_unread = False
         item = next(self._items)
-        self.seen.add(list(item) if self._takes_batches else [item])
-        self.seen.ends.append(len(self.seen.order))
+        self.seen.note(list(item) if self._takes_batches else [item])
         return item
 
     def __getattr__(self, name: str) -> Any:
@@ -168,13 +202,13 @@ class _NotedIterator:
 
 
 class WatchedLoaders(CombinedLoader):
-    """A `CombinedLoader` from the first iterator of a run to its end: iterates `watched` in place of the user's own."""
+    """A `CombinedLoader` that iterates `watched` instead of the user's loaders, from the first iterator of a run on."""
 
     watched: list[Any]
     """The iterables that are read, in the order of `flattened`."""
 
     def __iter__(self) -> "WatchedLoaders":
-        # Lightning: CombinedLoader.__iter__, which hands them to the iterator of its mode.
+        # Lightning: CombinedLoader.__iter__, which gives them to the iterator of its mode.
         users = self._flattened
         self._flattened = self.watched
         try:
@@ -184,7 +218,9 @@ class WatchedLoaders(CombinedLoader):
         return self
 
     def reset(self) -> None:
-        """Called at the end of a run: turns this back into what it was before."""
+        """Called at the end of a run: turns this into a plain `CombinedLoader` again."""
+        for loader in self._flattened:
+            end_workers(loader)
         super().reset()
         self.__class__ = CombinedLoader  # type: ignore[assignment]
         del self.watched

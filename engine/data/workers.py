@@ -1,15 +1,17 @@
-"""The random states of a loader's workers, for augmentation and the like: a run that is resumed goes on with them.
+"""Tracks the random states of a loader's workers, so that a resumed run continues their augmentation, for example.
 
-torch seeds each worker of a loader when it starts; after that its generators are where the main process does not see
-them. Here a batch brings along the state that its worker was left in, if anything was drawn for it. The workers of a
-resumed run begin in these states, and the one whose turn it was is the first to get a batch.
+torch seeds each worker of a loader at its start; later the main process can't see the worker's generators. Here a
+worker sends its random state with each batch, if the state has changed. The workers of a resumed run start with these
+states, and the first batch comes from the worker whose turn it was.
 
-So it is with torch's, numpy's and Python's global generators, and with those that the data set keeps.
+This covers the global generators of torch, NumPy and Python, and generators that the data set owns. torchdata's loader
+is treated in the same way if its data has no state of its own.
 """
 
+import functools
 import random
-from collections.abc import Callable
-from itertools import islice
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,36 +20,48 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, get_worker_info
 
 # torch: how it seeds numpy in a worker.
-from torch.utils.data._utils.worker import _generate_state
-
 # torch: what DataLoader._get_iterator makes where there are workers.
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-
+from .._compat.torch import _generate_state, _MultiProcessingDataLoaderIter
 from ..checkpoint.rng import get_random_state, set_random_state
-from .copied import copied
+from .clone_loader import clone_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_own_states
+from .stateful import tracks_own_position
+from .stream_loader import BeginsWithWorker
+from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
-__all__ = ["WithWorkers", "Workers", "has_workers"]
+__all__ = ["WithWorkers", "Workers", "end_workers", "has_workers"]
 
+_TORCHDATAS = "torchdata.stateful_dataloader.stateful_dataloader"
 _ENDED_EARLY = """\
-The checkpoint is saved after the run, whose persistent workers have ended with batches that nobody has read: what they
-drew for them is not known, so that a run that goes on may augment its samples otherwise. Save in a hook, or by a
-callback such as Snapshot."""
+The checkpoint is saved after the run. Its persistent workers have ended with unread batches, and the random numbers
+drawn for them are not known, so a resumed run may augment its samples differently. Save in a hook, or by a callback
+such as Snapshot."""
 
 
 def has_workers(loader: Any) -> bool:
-    """Whether `loader` has workers of torch's kind: those of torchdata's loaders are its own."""
+    """Whether `loader` has workers whose random states its own `state_dict` does not contain."""
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0 or tracks_own_position(loader):
+        return False
     # torch: DataLoader._get_iterator
-    return isinstance(loader, DataLoader) and loader.num_workers > 0 and type(loader)._get_iterator in _PLAIN
+    torchdata_classes = classes_of_torchdata("stateful_dataloader", "StatefulDataLoader")
+    supported = (*_PLAIN, *(cls._get_iterator for cls in torchdata_classes))
+    return type(loader)._get_iterator in supported
+
+
+def end_workers(loader: Any) -> None:
+    """Ends non-persistent workers at the end of a run; Lightning does so for torch's loader, not for torchdata's."""
+    iterator = getattr(loader, "_iterator", None)
+    if isinstance(iterator, _TakesStates) and not loader.persistent_workers:
+        iterator._shutdown_workers()
 
 
 class Workers:
-    """The random states of a training loader's workers, after each of the last batches.
+    """Keeps the random states of a training loader's workers after each of the last batches.
 
     Args:
-        epoch: number of the present epoch.
-        num_kept: after how many batches their states are asked for, at most.
+        epoch: returns the number of the current epoch.
+        num_kept: returns the number of batches after which states are kept.
     """
 
     def __init__(self, epoch: Callable[[], int], num_kept: Callable[[], int]) -> None:
@@ -57,45 +71,50 @@ class Workers:
         self._states: dict[int, _State] = {}
         self._after: dict[int, tuple[int, dict[int, _State]]] = {}
         self._given: dict[str, Any] | None = None
-        self._iterator: _Iterator | None = None
+        self._iterator: _TakesStates | None = None
         """The iterator whose workers stay after an epoch (`persistent_workers`)."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_epoch": None, "_num_kept": None, "_iterator": None}
 
     def resume(self, loader: DataLoader, state: dict[str, Any] | None) -> None:
-        """Lets the next iterator of `loader` go on where `state_after` said; not if it has other workers."""
+        """Makes the next iterator of `loader` continue from a result of `state_after`, if it has the same workers."""
         if state is not None and {name: state[name] for name in _layout_of(loader)} == _layout_of(loader):
             self._given = state
 
-    def iterator(self, loader: DataLoader) -> "_Iterator":
-        """Returns the iterator over `loader` that stands in for torch's own."""
+    def iterator(self, loader: DataLoader) -> "_TakesStates":
+        """Returns the iterator over `loader`, which replaces torch's or torchdata's own."""
         loader.check_worker_number_rationality()  # torch: as DataLoader._get_iterator does
         given, self._given = self._given, None
-        iterator = _Iterator(loader, self, given)
+        if is_torchdata_loader(loader):
+            # torchdata: StatefulDataLoader._get_iterator, which starts from the state that the user has loaded.
+            loaded, loader.next_iter_state = loader.next_iter_state, None  # type: ignore[attr-defined]
+            iterator: _TakesStates = _torchdatas_iterator()(loader, self, given, loaded)
+        else:
+            iterator = _Iterator(loader, self, given)
         self._iterator = iterator if loader.persistent_workers else None
         return iterator
 
     def take_over(self, loader: DataLoader) -> None:
-        """Called before `loader` is iterated: workers may have stayed from an earlier run."""
-        left = loader._iterator  # torch: of persistent workers
+        """Takes over persistent workers of an earlier run; called before `loader` is iterated."""
+        persistent = loader._iterator  # torch: set for persistent workers only
         if self._given is not None:
             loader.__dict__["_iterator"] = None
-        elif isinstance(left, _Iterator) and left.kept is not self:
-            self._states, self._iterator, left.kept = left.kept._states, left, self
+        elif isinstance(persistent, _TakesStates) and persistent.kept is not self:
+            self._states, self._iterator, persistent.kept = persistent.kept._states, persistent, self
 
     def recount(self, batches: int) -> None:
-        """Says anew how many batches of the epoch this run has read."""
+        """Corrects the number of batches that this run has read in the epoch."""
         self._num_batches = batches
         self._after.clear()
 
     def begin(self, layout: dict[str, Any], first: int, states: "dict[int, _State] | None") -> None:
-        """A pass begins.
+        """Begins a pass over the loader.
 
         Args:
-            layout: of the workers, and what they were seeded with.
-            first: worker of the first batch.
-            states: that the workers start in; None if they have been there before.
+            layout: number and seeds of the workers.
+            first: the worker of the first batch.
+            states: the workers' states at the start; None for persistent workers, whose states are known.
         """
         if self._of_epoch != self._epoch():
             self._of_epoch, self._num_batches = self._epoch(), 0
@@ -105,15 +124,15 @@ class Workers:
         self._keep()
 
     def note(self, worker: int, state: "_State | None") -> None:
-        """A batch was read; `state` is that of its worker, None if it is as before."""
+        """Notes that a batch was read; `state` is the new state of its worker, None if unchanged."""
         if state is not None:
-            self.learn(worker, state)
+            self.set_state(worker, state)
         self._num_batches += 1
         self._next = (self._next + 1) % self._layout["num_workers"]
         self._keep()
 
-    def learn(self, worker: int, state: "_State") -> None:
-        """Says in which state a worker is now."""
+    def set_state(self, worker: int, state: "_State") -> None:
+        """Sets the current state of a worker."""
         self._states = {**self._states, worker: state}
 
     def _keep(self) -> None:
@@ -122,11 +141,11 @@ class Workers:
             del self._after[oldest]
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any] | None:
-        """Returns the states of all workers, as plain values; None where they begin anew, or it is not known.
+        """Returns the states of all workers as plain values; None if they start afresh, or are not known.
 
         Args:
-            epoch: the present one, or the one after it.
-            batches: that this run has read in the epoch; one of the last.
+            epoch: the current epoch, or the next one.
+            batches: the number of batches read in the epoch by this run; one of the last ones.
         """
         if epoch == self._of_epoch and batches in self._after:
             following, states = self._after[batches]
@@ -138,11 +157,12 @@ class Workers:
             following, states = 0, self._states
         else:
             return None
-        return {**self._layout, "next": following, "states": {worker: states[worker].plain() for worker in states}}
+        plain = {worker: states[worker].plain() for worker in states}
+        return {**self._layout, "next": following, "states": plain, "stay": epoch > self._of_epoch}
 
 
 class WithWorkers(DataLoader):
-    """A loader of ours whose iterators bring the states of their workers along."""
+    """A loader whose iterators also receive the random states of their workers."""
 
     workers: Workers
 
@@ -157,25 +177,59 @@ def _layout_of(loader: DataLoader) -> dict[str, Any]:
     return {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
 
 
-class _Iterator(_MultiProcessingDataLoaderIter):
-    """Torch's iterator, which here takes the states off the batches.
+_AnyIterator: Any = object
+"""The type of torch's and torchdata's iterators, which have no common base class."""
+
+
+class _SkipsFirst:
+    """Makes the first iterator of a sampler empty: torch creates one more for new workers than for persistent ones.
 
     Args:
-        loader: that is iterated.
-        kept: where the states go.
-        given: what the workers begin with; None for torch's own seeds.
+        sampler: the user's sampler or batch sampler, or its replacement.
     """
 
-    def __init__(self, loader: DataLoader, kept: Workers, given: dict[str, Any] | None) -> None:
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self._is_first = sampler, True
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        is_first, self._is_first = self._is_first, False
+        return iter(()) if is_first else iter(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+class _TakesStates(BeginsWithWorker, _AnyIterator):
+    """An iterator with workers that separates the states from the batches.
+
+    Args:
+        loader: the loader to iterate.
+        kept: receives the states.
+        given: the state that the workers resume from; None for torch's own seeds.
+        more: further arguments of the base class's constructor.
+    """
+
+    _task_info: dict[int, Any]
+    _tasks_outstanding: int
+
+    def __init__(self, loader: DataLoader, kept: Workers, given: dict[str, Any] | None, *more: Any) -> None:
         self.kept, self._given = kept, given
         self._first = 0 if given is None else given["next"]
         inside = _InWorker(loader, given)
         replaced: dict[str, Any] = {"collate_fn": inside.collate, "worker_init_fn": inside.begin}
         if given is not None:
-            replaced["generator"] = torch.Generator()  # torch draws a seed: from one that nobody else draws from
-        super().__init__(copied(loader, **replaced))
+            replaced["generator"] = torch.Generator()  # torch draws a seed here, so it must not use a shared generator
+        if given is not None and given.get("stay"):
+            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            replaced[name] = _SkipsFirst(getattr(loader, name))
+        super().__init__(clone_loader(loader, **replaced), *more)
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Any, first_iter: bool = False, **more: Any) -> None:
         given, states = self._given or {}, None
         if first_iter:
             states = {worker: _State.of(state) for worker, state in given.get("states", {}).items()}
@@ -183,31 +237,26 @@ class _Iterator(_MultiProcessingDataLoaderIter):
             self.finish()
         layout = {**_layout_of(loader), "base_seed": given.get("base_seed", self._base_seed)}
         self.kept.begin(layout, self._first, states)
-        super()._reset(loader, first_iter)
-
-    # torch: whose turn it is; each pass begins anew with the first worker.
-    @property
-    def _worker_queue_idx_cycle(self) -> Any:
-        return self._turns
-
-    @_worker_queue_idx_cycle.setter
-    def _worker_queue_idx_cycle(self, turns: Any) -> None:
-        self._turns, self._first = islice(turns, self._first, None), 0
+        super()._reset(loader, first_iter, **more)
 
     @property
     def has_ended_early(self) -> bool:
-        """Whether the workers have ended, with the run, before all that they were asked for was read."""
+        """Whether the workers have ended with the run before all requested batches were read."""
         return self._shutdown and self._tasks_outstanding > 0  # torch: set by _shutdown_workers
 
     def finish(self) -> None:
-        """Waits for what the workers were asked for, and nobody will read: they have drawn for it."""
-        # torch: its tasks, with what has come before its turn, and how many have not come.
+        """Waits for requested batches that will not be read, since the workers have drawn random numbers for them."""
+        # torch: `_task_info` has the tasks and early results; `_tasks_outstanding` counts the missing ones.
         ahead = {number: rest[0] for number, (_, *rest) in self._task_info.items() if rest}
         ahead.update(self._get_data() for _ in range(self._tasks_outstanding))
         self._task_info, self._tasks_outstanding = {}, 0
-        for _, data in sorted(ahead.items(), key=lambda item: item[0]):
-            if isinstance(data, tuple) and data[2] is not None:  # else it is an exception
-                self.kept.learn(data[1], data[2])
+        for _, fetched in sorted(ahead.items(), key=lambda item: item[0]):
+            data = self._data_of(fetched)
+            if isinstance(data, tuple) and data[2] is not None:  # an exception of a worker is no tuple
+                self.kept.set_state(data[1], data[2])
+
+    def _data_of(self, fetched: Any) -> Any:
+        return fetched
 
     def _next_data(self) -> Any:
         batch, worker, state = super()._next_data()
@@ -215,8 +264,25 @@ class _Iterator(_MultiProcessingDataLoaderIter):
         return batch
 
 
+class _Iterator(_TakesStates, _MultiProcessingDataLoaderIter):
+    """Extends torch's iterator."""
+
+
+@functools.cache
+def _torchdatas_iterator() -> Any:
+    """Returns the class that extends torchdata's iterator; torchdata is imported already if the user has its loader."""
+    # torchdata: the iterator of a loader with workers.
+    base: Any = sys.modules[_TORCHDATAS]._StatefulMultiProcessingDataLoaderIter
+
+    class StatefulIterator(_TakesStates, base):
+        def _data_of(self, fetched: Any) -> Any:
+            return fetched[0]  # torchdata: a tuple with the worker and a state of its data set
+
+    return StatefulIterator
+
+
 class _State:
-    """The states of a process's generators. No tuple, into which pinning would look, and quick to compare and send."""
+    """The states of a process's generators, quick to compare and send. Not a tuple, which pin_memory would traverse."""
 
     def __init__(self, torchs: bytes, numpys: tuple[Any, ...], pythons: tuple[Any, ...], own: dict[str, Any]) -> None:
         self.content = torchs, numpys, pythons
@@ -229,14 +295,14 @@ class _State:
 
     @classmethod
     def here(cls, own: OwnGenerators) -> "_State":
-        """The states of this process's global generators, and of those that the data set keeps."""
+        """Reads the states of this process's global generators, and of the generators that the data set owns."""
         name, keys, *rest = np.random.get_state(legacy=True)
         torchs, numpys = torch.get_rng_state().numpy().tobytes(), (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
         return cls(torchs, numpys, random.getstate(), own.states())
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "_State":
-        """Rebuilds a state from what `plain` gave."""
+        """Rebuilds a state from a result of `plain`."""
         version, keys, gauss = state["python"]
         name, numpys, *rest = state["numpy"]
         numpys = np.array(numpys, dtype=np.uint32).tobytes()
@@ -255,7 +321,7 @@ class _State:
 
 
 class _InWorker:
-    """Runs in the workers, around the user's collate_fn and worker_init_fn, in their place."""
+    """Wraps the user's collate_fn and worker_init_fn in the workers."""
 
     def __init__(self, loader: DataLoader, given: dict[str, Any] | None) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
@@ -266,14 +332,14 @@ class _InWorker:
         self._latest: _State | None = None
 
     def begin(self, worker: int) -> None:
-        """The `worker_init_fn`."""
+        """Replaces `worker_init_fn`: restores the worker's state, and calls the user's function."""
         if self._base_seed is not None:
-            # torch: _worker_loop, right before it calls this.
+            # torch: as _worker_loop does right before it calls this function.
             seed = self._base_seed + worker
             random.seed(seed)
             torch.manual_seed(seed)
             np.random.seed(_generate_state(self._base_seed, worker))
-            object.__setattr__(get_worker_info(), "seed", seed)  # which is frozen
+            object.__setattr__(get_worker_info(), "seed", seed)  # the object is frozen
         if self._init is not None:
             self._init(worker)
         if worker in self._states:
@@ -283,7 +349,7 @@ class _InWorker:
         self._worker, self._latest = worker, _State.here(self._own)
 
     def collate(self, samples: Any) -> tuple[Any, int, _State | None]:
-        """The `collate_fn`: the batch, whose it is, and the state after it if that has changed."""
+        """Replaces `collate_fn`: returns the batch, its worker, and the state after it if that has changed."""
         batch, state = self._collate(samples), _State.here(self._own)
         if state == self._latest:
             return batch, self._worker, None
@@ -292,6 +358,6 @@ class _InWorker:
 
 
 def _dataset() -> Any:
-    """The data set that the present worker reads."""
+    """Returns the data set of this worker."""
     info = get_worker_info()
     return None if info is None else info.dataset

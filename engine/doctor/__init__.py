@@ -1,4 +1,4 @@
-"""The doctor: what the ranks noted of a run, and why it is slow. All of it is read without torch."""
+"""The doctor: records of a run, and the reasons why it is slow. Nothing here imports torch."""
 
 from .records import MAX_INTERVALS, Interval, RankInfo, Run, compact, read_run, slowest_hooks, write_rank
 from .rules import RULES, Finding

@@ -1,4 +1,4 @@
-"""`polyphase doctor`: the verdict on a run from what its ranks have noted, in the terminal, as JSON and as one page."""
+"""`polyphase doctor`: shows the verdict on a run in the terminal, as JSON or as one HTML page."""
 
 import argparse
 import json
@@ -12,15 +12,18 @@ from rich.text import Text
 
 from ..flags import choose
 from ..phases import PHASES
+from .compare_command import compare_command
 from .host import Check, check_host
 from .page import page
 from .records import Run, read_run
-from .verdict import Verdict, judge, name
+from .verdict import Verdict, judge, name, rate_text
 
 __all__ = ["main"]
 
 HELP = """\
 usage: polyphase doctor RUN_DIR [--json] [--html FILE]
+       polyphase doctor --compare RUN_DIR RUN_DIR [--json]
+       polyphase doctor fit [--steps N] [--try] [--json] FLAGS
        polyphase doctor host [DIR] [--json]
 
 Says where the time of a run went, which rank costs it, and which flag mends that, from what its
@@ -31,6 +34,11 @@ ranks have noted with callbacks=[Doctor()], or --callbacks+=Doctor.
   --json       the verdict as JSON, for programs
   --html FILE  writes one page with plots, which needs no network
 
+  --compare    what was set up differently in two runs, which one is faster, and in which phases;
+               by the sample where their batches differ
+  fit          runs some steps of `polyphase fit FLAGS`, and says where their time goes; --try
+               tries each remedy that is a flag (see polyphase doctor fit --help)
+
   host         checks this host before a run: versions, devices, CPUs and their quota, other load,
                memory, /dev/shm, open files, its own name, and the disk of DIR (default: .), where
                64 MB are written and removed; exit code 1 where something fails
@@ -40,12 +48,19 @@ _SHOWN = 0.005
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs ``polyphase doctor`` with the words behind it; returns the exit code."""
+    """Runs ``polyphase doctor`` with its arguments; returns the exit code."""
     if not words or words[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
     if words[0] == "host":
         return _host(words[1:])
+    if "--compare" in words:
+        rest = [word for word in words if word != "--compare"]
+        return compare_command(rest, lambda folder: read_run(newest(folder)))
+    if words[0] == "fit":
+        from .trial import main as fit
+
+        return fit(words[1:])
     parser = argparse.ArgumentParser(prog="polyphase doctor", add_help=False, allow_abbrev=False)
     parser.add_argument("run_dir")
     parser.add_argument("--json", action="store_true")
@@ -69,12 +84,12 @@ def main(words: Sequence[str]) -> int:
 def _checked(words: Sequence[str]) -> Sequence[str]:
     for word in words:
         if word.startswith("-"):
-            choose("flag of doctor", word.partition("=")[0], ("--json", "--html"))
+            choose("flag of doctor", word.partition("=")[0], ("--json", "--html", "--compare"))
     return words
 
 
 def _host(words: Sequence[str]) -> int:
-    """Checks this host; returns 1 where something fails."""
+    """Checks this host; returns 1 if a check fails."""
     folders = [word for word in words if not word.startswith("-")]
     try:
         for word in words:
@@ -94,7 +109,7 @@ def _host(words: Sequence[str]) -> int:
 
 
 def show_host(checks: Sequence[Check], console: Console) -> None:
-    """Prints a line for each check, and its remedy."""
+    """Prints a line and a remedy for each check."""
     colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for check in checks:
         line = Text.assemble((f"{check.status:5}", colors[check.status]), f"{check.name:12}", check.found)
@@ -106,13 +121,13 @@ def show_host(checks: Sequence[Check], console: Console) -> None:
 
 
 def newest(folder: str) -> str:
-    """The folder of the run in or below `folder` that noted something last; `folder` itself where none is found."""
-    found = []
+    """Returns the folder of the latest run in or below `folder`; `folder` itself if there is none."""
+    run_folders = []
     for place, folders, files in os.walk(folder):
-        found += [place for file in files if file == "rank_0.jsonl"]
+        run_folders += [place for file in files if file == "rank_0.jsonl"]
         depth = os.path.relpath(place, folder).count(os.sep)
         folders[:] = [] if depth > 2 else sorted(folders)
-    return max(found, key=lambda place: os.path.getmtime(os.path.join(place, "rank_0.jsonl")), default=folder)
+    return max(run_folders, key=lambda place: os.path.getmtime(os.path.join(place, "rank_0.jsonl")), default=folder)
 
 
 def _write(path: str, run: Run) -> None:
@@ -121,7 +136,7 @@ def _write(path: str, run: Run) -> None:
 
 
 def show(verdict: Verdict, console: Console) -> None:
-    """Prints the verdict: what was found, and the shares of each rank."""
+    """Prints the verdict: the findings, and the shares of each rank."""
     figures = verdict.figures
     if not figures.totals:
         console.print("No step was measured.", highlight=False)
@@ -133,6 +148,8 @@ def show(verdict: Verdict, console: Console) -> None:
         f"{kind} on {info.device}: {figures.num_steps} steps of {1e3 * figures.step_s:.3g} ms, without the first ones",
         highlight=False,
     )
+    if rates := rate_text(figures):
+        console.print(f"on each device: {rates}", highlight=False)
     for caveat in verdict.caveats:
         console.print(f"[yellow]Note[/]: {caveat}", highlight=False)
     for number, finding in enumerate(verdict.findings, start=1):

@@ -1,6 +1,8 @@
-"""`polyphase doctor host`: is this host fit to train on? Each check says ok, warn or fail, what it saw, and a remedy.
+"""`polyphase doctor host`: checks whether this host is suitable for training.
 
-What is measured and how it is judged are apart: the judges are pure functions.
+Each check has a status (ok, warn or fail), a value and a remedy.
+
+Measurement and judgement are separate: the `judge_*` functions are pure.
 """
 
 import os
@@ -31,11 +33,11 @@ class Check(NamedTuple):
     status: Status
     found: str
     remedy: str = ""
-    """Empty where nothing is to be done."""
+    """Empty if nothing needs to be done."""
 
 
 def judge_shm(total_bytes: int | None, free_bytes: int) -> Check:
-    """Shared memory: loaders with workers hand batches over in it."""
+    """Judges shared memory, in which workers of loaders pass batches."""
     if total_bytes is None:
         return Check("/dev/shm", "ok", "not there, and not needed on this system")
     found = f"{free_bytes / _GB:.2f} of {total_bytes / _GB:.2f} GB free"
@@ -46,7 +48,7 @@ def judge_shm(total_bytes: int | None, free_bytes: int) -> Check:
 
 
 def judge_files(soft: int, hard: int) -> Check:
-    """Open files: ranks, workers and the tensors that they share take some each."""
+    """Judges the limit of open files, which ranks, workers and shared tensors use."""
     found = f"{soft} of at most {hard}" if hard != resource.RLIM_INFINITY else f"{soft}"
     if soft >= 4096:
         return Check("open files", "ok", found)
@@ -55,7 +57,7 @@ def judge_files(soft: int, hard: int) -> Check:
 
 
 def judge_cpus(cores: int, usable: int, quota: float | None) -> Check:
-    """CPUs: of the machine, of this process's affinity, and by the quota of its container."""
+    """Judges the CPUs: of the machine, by this process's affinity, and by its container's quota."""
     found = f"{usable} of {cores} usable" + ("" if quota is None else f", quota {quota:g}")
     if quota is not None and quota < usable - 0.5:
         fitting = max(1, int(quota))
@@ -64,7 +66,7 @@ def judge_cpus(cores: int, usable: int, quota: float | None) -> Check:
 
 
 def judge_name(host: str, addresses: list[str], error: str | None) -> Check:
-    """The host's own name: other hosts are told it, and connect to what it stands for."""
+    """Judges the host's own name, which other hosts resolve to connect to it."""
     if error is not None:
         remedy = f"add '<its address> {host}' to /etc/hosts, on each host"
         return Check("own name", "warn", f"{host} can't be resolved ({error})", remedy)
@@ -76,7 +78,7 @@ def judge_name(host: str, addresses: list[str], error: str | None) -> Check:
 
 
 def judge_disk(folder: str, free_bytes: int, rate_mb_per_s: float | None, error: str | None) -> Check:
-    """The folder of the logs and checkpoints."""
+    """Judges the disk of the folder of logs and checkpoints."""
     if error is not None or rate_mb_per_s is None:
         return Check("disk", "fail", f"{folder}: {error}", "--default_root_dir, or a folder that you may write to")
     found = f"{folder}: {rate_mb_per_s:.0f} MB/s written and synced, {free_bytes / _GB:.1f} GB free"
@@ -90,7 +92,7 @@ def judge_disk(folder: str, free_bytes: int, rate_mb_per_s: float | None, error:
 
 
 def judge_memory(available_bytes: int, total_bytes: int, swapped_bytes: int) -> Check:
-    """Memory of the host."""
+    """Judges the memory of the host."""
     found = f"{available_bytes / _GB:.1f} of {total_bytes / _GB:.1f} GB available, {swapped_bytes / _GB:.1f} GB swapped"
     if available_bytes < 0.1 * total_bytes:
         return Check(
@@ -100,7 +102,7 @@ def judge_memory(available_bytes: int, total_bytes: int, swapped_bytes: int) -> 
 
 
 def judge_load(per_cpu: float) -> Check:
-    """The load of other processes on the host."""
+    """Judges the load of other processes on the host."""
     found = f"{per_cpu:.2f} runnable threads per CPU in the last minute"
     if per_cpu > 0.5:
         return Check("other load", "warn", found, "end what else computes here, or keep to CPUs of its own (taskset)")
@@ -108,7 +110,7 @@ def judge_load(per_cpu: float) -> Check:
 
 
 def judge_versions(found: dict[str, str | None]) -> Check:
-    """The installed versions."""
+    """Judges the installed versions."""
     missing = [name for name, installed in found.items() if installed is None]
     text = ", ".join(f"{name} {installed}" for name, installed in found.items() if installed is not None)
     text += f", Python {platform.python_version()}"
@@ -118,7 +120,7 @@ def judge_versions(found: dict[str, str | None]) -> Check:
 
 
 def judge_devices(kind: str | None, names: list[str]) -> Check:
-    """The accelerators that torch sees."""
+    """Judges the accelerators that torch sees."""
     if kind is None:
         remedy = "fine for the CPU; else install the driver, and the torch that is built for it"
         return Check("devices", "ok", "torch sees no accelerator", remedy)
@@ -185,7 +187,7 @@ def _versions() -> Check:
 
 
 def _devices() -> Check:
-    import torch  # all else here does without
+    import torch  # the other checks do not need it
 
     kind = torch.accelerator.current_accelerator()
     if kind is None:
@@ -207,13 +209,13 @@ CHECKS: tuple[Callable[[str], Check], ...] = (
     lambda _: _name(),
     _disk,
 )
-"""Each is given the folder that checkpoints go to."""
+"""The checks; each is called with the folder of checkpoints."""
 
 
 def check_host(folder: str) -> list[Check]:
     """Checks this host.
 
     Args:
-        folder: that logs and checkpoints go to; 64 MB are written there and removed.
+        folder: folder of logs and checkpoints; 64 MB are written there and removed.
     """
     return [check(folder) for check in CHECKS]

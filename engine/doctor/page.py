@@ -1,10 +1,10 @@
-"""One page of HTML about a run: verdict, shares over time, heat map of the ranks' steps. No script, no network."""
+"""Renders a run as one HTML page without scripts or network access: verdict, shares over time, heat map of steps."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from .records import Interval, Run, compact
-from .verdict import Verdict, name
+from .verdict import Verdict, name, rate_text
 
 __all__ = ["page"]
 
@@ -61,6 +61,8 @@ def page(run: Run, verdict: Verdict) -> str:
         f'<p class="soft">{figures.num_steps:,} steps of {1e3 * figures.step_s:.3g} ms on {len(figures.totals)} ranks,'
         " without the first ones</p>"
     )
+    if rates := rate_text(figures):
+        head += f'<p class="soft">on each device: {escape(rates)}</p>'
     shares = figures.mean_shares()
     legend = "".join(f'<span><i style="background:{_COLORS[p]}"></i>{name(p)} {shares[p]:.1%}</span>' for p in shares)
     parts = [
@@ -101,7 +103,7 @@ def _few(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def _bands(intervals: Sequence[Interval]) -> str:
-    """Returns a picture of the shares of each interval, as stacked columns as wide as it took."""
+    """Returns a picture of the shares of each interval: stacked columns with the interval's duration as width."""
     intervals = _columns(intervals)
     height, total = 90, max(sum(interval.wall_s for interval in intervals), 1e-12)
     columns, x = [], 0.0
@@ -122,7 +124,7 @@ def _bands(intervals: Sequence[Interval]) -> str:
 
 
 def _heat(run: Run) -> str:
-    """Returns a picture of how long each rank was busy by itself in a step: a row a rank, a column an interval."""
+    """Returns a heat map of each rank's own busy time per step: one row per rank, one column per interval."""
     rows = {rank: _busy(intervals) for rank, intervals in run.intervals.items()}
     slowest = sorted(rows, key=lambda rank: -sum(rows[rank]) / max(len(rows[rank]), 1))[:_MAX_ROWS]
     most = max((ms for rank in slowest for ms in rows[rank]), default=0.0) or 1.0

@@ -1,7 +1,7 @@
-"""The notes of a rank: a line of JSON that says what it is, and one for each interval of optimizer steps.
+"""The records of a rank: a line of JSON about the rank, and one line for each interval of optimizer steps.
 
-The file is ``<run>/doctor/rank_<r>.jsonl``; docs/doctor.md has the schema. It is bounded: a rank that has
-`MAX_INTERVALS` of them joins neighbours, so that a long run is noted more coarsely, and no second of it is lost.
+The file is ``<run>/doctor/rank_<r>.jsonl``; docs/doctor.md has the schema. Its size is limited: at `MAX_INTERVALS`
+intervals, neighbours are merged, so that a long run has longer intervals and no time is lost.
 """
 
 import dataclasses
@@ -27,75 +27,111 @@ __all__ = [
 
 SCHEMA = 1
 MAX_INTERVALS = 512
-"""Lines of a rank at most, beside the first; each has about 1 KB."""
+"""Largest number of lines of a rank, without the first; each has about 1 KB."""
+_EXACT = ("grad_norm", "loss_scale", "checksum", "lr", "flops", "recomputed_flops")
+"""Numbers that are not seconds and are not rounded."""
 NUM_HOOKS = 8
-"""Hooks that a line names at most, the slowest first; the others are added up as "others"."""
+"""Largest number of hooks named in a line, slowest first; the rest is summed as "others"."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class RankInfo:
-    """Line 1 of a rank: where and how it runs."""
+    """The first line of a rank's file: where and how it runs."""
 
     schema: int = SCHEMA
     rank: int
     world_size: int
     host: str
     device: str = "cpu"
-    """Its type: ``"cpu"``, ``"cuda"``, ..."""
+    """Type of the device: ``"cpu"``, ``"cuda"``, ..."""
     strategy: str = "single"
     layout: dict[str, int] = dataclasses.field(default_factory=dict)
     """Sizes of the mesh by axis: pp, replicate, shard, tp."""
     local_ranks: int = 1
-    """Ranks on this host."""
+    """Number of ranks on this host."""
     num_threads: int = 1
-    """torch's threads for one operator."""
+    """Number of torch's threads for one operator."""
     num_cpus: float = 1.0
-    """CPUs that this process may use, by its affinity and its container's quota."""
+    """Number of CPUs that this process may use, limited by its affinity and its container's quota."""
     num_workers: int | None = None
-    """Worker processes of the training loader; None where it is no DataLoader."""
+    """Number of worker processes of the training loader; None if it is not a DataLoader."""
     pins_memory: bool | None = None
     accumulate_grad_batches: int = 1
     compression: str = "none"
     loggers: list[str] = dataclasses.field(default_factory=list)
+    device_name: str | None = None
+    """The vendor's name of the device."""
+    dtype: str | None = None
+    """Number format of matrix products: fp32, tf32, fp16 or bf16."""
+    peak_flops_per_s: float | None = None
+    """Peak rate of the device in that format, by its data sheet; measured on a CPU."""
+    lr_interval_steps: int | None = None
+    """Interval of the learning-rate schedulers in optimizer steps; None without one, or for epochs."""
+    waits_are_told: bool = True
+    """Whether waits for slower ranks were separated from communication during the run; False: later, by interval."""
     started_at: float = 0.0
-    """Seconds since 1970."""
+    """Start of the run, in seconds since 1970."""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    flags: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The engine's arguments that differ from their defaults; for objects the class name."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Interval:
-    """A further line of a rank: the sums of some optimizer steps that follow each other."""
+    """A later line of a rank's file: the sums over some successive optimizer steps."""
 
     step: int
-    """The optimizer step at its end."""
+    """The optimizer step at the end of the interval."""
     num_steps: int
     wall_s: float
     seconds: dict[str, float]
     """Seconds of each phase; they add up to `wall_s`."""
     is_warmup: bool = False
-    """Whether it is of the first steps, in which kernels are chosen and code is compiled: rules leave it out."""
+    """Whether it has the first steps, in which kernels are chosen and code is compiled; rules ignore it."""
     slowest_step_s: float = 0.0
     by_hook: dict[str, float] = dataclasses.field(default_factory=dict)
     num_saves: int = 0
     num_batches: int = 0
     num_fillers: int = 0
-    """Batches that only kept this rank in step with the others."""
+    """Number of padding batches, which only keep this rank in step with the others."""
+    num_syncs: int | None = None
+    """Number of backwards in which DistributedDataParallel averaged gradients; None without it, or if not counted."""
     num_samples: int | None = None
-    """None where a batch does not show how many it has."""
+    """Number of samples; None if a batch does not show how many it has."""
+    num_tokens: int | None = None
+    """Number of tokens including padding; None if batches have no tokens."""
+    flops: float | None = None
+    """Floating-point operations of this rank in forward and backward, from the second batch; None if unknown."""
+    recomputed_flops: float | None = None
+    """Additional operations that activation checkpointing repeats."""
+    grad_norm: float | None = None
+    """Norm of this rank's gradients (or of its shards) at one step of the interval."""
+    loss_scale: float | None = None
+    """Loss scale at the end of the interval; None without one."""
+    without_gradient: list[str] | None = None
+    """Parameters whose gradient is missing or zero at that step; None if this was not checked."""
+    checksum: float | None = None
+    """A checksum of all parameters, if ranks must have equal parameters."""
+    checksum_step: int = 0
+    """The optimizer step after which the checksum was computed."""
+    lr: float | None = None
+    """Learning rate of the first group at the end of the interval."""
+    lr_steps: int | None = None
+    """Steps of the learning-rate schedulers so far, the smallest number; None without a scheduler."""
     cpu_s: float | None = None
-    """CPU time of the thread that trains, in forward and backward; from a sample of them."""
+    """CPU time of the training thread in forward and backward, extrapolated from a sample."""
     runqueue_s: float | None = None
-    """Time there in which it was ready to run, and another one had its CPU; None where the system does not say."""
+    """Time in which that thread was ready to run but had no CPU; None if the system does not report it."""
     padding: float | None = None
-    """Share of the tokens that are padding, by an ``attention_mask``, in the batches that were looked at."""
+    """Share of the tokens that are padding, by an ``attention_mask``, in the measured batches."""
     reads: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Reads of the device in one `training_step` that was watched, by ``"item() at file.py:12 in training_step"``."""
+    """Number of device reads in one sampled `training_step`, by ``"item() at file.py:12 in training_step"``."""
     rss_mb: float | None = None
     device_mb: float | None = None
-    """Largest memory that torch had on the device."""
+    """Peak of torch's memory on the device."""
 
     def joined(self, later: "Interval") -> "Interval":
-        """Returns both as one."""
+        """Merges this interval with the next one."""
         steps = (self.num_steps, later.num_steps)
         return Interval(
             step=later.step,
@@ -108,7 +144,18 @@ class Interval:
             num_saves=self.num_saves + later.num_saves,
             num_batches=self.num_batches + later.num_batches,
             num_fillers=self.num_fillers + later.num_fillers,
+            num_syncs=_sum(self.num_syncs, later.num_syncs),
             num_samples=_sum(self.num_samples, later.num_samples),
+            num_tokens=_sum(self.num_tokens, later.num_tokens),
+            flops=_sum(self.flops, later.flops),
+            recomputed_flops=_sum(self.recomputed_flops, later.recomputed_flops),
+            grad_norm=_largest(self.grad_norm, later.grad_norm),
+            loss_scale=_latest(self.loss_scale, later.loss_scale),
+            without_gradient=_common(self.without_gradient, later.without_gradient),
+            checksum=later.checksum,
+            checksum_step=later.checksum_step,
+            lr=_latest(self.lr, later.lr),
+            lr_steps=_latest(self.lr_steps, later.lr_steps),
             cpu_s=_sum(self.cpu_s, later.cpu_s),
             runqueue_s=_sum(self.runqueue_s, later.runqueue_s),
             padding=_mean(self.padding, later.padding),
@@ -118,13 +165,14 @@ class Interval:
         )
 
     def line(self) -> str:
-        """Returns it as JSON, without what is empty; seconds to the microsecond."""
+        """Returns the interval as JSON without empty fields; seconds have microsecond precision."""
         values = {k: v for k, v in vars(self).items() if v is not None and v != {} and v is not False}
-        return json.dumps({"kind": "interval", **_rounded(values)}, separators=(",", ":"))
+        exact = {k: values[k] for k in _EXACT if k in values}
+        return json.dumps({"kind": "interval", **_rounded(values), **exact}, separators=(",", ":"))
 
 
 def slowest_hooks(*by_hook: Mapping[str, float]) -> dict[str, float]:
-    """Sums by hook of the `NUM_HOOKS` slowest, and the sum of the others."""
+    """Returns the sums of the `NUM_HOOKS` slowest hooks, and the sum of all others."""
     names = dict.fromkeys(name for part in by_hook for name in part if name != "others")
     sums = {name: sum(part.get(name, 0.0) for part in by_hook) for name in names}
     kept = sorted(sums, key=lambda name: -sums[name])[:NUM_HOOKS]
@@ -133,8 +181,8 @@ def slowest_hooks(*by_hook: Mapping[str, float]) -> dict[str, float]:
 
 
 def compact(intervals: list[Interval]) -> list[Interval]:
-    """Joins each two neighbours; the warm-up stays by itself."""
-    warmup = [each for each in intervals if each.is_warmup]
+    """Merges pairs of neighbouring intervals; the warm-up stays separate."""
+    warmup = [interval for interval in intervals if interval.is_warmup]
     rest = intervals[len(warmup) :]
     pairs = zip(rest[::2], rest[1::2], strict=False)
     return [*warmup, *(first.joined(second) for first, second in pairs), *(rest[-1:] if len(rest) % 2 else [])]
@@ -142,25 +190,51 @@ def compact(intervals: list[Interval]) -> list[Interval]:
 
 @dataclasses.dataclass
 class Run:
-    """All notes of the ranks of a run.
+    """All records of a run.
 
     Args:
-        ranks: by rank.
-        intervals: of each rank, in order.
+        ranks: information about each rank.
+        intervals: the intervals of each rank, in order.
     """
 
     ranks: dict[int, RankInfo]
     intervals: dict[int, list[Interval]]
 
+    def __post_init__(self) -> None:
+        if len(self.ranks) > 1 and not any(info.waits_are_told for info in self.ranks.values()):
+            self.intervals = _separate_waits(self.intervals)
+
     @property
     def missing(self) -> list[int]:
-        """Ranks that have noted nothing, or whose files are elsewhere."""
+        """Ranks without records here; their files may be on other hosts."""
         sizes = [info.world_size for info in self.ranks.values()]
         return [rank for rank in range(max(sizes, default=0)) if rank not in self.ranks]
 
 
+def _separate_waits(by_rank: Mapping[int, list[Interval]]) -> dict[int, list[Interval]]:
+    """Separates waits from communication: time beyond that of the rank with the shortest communication is a wait.
+
+    This is done by interval, for intervals that all ranks have. If different ranks are slow in turn, it finds less
+    waiting than a separation by step.
+    """
+    least: dict[int, list[float]] = {}
+    for intervals in by_rank.values():
+        for interval in intervals:
+            least.setdefault(interval.step, []).append(interval.seconds.get("communication", 0.0))
+    shortest = {step: min(values) for step, values in least.items() if len(values) == len(by_rank)}
+
+    def separated(interval: Interval) -> Interval:
+        communication = interval.seconds.get("communication", 0.0)
+        waited = communication - shortest.get(interval.step, communication)
+        waiting = interval.seconds.get("waiting", 0.0) + waited
+        split = {"communication": communication - waited, "waiting": waiting}
+        return dataclasses.replace(interval, seconds=interval.seconds | split)
+
+    return {rank: [separated(interval) for interval in intervals] for rank, intervals in by_rank.items()}
+
+
 def write_rank(path: str, info: RankInfo, intervals: Iterable[Interval]) -> None:
-    """Writes all that a rank has noted, beside `path` and then in its place."""
+    """Writes all records of a rank to a temporary file, and renames it to `path`."""
     beside = f"{path}.new"
     with open(beside, "w") as file:
         file.write(json.dumps({"kind": "rank", **vars(info)}) + "\n")
@@ -169,14 +243,14 @@ def write_rank(path: str, info: RankInfo, intervals: Iterable[Interval]) -> None
 
 
 def read_run(folder: str) -> Run:
-    """Reads what the ranks of a run have noted.
+    """Reads the records of a run.
 
     Args:
-        folder: of the run, or the one named ``doctor`` in it.
+        folder: folder of the run, or its subfolder ``doctor``.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        ValueError: a file is of another schema, or is none of these.
+        FileNotFoundError: there are no records.
+        ValueError: a file has another schema or another format.
     """
     places = [os.path.join(folder, "doctor"), folder]
     for place in places:
@@ -222,11 +296,21 @@ def _of(kind: Any, record: dict[str, Any]) -> Any:
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6)
-    return {key: _rounded(each) for key, each in value.items()} if isinstance(value, dict) else value
+    return {key: _rounded(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _sum(first: Any, second: Any) -> Any:
     return None if first is None or second is None else first + second
+
+
+def _latest(earlier: Any, later: Any) -> Any:
+    return earlier if later is None else later
+
+
+def _common(first: list[str] | None, second: list[str] | None) -> list[str] | None:
+    if first is None or second is None:
+        return first if second is None else second
+    return [name for name in first if name in second]
 
 
 def _present(*values: float | None) -> Sequence[float]:

@@ -1,6 +1,7 @@
-"""The verdict on a run: where its time went, what costs most of it, and what mends that."""
+"""The verdict on a run: where its time went, the most expensive causes, and their remedies."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from ..phases import PHASES
@@ -11,7 +12,7 @@ from .rules import MIN_STEPS, RULES, Finding
 __all__ = ["Verdict", "judge"]
 
 _NUM_FINDINGS = 2
-"""Findings that the summary has: five lines in all."""
+"""Number of findings in the summary, which has five lines in total."""
 _SHOWN = 0.005
 
 
@@ -20,9 +21,9 @@ class Verdict:
     """The findings on a run.
 
     Args:
-        figures: that they looked at.
-        findings: the most costly first.
-        caveats: what makes it less certain.
+        figures: the figures that the findings are based on.
+        findings: findings, the most expensive first.
+        caveats: reasons why the verdict is less certain.
     """
 
     figures: Figures
@@ -30,11 +31,12 @@ class Verdict:
     caveats: list[str]
 
     def lines(self) -> list[str]:
-        """At most five lines: where the time went, and the first findings."""
+        """Returns at most five lines: where the time went, and the first findings."""
         if not self.figures.totals:
             return ["doctor: no step was measured"]
         shares = [f"{share:.0%} {name(phase)}" for phase, share in self.figures.mean_shares().items() if share > _SHOWN]
-        lines = [f"doctor: a step takes {1e3 * self.figures.step_s:.3g} ms: {', '.join(shares[:5])}"]
+        rate = f", {text}" if (text := rate_text(self.figures, ("flops_per_s", "mfu"))) else ""
+        lines = [f"doctor: a step takes {1e3 * self.figures.step_s:.3g} ms{rate}: {', '.join(shares[:5])}"]
         for finding in self.findings[:_NUM_FINDINGS]:
             gain = "" if finding.gain is None else f" (up to {finding.gain:.0%} less time)"
             lines += [f"  {finding.cause}: {finding.evidence}", f"    try {finding.remedy}{gain}"]
@@ -43,19 +45,20 @@ class Verdict:
         return lines
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it; see docs/doctor.md."""
+        """Returns the verdict as JSON values; see docs/doctor.md."""
         ranks = self.figures.totals
         return {
             "num_steps": self.figures.num_steps,
             "step_s": self.figures.step_s,
             "shares": {rank: {phase: self.figures.share(phase, rank) for phase in PHASES} for rank in ranks},
+            "rates": {rank: self.figures.rates(rank) for rank in ranks},
             "findings": [{**vars(finding), "ranks": list(finding.ranks)} for finding in self.findings],
             "caveats": self.caveats,
         }
 
 
 def judge(run: Run) -> Verdict:
-    """Applies all rules."""
+    """Applies all rules to a run."""
     figures = figures_of(run)
     caveats = []
     if run.missing:
@@ -64,10 +67,31 @@ def judge(run: Run) -> Verdict:
         caveats.append(f"{figures.num_steps} steps were measured after the first ones: {MIN_STEPS} are needed to judge")
         return Verdict(figures, [], caveats)
     findings = [finding for rule in RULES if (finding := rule.find(figures, rule.threshold)) is not None]
-    findings.sort(key=lambda finding: -(finding.gain or 0.0))
+    # A finding that invalidates the run comes first; findings that cost no time come last.
+    findings.sort(key=lambda finding: (finding.cause != "replicas_differ", -(finding.gain or 0.0)))
     return Verdict(figures, findings, caveats)
 
 
+def rate_text(figures: Figures, names: Sequence[str] = ("samples_per_s", "tokens_per_s", "flops_per_s", "mfu")) -> str:
+    """``"812 samples/s, 1.2 TFLOP/s, 31% of the peak"`` of a device; empty if nothing is known."""
+    rates = figures.mean_rates()
+    peak = "measured peak" if figures.totals and figures.info.device == "cpu" else "peak"
+    texts = {
+        "samples_per_s": lambda value: f"{value:,.4g} samples/s",
+        "tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
+        "flops_per_s": lambda value: f"{_with_unit(value)}FLOP/s",
+        "mfu": lambda value: f"{value:.1%} of the {peak}",
+    }
+    return ", ".join(texts[name](rates[name]) for name in names if name in rates)
+
+
+def _with_unit(value: float) -> str:
+    for unit, size in {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6}.items():
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} "
+
+
 def name(phase: str) -> str:
-    """A phase, as a person reads it."""
+    """Returns the readable name of a phase."""
     return phase.replace("_", " ")

@@ -1,26 +1,25 @@
 """The hot path, and what else of Lightning's loops is done differently; coupled to Lightning 2.6's private names."""
 
-from . import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
-from .attach import LoopTrainer, attach, defaults_from_environment
+from ..loggers.folders import claim_log_folders, folders_written_to
+from ..reliability.nonfinite import NonFiniteError, NonFiniteWatch
+from ..resume import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
 from .compile import CompileSteps, check_graphs, compile_mode
 from .conflicts import check_callbacks, check_manual_optimization
 from .fit import NothingTrainedError
-from .log_folders import claim_log_folders, folders_written_to
+from .install import TrainerBase, defaults_from_environment, install_loops
 from .noise import quiet
-from .nonfinite import NonFiniteError, NonFiniteWatch
 from .offload import OffloadActivations
 from .recompute import RecomputeBlocks
 from .runs import says_how_it_ends
 
 __all__ = [
     "CompileSteps",
-    "LoopTrainer",
     "NonFiniteError",
     "NonFiniteWatch",
     "NothingTrainedError",
     "OffloadActivations",
     "RecomputeBlocks",
-    "attach",
+    "TrainerBase",
     "check_callbacks",
     "check_graphs",
     "check_manual_optimization",
@@ -28,6 +27,7 @@ __all__ = [
     "compile_mode",
     "defaults_from_environment",
     "folders_written_to",
+    "install_loops",
     "quiet",
     "says_how_it_ends",
 ]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from ..flags import Layout, choose
+from ..strategies import EngineStrategy, adapt
 from .hooks import bound, overridden
 
 __all__ = ["COMPILE_MODES", "CompileSteps", "check_graphs", "compile_mode"]
@@ -81,7 +81,7 @@ class CompileSteps(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts compiled steps before the module's own; a strategy with units compiles those, and says so."""
-        strategy: Any = trainer.strategy
+        strategy = adapt(trainer.strategy)
         backend = _Backend(self.mode, dist.is_initialized() and trainer.world_size > 1, trainer)
         strategy.compile = functools.partial(torch.compile, backend=backend)
         for name in _STEPS:
@@ -117,7 +117,7 @@ class _Compiled:
     """A step that is compiled, unless the strategy turns out to compile its parts."""
 
     def __init__(
-        self, module: LightningModule, step: Callable[..., Any], backend: "_Backend", strategy: Strategy
+        self, module: LightningModule, step: Callable[..., Any], backend: "_Backend", strategy: EngineStrategy
     ) -> None:
         functools.update_wrapper(self, step)
         self._module = module
@@ -129,7 +129,7 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._backend.unsaid.clear()  # what ended the last graph of the last step split nothing
         # Known only once the strategy has set the module up.
-        step = self._step if getattr(self._strategy, "compiles_units", False) else self._compiled
+        step = self._step if self._strategy.compiles_units else self._compiled
         return step(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,11 +6,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-# Lightning: the launchers that return to the process that started them, whose objects the run has not touched.
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-
 # Lightning: the module whose checks Trainer._run makes, after the folders of the run are there.
 from lightning.pytorch.trainer import configuration_validator
+
+# Lightning: the launchers that return to the process that started them, whose objects the run has not touched.
+from .._compat.lightning import _MultiProcessingLauncher
 
 __all__ = ["check_callbacks", "check_manual_optimization"]
 

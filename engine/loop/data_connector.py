@@ -7,54 +7,52 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-# Lightning: seeds workers, where seed_everything was told to.
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Trainer
-
-# Lightning: notes the indices of each batch, for prediction writers.
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 
 # Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
-from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset, sized_len
+from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, DistributedSampler
 
+# Lightning: seeds workers, where seed_everything was told to.
+# Lightning: notes the indices of each batch, for prediction writers.
+from .._compat.lightning import _auto_add_worker_init_fn, _DataConnector, _IndexBatchSamplerWrapper, _update_dataloader
 from ..data import (
-    EvenBatches,
+    EvalBatchSampler,
+    FlattenedBatchSampler,
     GlobalOrder,
-    InOneRow,
-    InShards,
-    Remembering,
-    Shards,
+    ShardedLoader,
+    ShardedStream,
+    StateTrackingLoader,
     WithWorkers,
-    agreeing,
     as_stateful,
+    as_uneven_eval,
+    as_uneven_train,
     check_length,
     check_loader,
     check_own_part,
     check_seedable,
-    copied,
-    decides,
-    drawing,
+    clone_loader,
+    controlling_sampler,
+    draws_at_once,
     evaluated_order,
     has_workers,
-    in_shards,
-    is_own,
+    is_custom,
     is_stateful,
-    keeps_place,
     order_of,
-    remembering,
-    replayed,
+    read_by_shards,
+    reread_if_buffered,
     seed_samples,
     shard_of,
-    together,
+    track_draws,
+    track_states,
+    tracks_own_position,
 )
+from ..data.batch_sizes import BatchSizes
 from ..environment import global_seed
-from ..strategies import LayoutStrategy
-from .batch_sizes import BatchSizes
-from .places import Places
+from ..resume.data_position import DataPosition
+from ..strategies import adapt
 
 __all__ = ["DataConnector"]
 
@@ -77,7 +75,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         super().__init__(trainer)
         self.sizes = sizes
         self._uneven = uneven
-        self.places = Places(trainer, sizes, self._deals_itself, seeds_samples=seeds_samples)
+        self.places = DataPosition(trainer, sizes, self._deals_itself, seeds_samples=seeds_samples)
         self._seeds_samples = seeds_samples
         self._num_training_loaders = 0
         self._has_warned_of_streams = False
@@ -105,7 +103,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if mode == RunningStage.TRAINING:
             self.places.begin()
             prepared = self._prepare_training(dataloader)
-            self.trainer._checkpoint_connector.draw_alone()
+            self.trainer._checkpoint_connector.seed_rank_stream()
             self.places.resume(prepared)
             return prepared
         prepared = self._prepare_evaluation(dataloader, shuffle, mode)
@@ -121,26 +119,25 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
     def _prepare_training(self, dataloader: object) -> object:
-        if self.sizes.wanted is not None:
-            check_loader(dataloader, self.sizes.wanted, self.sizes.micro)
-        if isinstance(self.trainer.strategy, LayoutStrategy):
-            self.trainer.strategy.check_loader(dataloader)
+        if self.sizes.global_batch_size is not None:
+            check_loader(dataloader, self.sizes.global_batch_size, self.sizes.micro)
+        adapt(self.trainer.strategy).check_loader(dataloader)
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):
             ranks = self.trainer.data_size, self.trainer.data_rank
-            part = in_shards(dataloader, *ranks) if self.places.may_read_shards else None
+            part = read_by_shards(dataloader, *ranks) if self.places.may_read_shards else None
             if part is None:
                 part = self._part(dataloader, *ranks) if self.trainer.data_size > 1 else dataloader
-            dataloader = drawing(replayed(as_stateful(part)))
+            dataloader = track_draws(reread_if_buffered(as_stateful(part)))
         elif self._dealt(dataloader, RunningStage.TRAINING):
             dataloader = self._dealing(dataloader, RunningStage.TRAINING)
         key = 0, self._num_training_loaders
         seeded: DataLoader = self._seeded(dataloader, key, lambda: self.places.epoch)
         self._num_training_loaders += 1
-        if keeps_place(seeded):
-            kind = InShards if isinstance(seeded.dataset, Shards) else Remembering
-            seeded = remembering(seeded, self.places.epoch, self.places.num_kept, kind)
+        if tracks_own_position(seeded):
+            kind = ShardedLoader if isinstance(seeded.dataset, ShardedStream) else StateTrackingLoader
+            seeded = track_states(seeded, self.places.epoch, self.places.num_kept, kind)
         return self._in_step(seeded)
 
     def _seeded(self, dataloader: Any, key: tuple[int, ...], epoch: Callable[[], int]) -> Any:
@@ -149,7 +146,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             return dataloader
         if self.places.sample_seed is None:
             seed = global_seed()
-            self.places.sample_seed = seed if self._hand_on is None else self._hand_on(seed)
+            self.places.sample_seed = seed if self._broadcast is None else self._broadcast(seed)
         return seed_samples(dataloader, (self.places.sample_seed, *key), epoch)
 
     def _in_step(self, dataloader: DataLoader) -> DataLoader:
@@ -157,11 +154,13 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         ranks, order = self.trainer.data_ranks, order_of(dataloader)
         if ranks.size == 1 or (order is not None and order.num_replicas == ranks.size):
             return dataloader
-        lengths = ranks.gathered(sized_len(dataloader))
+        lengths = ranks.all_gather_object(sized_len(dataloader))
         if None not in lengths and len(set(lengths)) == 1 and not has_iterable_dataset(dataloader):
             return dataloader
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return together(dataloader, self._uneven, lengths, ranks.rank, ranks.numbers, lambda: progress.current.ready)
+        return as_uneven_train(
+            dataloader, self._uneven, lengths, ranks.rank, ranks.all_gather_ints, lambda: progress.current.ready
+        )
 
     def _dealing(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
         """A copy of `dataloader` whose order is dealt to the ranks."""
@@ -169,25 +168,28 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         ranks: Any = {} if deals_itself else self.trainer.distributed_sampler_kwargs or {}
         batches: Any = dataloader.batch_sampler
         trains = mode == RunningStage.TRAINING
-        decided = decides(dataloader) if trains else _order_of(dataloader)
+        decided = controlling_sampler(dataloader) if trains else _order_of(dataloader)
         check_length(decided)
-        size = self.sizes.wanted if trains else None
+        size = self.sizes.global_batch_size if trains else None
         sampler = GlobalOrder(
-            decided if size is None or decided is not batches else InOneRow(batches, size),
+            decided if size is None or decided is not batches else FlattenedBatchSampler(batches, size),
             drop_last=trains and getattr(batches, "drop_last", False),
-            hand_on=None if deals_itself else self._hand_on,
+            broadcast=None if deals_itself else self._broadcast,
+            at_once=trains
+            and dataloader.num_workers > 0
+            and draws_at_once(dataloader.sampler if batches is None else batches, decided),
             **ranks,
         )
         if trains:
             # Workers ask for the first indices before Lightning says which epoch it is.
             sampler.set_epoch(self.places.epoch)
             if has_workers(dataloader):
-                dataloader = copied(dataloader, WithWorkers, workers=self.places.new_workers())
+                dataloader = clone_loader(dataloader, WithWorkers, workers=self.places.new_workers())
         if size is not None or (trains and batches is not None and decided is not batches):
-            return copied(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
+            return clone_loader(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
         if decided is batches:
             # As `sampler` too, which is not used beside a batch sampler: there Lightning sets the epoch.
-            return copied(dataloader, batch_sampler=sampler, sampler=sampler)
+            return clone_loader(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
         return _update_dataloader(dataloader, sampler, mode=mode)  # says what it needs of such a batch sampler
@@ -201,14 +203,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         trains = mode == RunningStage.TRAINING
         if has_iterable_dataset(dataloader) or (is_stateful(dataloader) and not trains):
             return False
-        if trains and (self.places.is_amid or self.sizes.wanted is not None):
+        if trains and (self.places.in_mid_epoch or self.sizes.global_batch_size is not None):
             return True
         return connector.is_distributed and self.trainer.world_size > 1 and not self._deals_itself(dataloader)
 
     @property
-    def _hand_on(self) -> Callable[[Any], Any] | None:
+    def _broadcast(self) -> Callable[[Any], Any] | None:
         """Gives all ranks what rank 0 gives; None in one process."""
-        return None if self.trainer.world_size == 1 else lambda value: self.trainer.all_ranks.told(value)
+        return None if self.trainer.world_size == 1 else lambda value: self.trainer.all_ranks.broadcast_object(value)
 
     def _deals_itself(self, dataloader: DataLoader) -> bool:
         """Whether each rank has a sampler of its own."""
@@ -244,28 +246,28 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             return self._stream(dataloader, **ranks)
         predicts = mode == RunningStage.PREDICTING
         batches: Any = dataloader.batch_sampler
-        if predicts and is_own(batches):
+        if predicts and is_custom(batches):
             # Lightning: has a batch sampler leave out nothing in a prediction, if it can, and wraps it.
             lightnings: Any = _update_dataloader(dataloader, _order_of(dataloader), mode=mode)
             batches = lightnings.batch_sampler._batch_sampler
         order, batch_size = evaluated_order(dataloader, batches)
-        even = EvenBatches(
-            GlobalOrder(order, hand_on=self._hand_on),
+        even = EvalBatchSampler(
+            GlobalOrder(order, broadcast=self._broadcast),
             batch_size,
             drop_last=batch_size is not None and batches.drop_last and not predicts,
             **ranks,
         )
         if batches is None:
-            return copied(dataloader, sampler=even)
+            return clone_loader(dataloader, sampler=even)
         sampler = _IndexBatchSamplerWrapper(even) if predicts else even
-        return copied(dataloader, batch_sampler=sampler, sampler=even.sampler)
+        return clone_loader(dataloader, batch_sampler=sampler, sampler=even.sampler)
 
     def _stream(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         """A copy of a loader of an `IterableDataset` that reads this rank's part of it, if there is a way to."""
         part = self._part(dataloader, num_replicas, rank)
         ranks = self.trainer.data_ranks
-        lengths = ranks.gathered(sized_len(part))
-        return agreeing(part, ranks.flags, None if None in lengths else max(lengths))
+        lengths = ranks.all_gather_object(sized_len(part))
+        return as_uneven_eval(part, ranks.all_gather_bools, None if None in lengths else max(lengths))
 
     def _part(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         part = shard_of(dataloader, num_replicas, rank)
@@ -292,7 +294,7 @@ def _order_of(dataloader: DataLoader) -> Any:
 def _with_sampler(dataloader: DataLoader, sampler: GlobalOrder) -> DataLoader:
     """A copy of `dataloader` with another sampler."""
     if dataloader.batch_sampler is None:
-        return copied(dataloader, sampler=sampler)
+        return clone_loader(dataloader, sampler=sampler)
     batches: Any = copy.copy(dataloader.batch_sampler)
     batches.sampler = sampler
-    return copied(dataloader, sampler=sampler, batch_sampler=batches)
+    return clone_loader(dataloader, sampler=sampler, batch_sampler=batches)

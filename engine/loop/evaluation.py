@@ -2,19 +2,18 @@
 
 from typing import Any
 
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from ..strategies import LayoutStrategy
-from .ghost import Shares, run_ghost
+from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop
+from ..strategies import adapt
 from .hooks import Hooks
 from .log import attach_log, detach_log
 from .noise import making_loaders
+from .padding_batch import EvalPadding, run_padding_batch
 from .transfer import Transfer
 
 __all__ = ["EvaluationLoop"]
@@ -24,10 +23,12 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     """Lightning's, with a flat way through the usual batch."""
 
     _flat: "_Evaluation | None" = None
-    _shares: Shares | None = None
-    """Which batches are ghosts; None where all loaders are one process's, or see to it themselves."""
+    _shares: EvalPadding | None = None
+    """Which batches are padding; None where all loaders are one process's, or see to it themselves."""
     _may_stop_alike = False
     """Whether all ranks can stop after the same batch: in mid-training, where they have as many."""
+    loaders_of_epoch: int | None = None
+    """The epoch in which the run that is resumed made its validation loaders; None if unknown, or no longer needed."""
 
     def run(self) -> list[Any]:
         """All data loaders, once."""
@@ -53,8 +54,8 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _EvaluationLoop._evaluation_step
         trainer: Any = self.trainer
-        if self._shares is not None and dataloader_iter is None and self._shares.is_ghost(batch_idx, dataloader_idx):
-            self._run_ghost(batch, batch_idx, dataloader_idx)
+        if self._shares is not None and dataloader_iter is None and self._shares.is_padding(batch_idx, dataloader_idx):
+            self._run_padding_batch(batch, batch_idx, dataloader_idx)
         elif dataloader_iter is not None or not isinstance(trainer.profiler, PassThroughProfiler):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
@@ -64,20 +65,30 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             self._flat.step(batch, batch_idx, dataloader_idx)
         progress = self.batch_progress
         if self._may_stop_alike:
-            trainer._signal_connector.look(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
+            trainer._signal_connector.poll(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
         if not progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException
 
     def setup_data(self) -> None:
         """Makes the loaders."""
+        is_first = self._combined_loader is None
         with making_loaders():
             super().setup_data()
+        if is_first and self._combined_loader is not None:
+            self._count_from_loaders_of_resumed()
+
+    def _count_from_loaders_of_resumed(self) -> None:
+        """Has loaders made anew in the epochs in which the run that is resumed would have made them."""
+        trainer, epoch = self.trainer, self.loaders_of_epoch
+        self.loaders_of_epoch = None
+        if epoch is not None and trainer.current_epoch - epoch < trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            self._last_val_dl_reload_epoch = epoch
 
     def reset(self) -> None:
         """Called before the first batch."""
         super().reset()
         combined: Any = self._combined_loader
-        shares = Shares(combined.flattened, self._is_sequential)
+        shares = EvalPadding(combined.flattened, self._is_sequential)
         self._shares = shares if shares.any else None
         connector: Any = self.trainer._logger_connector
         connector.shares = self._shares
@@ -90,7 +101,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         connector.is_met_by_all = shares.are_even or (self.num_dataloaders == 1 and not some_may_skip)
         in_training = self.trainer.state.fn == TrainerFn.FITTING
         self._may_stop_alike = in_training and all(isinstance(n, int) for n in self.trainer.num_val_batches)
-        if shares.any and shares.have_ghosts and isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+        if shares.any and shares.have_padding and isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             rank_zero_warn(
                 f"A `{self._step_name}` with a `dataloader_iter` argument fetches for itself, so that some samples are"
                 " evaluated twice where the ranks can't have as many: take a `batch` instead for exact figures."
@@ -100,14 +111,14 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def _step_name(self) -> str:
         return "test_step" if self.trainer.testing else "validation_step"
 
-    def _run_ghost(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def _run_padding_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """A batch of which nothing remains but that this rank is as far as the others."""
         trainer: Any = self.trainer
         loader = dataloader_idx if self._is_sequential and self.num_dataloaders > 1 else None
         progress = self.batch_progress
         progress.increment_ready()
         progress.increment_started()
-        run_ghost(
+        run_padding_batch(
             self, self._step_name, batch, batch_idx, dataloader_idx, loader, self._results, trainer._logger_connector
         )
         self._results.dataloader_idx = loader  # that of which the results will be asked for next
@@ -121,8 +132,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         connector: Any = self.trainer._logger_connector
         connector.epoch_end_reached()
         connector.synchronise()
-        if isinstance(self.trainer.strategy, LayoutStrategy):
-            self.trainer.strategy.end_evaluation()
+        adapt(self.trainer.strategy).end_evaluation()
         super()._store_dataloader_outputs()
 
 
@@ -162,7 +172,7 @@ class _Evaluation:
         hooks.call(self._on_start, batch, batch_idx, *loader)
         progress.increment_started()
         arguments = (batch, batch_idx, *loader) if self._has_idx else (batch, *loader)
-        output = hooks.within(self._step_name, self._step, *arguments)
+        output = hooks.in_hook(self._step_name, self._step, *arguments)
         progress.increment_processed()
         hooks.call(self._on_end, output, batch, batch_idx, *loader)
         connector.end_batch()

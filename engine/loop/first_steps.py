@@ -25,12 +25,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 
+from .._compat.torch import _ConvNd
 from ..checkpoint import get_random_state, set_random_state
-from ..host_group import EVERYONE
-from ..strategies import MeshStrategy, norm_of, read_stored
-from ..strategies.materialize import has_meta_tensors, materialize
+from ..distributed.object_group import WORLD
+from ..initialization.materialize import has_meta_tensors, materialize
+from ..initialization.stored_weights import read_stored
+from ..strategies import adapt, capabilities_of, norm_of
 from .unsplit import SETTINGS, MicroBatch, NeedsOthers, Replay, Step, UnfitError, loss_of, parts_of
 
 __all__ = ["FirstSteps", "FirstStepsError"]
@@ -76,7 +77,7 @@ class FirstSteps:
     def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
         self._trainer, self._policy = trainer, policy
         self._forget()
-        if policy is not False and isinstance(trainer.strategy, MeshStrategy):
+        if policy is not False and capabilities_of(trainer.strategy).splits_module:
             trainer.strategy.before_split = self.keep
 
     def _forget(self) -> None:
@@ -102,7 +103,7 @@ class FirstSteps:
                     self._copy = copy.deepcopy(module, memo)
                 except Exception as error:
                     problem = f"{type(module).__name__} can't be copied ({type(error).__name__}: {error})"
-            reason = EVERYONE.told(problem)
+            reason = WORLD.broadcast_object(problem)
         self._is_due = reason is None
         if reason is not None:
             self._say_why_not(reason)
@@ -117,7 +118,7 @@ class FirstSteps:
             return f"one process would do the work of {trainer.world_size} ranks, more than {_MOST_RANKS}"
         if self._policy == "auto" and num_bytes > _MOST_BYTES:
             return f"the parameters have {num_bytes / 2**20:,.0f} MiB, more than {_MOST_BYTES / 2**20:,.0f}"
-        if getattr(strategy, "comm_hook", None) is not None:
+        if adapt(strategy).comm_hook is not None:
             return "a compression changes the gradients"
         if trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory is not None:
             return "micro_batch_size='auto' may do a step again"
@@ -156,7 +157,7 @@ class FirstSteps:
         self._speaks = trainer.global_rank % strategy.layout.tp == 0
         self._speaks &= trainer.global_rank < strategy.data_size * strategy.layout.tp
         self._step: Step | None = None
-        if strategy.schedules_itself:
+        if strategy.capabilities.runs_own_schedule:
             strategy.run_schedule = self._watched(strategy.run_schedule, is_schedule=True)
         else:
             strategy.training_step = self._watched(strategy.training_step, is_schedule=False)
@@ -187,7 +188,7 @@ class FirstSteps:
             self._steps.append(self._step)
         if batch_idx is None:
             batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-        samples = trainer._data_connector.sizes.samples(batch_idx).mine
+        samples = trainer._data_connector.sizes.samples(batch_idx).local
         kept = MicroBatch(trainer.global_rank, None, batch_idx, samples, get_random_state())
         if self._speaks:
             self._attempt(lambda: setattr(kept, "batch", _kept(batch)))
@@ -257,7 +258,7 @@ class FirstSteps:
             for part in step.micro_batches:
                 part.loss = None if part.loss is None else part.loss.cpu()
         state = trainer.strategy.lightning_module_state_dict()
-        said = EVERYONE.collected((self._problem, self._steps if self._speaks else None))
+        said = WORLD.gather_object((self._problem, self._steps if self._speaks else None))
         verdict: tuple[str | None, str | None] = None, None
         if self._copy is not None:
             problem = next((problem for problem, _ in said if problem is not None), None)
@@ -270,7 +271,7 @@ class FirstSteps:
                     verdict = str(unfit), None
                 except Exception as error:
                     verdict = f"it does not run in one process ({type(error).__name__}: {error})", None
-        reason, difference = EVERYONE.told(verdict)
+        reason, difference = WORLD.broadcast_object(verdict)
         self.num_seconds += perf_counter() - began
         if reason is not None:
             self._say_why_not(reason)
@@ -299,7 +300,7 @@ class FirstSteps:
         assert module is not None
         # A rank of fsdp draws for its own samples what a process does that begins where it did.
         draws_alike = strategy.layout.tp == strategy.layout.pp == 1
-        joins = not module.automatic_optimization or bool(getattr(strategy, "_layer_sync", None))
+        joins = not module.automatic_optimization or strategy._layer_sync is not None
         steps = list(zip(*ranks, strict=True))
         replay = Replay(module, trainer, strategy.root_device, joins, draws_alike)
         try:

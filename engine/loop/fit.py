@@ -2,16 +2,14 @@
 
 from typing import Any
 
-# Lightning: what stands for an optimizer where the module has none.
-from lightning.pytorch.core.optimizer import _MockOptimizer
-
-# Lightning: Trainer.fit_loop.
-from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..data import would_begin
+# Lightning: what stands for an optimizer where the module has none.
+# Lightning: Trainer.fit_loop.
+from .._compat.lightning import _FitLoop, _MockOptimizer
+from ..data import starts_iterator
 from .noise import making_loaders
 from .requests import why_empty
 
@@ -33,6 +31,8 @@ class FitLoop(_FitLoop):
     """Whether a checkpoint was opened, in whose place the next data are to begin."""
     loaders_of_epoch: int | None = None
     """The epoch in which the run that is resumed made its loaders; None if it is not known, or no longer needed."""
+    resumes_between_epochs = False
+    """Whether the run that is resumed had done nothing of the epoch that this one begins with."""
     begins_with_new_loaders = False
     """Whether the run that is resumed made, or would have made, loaders in the epoch that this one begins with."""
     is_cut_short = False
@@ -77,7 +77,9 @@ class FitLoop(_FitLoop):
     def _count_from_loaders_of_resumed(self) -> None:
         """Has loaders made anew in the epochs in which the run that is resumed would have made them."""
         epoch = self.loaders_of_epoch
-        self.begins_with_new_loaders = self.needs_new_loaders or epoch == self.trainer.current_epoch
+        # Within an epoch both iterators were made before what is resumed.
+        is_new = self.needs_new_loaders or epoch == self.trainer.current_epoch
+        self.begins_with_new_loaders = self.resumes_between_epochs and is_new
         if epoch is not None and not self.needs_new_loaders:
             self._last_train_dl_reload_epoch = epoch
         self.loaders_of_epoch = None
@@ -90,7 +92,7 @@ class FitLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Returns Lightning's state of the loop; a loader that has not begun, or is through, is not begun for it."""
         loaders = self._combined_loader
-        if loaders is not None and any(map(would_begin, loaders.flattened)):
+        if loaders is not None and any(map(starts_iterator, loaders.flattened)):
             self._combined_loader = None
         try:
             return super().on_save_checkpoint()

@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from ..phases import PhaseClock
+
 __all__ = ["Hooks", "bound", "overridden"]
 
 
@@ -30,53 +32,80 @@ class Hooks:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._module: LightningModule = trainer.lightning_module
+        self.module: LightningModule = trainer.lightning_module
+        self.strategy: Any = trainer.strategy
         self.refresh()
 
     def refresh(self) -> None:
         """Looks again which hooks there are."""
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
-        self._num_attributes = len(self._module.__dict__)
+        self._num_attributes = len(self.module.__dict__)
         self._found: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
+        self._clock: PhaseClock | None = self._trainer.heartbeat.clock  # type: ignore[attr-defined]
+        self._activities: dict[str, list[str]] = {}
+        self._own: dict[str, bool] = {}
 
     def is_stale(self) -> bool:
         """Whether callbacks were added, taken away or swapped since the last look, or the module got an attribute."""
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks != self._callbacks or len(self._module.__dict__) != self._num_attributes
+        return callbacks != self._callbacks or len(self.module.__dict__) != self._num_attributes
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns what the module's returned."""
         found = self._found.get(name)
         if found is None:
-            of_callbacks = [self._timed(c, name, h) for c in self._callbacks if (h := overridden(c, Callback, name))]
-            own = overridden(self._module, LightningModule, name)
-            found = self._found[name] = of_callbacks, None if own is None else self._timed(self._module, name, own)
+            found = self._look_up(name)
         of_callbacks, of_module = found
         if not of_callbacks and of_module is None:
             return None
         # Lightning: LightningModule._current_fx_name says where `self.log` is called from. Set by way of `__dict__`:
         # the `__setattr__` of a module costs more than all else here.
-        state = self._module.__dict__
+        state = self.module.__dict__
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name
-        for hook in of_callbacks:
-            hook(self._trainer, self._module, *arguments)
-        result = of_module(*arguments) if of_module is not None else None
+        if self._clock is not None:
+            result = self._call_timed(self._clock, name, *arguments)
+        else:
+            for hook in of_callbacks:
+                hook(self._trainer, self.module, *arguments)
+            result = of_module(*arguments) if of_module is not None else None
         state["_current_fx_name"] = outer
         return result
 
-    def _timed(self, owner: Any, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `hook`, or one that a clock measures if there is a clock."""
-        clock = self._trainer.heartbeat.clock  # type: ignore[attr-defined]
-        return hook if clock is None else clock.timed_hook(f"{type(owner).__name__}.{name}", hook)
+    def _look_up(self, name: str) -> tuple[list[Callable[..., Any]], Callable[..., Any] | None]:
+        hooks = [(c, hook) for c in self._callbacks if (hook := overridden(c, Callback, name))]
+        owners = [*(callback for callback, _ in hooks), self.module]
+        self._activities[name] = [f"{type(owner).__name__}.{name}" for owner in owners]
+        self._found[name] = [hook for _, hook in hooks], overridden(self.module, LightningModule, name)
+        return self._found[name]
+
+    def _call_timed(self, clock: PhaseClock, name: str, *arguments: Any) -> Any:
+        """Calls the hooks, each an activity of the clock's."""
+        of_callbacks, of_module = self._found[name]
+        activities = self._activities[name]
+        trainer, module, enter = self._trainer, self.module, clock.enter
+        outer = clock.activity
+        try:
+            for hook, activity in zip(of_callbacks, activities, strict=False):  # the last activity is the module's
+                enter(activity)
+                hook(trainer, module, *arguments)
+            if of_module is None:
+                return None
+            enter(activities[-1])
+            return of_module(*arguments)
+        finally:
+            enter(outer)
 
     def has_own(self, name: str) -> bool:
         """Whether the module overrides hook `name`."""
-        return overridden(self._module, LightningModule, name) is not None
+        known = self._own.get(name)
+        if known is None:
+            known = self._own[name] = overridden(self.module, LightningModule, name) is not None
+        return known
 
-    def within(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    def in_hook(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `method` while `self.log` sees `name` as the place it is called from."""
-        state = self._module.__dict__
+        state = self.module.__dict__
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name
         result = method(*arguments)

@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-
-# Lightning: where logged values are accumulated, and the dtype they have at least.
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _get_default_dtype,
-    _ResultCollection,
-    _ResultMetric,
-)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+# Lightning: where logged values are accumulated, and the dtype they have at least.
+from .._compat.lightning import _get_default_dtype, _ResultCollection, _ResultMetric
 from .compile import LOGGING
 from .hooks import bound
 from .metrics import LoggerConnector
@@ -43,7 +38,7 @@ def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
     if type(module).log is LightningModule.log and "log" not in module.__dict__:
         stand_in = Log(module, connector)
         # A compiled step's graph then ends at the user's line, not somewhere in here.
-        is_compiled = getattr(connector.trainer.strategy, "compile", None) is not None
+        is_compiled = bool(connector.trainer.flags["compile"])  # type: ignore[attr-defined]
         module.__dict__["log"] = stand_in.outside_of_graph if is_compiled else stand_in
 
 
@@ -98,28 +93,31 @@ class Log:
                 enable_graph, sync_dist, sync_dist_group, add_dataloader_idx, metric_attribute, rank_zero_only,
             )  # fmt: skip
             try:
-                known = self._sites.get(site)
-            except TypeError:  # an argument that can't be hashed, which Lightning has its own words for
-                known = site = None
-            if known is not None and known[0] is results and self._update(results, known[1], value, batch_size):
+                validated = self._sites.get(site)
+            except TypeError:  # an argument that can't be hashed: Lightning raises its own error for it
+                validated = site = None
+            if (
+                validated is not None
+                and validated[0] is results
+                and self._update(results, validated[1], value, batch_size)
+            ):
                 connector._current_fx = hook
                 return
-        key = f"{hook}.{name}"  # Lightning: _ResultCollection.log builds its keys so
-        if results is not None and add_dataloader_idx and results.dataloader_idx is not None:
-            key += f".{results.dataloader_idx}"
-        item = None if results is None else results.get(key)
-        before = None if item is None or item.has_reset else item._forward_cache
+        key = _key(results, hook, name, add_dataloader_idx)
+        before = _value_before(results, key)
         LightningModule.log(
             self._module, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
             sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
         )  # fmt: skip
-        item = None if results is None else results.get(key)
-        if results is None or item is None:  # `barebones` logs nothing
-            return
-        connector.overwritten.append((item, before))
+        if results is not None and key in results:  # `barebones` logs nothing
+            self._remember(results, results[key], before, name, None if enable_graph else site)
+
+    def _remember(self, results: _ResultCollection, item: _ResultMetric, before: Any, name: str, site: Any) -> None:
+        """Notes that Lightning has validated a call and updated `item`; later calls of the site need no validation."""
+        self._connector.overwritten.append((item, before))
         if item.meta.sync.should and item.meta.on_step:
-            self._say_synced(name)  # and leave it to Lightning, which reduces the value in the call
-        elif site is not None and not enable_graph:
+            self._say_synced(name)  # further calls go to Lightning too, since it reduces the value in the call
+        elif site is not None:
             self._sites[site] = results, item
 
     def _say_synced(self, name: str) -> None:
@@ -129,36 +127,39 @@ class Log:
 
     def _update(self, results: _ResultCollection, item: _ResultMetric, value: Any, batch_size: int | None) -> bool:
         """Updates a value as a call that was validated does; False for a value that Lightning must look at."""
-        # Lightning: LightningModule.log, _ResultCollection.log and _ResultMetric.update.
-        before = item._forward_cache
+        # Lightning: LightningModule.log, _ResultCollection.log and _ResultMetric.update. `_ResultMetric.__setattr__`
+        # does no more than to write here, in Python.
+        state = item.__dict__
+        before = state["_forward_cache"]
         if not item.is_tensor:
             if item.value is not value or not isinstance(value, Metric):
                 return False
-            item._forward_cache = value._forward_cache
+            state["_forward_cache"] = value._forward_cache
         else:
             tensor = self._as_tensor(value)
-            if tensor is None or tensor.device != item.value.device:
+            if tensor is None or tensor.device != state["value"].device:
                 return False
             meta = item.meta
             if meta.on_step:
-                item._forward_cache = value.detach().clone() if tensor is value else tensor
+                state["_forward_cache"] = value.detach().clone() if tensor is value else tensor
                 if not meta.on_epoch:
-                    item.value = item._forward_cache
+                    state["value"] = state["_forward_cache"]
             if meta.on_epoch:
                 tensor = tensor.detach()
                 if meta.is_mean_reduction:
                     size = results._extract_batch_size(item, batch_size, meta)
-                    item.value = item.value + tensor * size
-                    item.cumulated_batch_size = item.cumulated_batch_size + size
+                    state["value"] = state["value"] + tensor * size
+                    state["cumulated_batch_size"] = state["cumulated_batch_size"] + size
                 elif meta.is_sum_reduction:
-                    item.value = item.value + tensor
+                    state["value"] = state["value"] + tensor
                 else:
-                    extreme = meta.reduce_fx(item.value, tensor)
-                    item.value = tensor.clone() if extreme is tensor else extreme  # Python's own pick one of the two
+                    extreme = meta.reduce_fx(state["value"], tensor)
+                    # Python's own pick one of the two.
+                    state["value"] = tensor.clone() if extreme is tensor else extreme
         self._connector.overwritten.append((item, before))
-        item._computed = None
-        item._update_count += 1
-        item.has_reset = False
+        state["_computed"] = None
+        state["_update_count"] += 1
+        state["has_reset"] = False
         return True
 
     def _as_tensor(self, value: Any) -> Tensor | None:
@@ -180,6 +181,19 @@ class Log:
     def __reduce__(self) -> tuple[Any, ...]:
         # A module that is copied or pickled in mid-run leaves this one's trainer behind.
         return bound, (LightningModule.log, self._module)
+
+
+def _key(results: _ResultCollection | None, hook: str, name: str, add_dataloader_idx: bool) -> str:
+    # Lightning: _ResultCollection.log builds its keys so.
+    if results is not None and add_dataloader_idx and results.dataloader_idx is not None:
+        return f"{hook}.{name}.{results.dataloader_idx}"
+    return f"{hook}.{name}"
+
+
+def _value_before(results: _ResultCollection | None, key: str) -> Any:
+    """Returns the last value of a key, which the call will replace; None if there is none in this epoch."""
+    item = None if results is None else results.get(key)
+    return None if item is None or item.has_reset else item._forward_cache
 
 
 Log.__call__.__qualname__ = LightningModule.log.__qualname__  # which the interpreter names in its errors

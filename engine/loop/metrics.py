@@ -11,11 +11,10 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
 from torch import Tensor
 
-from .ghost import Shares
+from .._compat.lightning import _METRICS, _LoggerConnector, _ResultCollection, _ResultMetric
+from .padding_batch import EvalPadding
 from .reduction import as_numbers, is_waiting, reduce_results
 
 __all__ = ["LoggerConnector", "is_asynchronous"]
@@ -40,7 +39,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     results: _ResultCollection | None = None
     """The results that the batch that runs now logs to; None between batches, and in loops that are Lightning's own."""
-    shares: Shares | None = None
+    shares: EvalPadding | None = None
     """Which ranks have something to evaluate, where the engine shares it out."""
     is_met_by_all = True
     """Whether all ranks come to the end of each loader of an evaluation."""

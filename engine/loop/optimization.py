@@ -1,4 +1,4 @@
-"""Automatic optimization with honest accumulation: each micro-batch counts for what it holds, see `weights.py`.
+"""Automatic optimization with honest accumulation: each micro-batch counts for what it holds, see `loss_weighting.py`.
 
 Lightning divides by `accumulate_grad_batches` throughout, so the last, shorter window of an epoch has gradients that
 are too small by that factor, and a short batch counts for as much as a full one.
@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._compat.lightning import _AutomaticOptimization
+from ..reliability.nonfinite import NonFiniteWatch
+from ..strategies import capabilities_of, without_sync
 from .hooks import Hooks
-from .nonfinite import NonFiniteWatch
+from .loss_weighting import LossWeighting
 from .out_of_memory import OutOfMemory
+from .step_snapshot import StepSnapshot
 from .transfer import Transfer
-from .undo import Undo
-from .weights import StepWeights
 
 __all__ = ["AutomaticOptimization", "check_may_skip"]
 
@@ -46,13 +47,19 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
     def __init__(self, trainer: Trainer, watch: NonFiniteWatch) -> None:
         super().__init__(trainer)
         self.watch = watch
-        self.weights = StepWeights(trainer)
+        self.weights = LossWeighting(trainer)
+        self.runs_own_schedule = capabilities_of(trainer.strategy).runs_own_schedule
         self.out_of_memory: OutOfMemory | None = None
         self._batch_idx = 0
         self.has_loss = False
         """Whether `training_step` has returned one."""
         self.num_skipped = 0
         """The number of times that it has returned None."""
+
+    def begin_epoch(self) -> None:
+        """Looks up what holds for a whole epoch, and would cost a step several calls."""
+        self.trainer._data_connector.sizes.begin_epoch()  # type: ignore[attr-defined]
+        self.weights.begin_epoch()
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """One micro-batch, and the optimizer step where it ends a window."""
@@ -75,24 +82,22 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on it is Lightning's own.
         trainer: Any = self.trainer
-        strategy = trainer.strategy
         closure = _MicroBatch(self, hooks, batch_idx, arguments, ends_window)
         if ends_window:
             steps = self.optim_progress.optimizer.step
             num_steps = steps.total.completed
             steps.total.ready += 1
             steps.current.ready += 1
-            step = trainer.lightning_module.optimizer_step
-            wrapped = strategy._lightning_optimizers[0]
-            hooks.within("optimizer_step", step, trainer.current_epoch, batch_idx, wrapped, closure)
+            wrapped = hooks.strategy._lightning_optimizers[0]
+            hooks.in_hook(
+                "optimizer_step", hooks.module.optimizer_step, trainer.current_epoch, batch_idx, wrapped, closure
+            )
             steps.total.completed += 1
             steps.current.completed += 1
             self._observe_norm(num_steps)
-        elif isinstance(strategy, ParallelStrategy):
-            with strategy.block_backward_sync():
-                closure()
         else:
-            closure()
+            with without_sync(hooks.strategy):
+                closure()
         trainer.heartbeat.phase = "batch"
         if closure.was_cut_short:
             return {}
@@ -171,7 +176,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         return _Filler(closure, trainer) if trainer.is_filler(batch_idx) else closure
 
     def _make_users_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
-        if self._skip_backward or not getattr(self.trainer.strategy, "schedules_itself", False):
+        if self._skip_backward or not self.runs_own_schedule:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         hooks = Hooks(self.trainer)
@@ -180,7 +185,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             if zero_grad is not None:
                 zero_grad()
             ends_window = not self.trainer.fit_loop._should_accumulate()
-            return self.run_schedule(hooks.within, tuple(kwargs.values()), optimizer, batch_idx, ends_window)
+            return self.run_schedule(hooks.in_hook, tuple(kwargs.values()), optimizer, batch_idx, ends_window)
 
         return Closure(step_fn=step)
 
@@ -192,8 +197,9 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
     def _observe_norm(self, step: int) -> None:
         plugin = self.trainer.precision_plugin
-        if getattr(plugin, "scaler", None) is None:  # a loss scale overflows by design, and skips the step then
-            self.watch.observe(self.trainer, "gradient norm", getattr(plugin, "grad_norm", None), step)
+        norm = getattr(plugin, "grad_norm", None)
+        if norm is not None and getattr(plugin, "scaler", None) is None:  # a loss scale overflows by design
+            self.watch.observe(self.trainer, "gradient norm", norm, step)
 
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         # Lightning: _AutomaticOptimization._make_backward_fn
@@ -229,7 +235,7 @@ class _Filler(Closure):
 
 def _put_back(trainer: Any, run: Callable[[], ClosureResult]) -> ClosureResult:
     """Calls `run`, puts the module and the results back to their state before it, and returns what it returned."""
-    undo = Undo(trainer.lightning_module, trainer._results)
+    undo = StepSnapshot(trainer.lightning_module, trainer._results)
     result = run()
     undo.undo()
     return result
@@ -267,15 +273,13 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         """Forward, zeroing of gradients and backward."""
         heartbeat = self._optimization.trainer.heartbeat  # type: ignore[attr-defined]
         heartbeat.phase = "train"
-        result = self._in_memory()
+        watch = self._optimization.out_of_memory
+        result = self._closure() if watch is None else self._in_memory(watch)
         heartbeat.phase = "optimizer"
         return result
 
-    def _in_memory(self) -> ClosureResult:
+    def _in_memory(self, watch: OutOfMemory) -> ClosureResult:
         """The same, in memory that may not be enough."""
-        watch = self._optimization.out_of_memory
-        if watch is None:
-            return self._closure()
         watch.begin_micro_batch()
         result = ClosureResult(None)
         try:
@@ -296,7 +300,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         optimization = self._optimization
         trainer: Any = optimization.trainer
         batch = Transfer(trainer)(trainer._data_connector.sizes.smallest_batch())
-        output = self._hooks.within("training_step", training_step, batch, *self._arguments[1:])
+        output = self._hooks.in_hook("training_step", training_step, batch, *self._arguments[1:])
         loss = ClosureResult.from_training_step_output(output).closure_loss
         weighed = optimization.weights.weigh(loss, output, self._batch_idx, is_repeated=True)
         assert weighed is not None
@@ -304,9 +308,10 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
 
     def _closure(self) -> ClosureResult:
         trainer: Any = self._optimization.trainer
-        if not trainer.is_filler(self._batch_idx):
+        sizes = trainer._data_connector.sizes
+        if self._optimization.weights.data_size == 1 or not sizes.is_filler(self._batch_idx):
             return self._forward_and_backward()
-        if trainer._data_connector.sizes.joins(self._batch_idx):
+        if sizes.joins(self._batch_idx):
             return self._join()
         return _put_back(trainer, self._forward_and_backward)
 
@@ -324,15 +329,17 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
 
     def _forward_and_backward(self) -> ClosureResult:
         # Lightning: Closure.closure
-        optimization, hooks = self._optimization, self._hooks
+        optimization, hooks, strategy = self._optimization, self._hooks, self._hooks.strategy
         trainer = optimization.trainer
-        optimizer = trainer.strategy.optimizers[0]
-        if getattr(trainer.strategy, "schedules_itself", False) and not optimization._skip_backward:
+        optimizer = strategy.optimizers[0]
+        if optimization.runs_own_schedule and not optimization._skip_backward:
             if self._batch_idx % trainer.accumulate_grad_batches == 0:
                 self._zero_grad(trainer, optimizer)
-            arguments = hooks.within, self._arguments, optimizer, self._batch_idx, self._ends_window
+            arguments = hooks.in_hook, self._arguments, optimizer, self._batch_idx, self._ends_window
             return optimization.run_schedule(*arguments)
-        result = self._forward(trainer)
+        # Lightning: _AutomaticOptimization._training_step
+        output = hooks.in_hook("training_step", strategy.training_step, *self._arguments)
+        result = optimization.result(output, self._batch_idx)
         if result.closure_loss is None:
             Closure.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
@@ -342,25 +349,23 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         if self._batch_idx % trainer.accumulate_grad_batches == 0:
             self._zero_grad(trainer, optimizer)
         if result.closure_loss is not None:
-            hooks.within("backward", trainer.strategy.backward, result.closure_loss, optimizer)
+            hooks.in_hook("backward", strategy.backward, result.closure_loss, optimizer)
             if self._ends_window:
                 optimization.weights.correct(optimizer)
         return result
 
-    def _forward(self, trainer: Trainer) -> ClosureResult:
-        # Lightning: _AutomaticOptimization._training_step
-        optimization = self._optimization
-        output = self._hooks.within("training_step", trainer.strategy.training_step, *self._arguments)
-        return optimization.result(output, self._batch_idx)
-
     def _zero_grad(self, trainer: Trainer, optimizer: Optimizer) -> None:
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
-        zero_grad = trainer.lightning_module.optimizer_zero_grad
-        progress = self._optimization.optim_progress.optimizer.zero_grad
+        zero_grad = self._hooks.module.optimizer_zero_grad
+        progress: Any = self._optimization.optim_progress.optimizer.zero_grad
+        total, current = progress.total, progress.current
         trainer.heartbeat.phase = "optimizer"  # type: ignore[attr-defined]
-        progress.increment_ready()
+        total.ready += 1
+        current.ready += 1
         self._hooks.call("on_before_zero_grad", optimizer)
-        progress.increment_started()
-        self._hooks.within("optimizer_zero_grad", zero_grad, trainer.current_epoch, self._batch_idx, optimizer)
-        progress.increment_completed()
+        total.started += 1
+        current.started += 1
+        self._hooks.in_hook("optimizer_zero_grad", zero_grad, trainer.current_epoch, self._batch_idx, optimizer)
+        total.completed += 1
+        current.completed += 1
         trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]

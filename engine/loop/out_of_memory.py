@@ -24,14 +24,14 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
 from ..devices import module_of, peak_bytes
-from ..host_group import EVERYONE
-from ..memory import held_by
-from .undo import Undo
+from ..distributed.object_group import WORLD
+from ..memory import model_state_bytes
+from .step_snapshot import StepSnapshot
 
-__all__ = ["OutOfMemory", "RepeatStep"]
+__all__ = ["OutOfMemory", "RetryStep"]
 
 
-class RepeatStep(Exception):  # noqa: N818 - no error: leaves the optimizer's step on all ranks
+class RetryStep(Exception):  # noqa: N818 - no error: leaves the optimizer's step on all ranks
     """A rank ran out of memory, so the step is to be done again."""
 
 
@@ -49,14 +49,14 @@ class OutOfMemory:
         self.wanted: int | None = None
         """Another size of micro-batches for the next step, which the user has asked for."""
         self._error: BaseException | None = None
-        self._undo: Undo | None = None
+        self._undo: StepSnapshot | None = None
 
     def begin_step(self, loop: Any) -> None:
         """Remembers what a step changes."""
         trainer = self._trainer
         self.has_failed = False
         loop.automatic_optimization.weights.forget()
-        self._undo = Undo(trainer.lightning_module, loop._results)
+        self._undo = StepSnapshot(trainer.lightning_module, loop._results)
         connector, progress = trainer._logger_connector, loop.batch_progress
         self._first_loop_iter = connector._first_loop_iter
         self._ready = progress.total.ready, progress.current.ready
@@ -88,7 +88,7 @@ class OutOfMemory:
         if hasattr(module := module_of(self._trainer.strategy.root_device), "empty_cache"):
             module.empty_cache()
         if self._trainer.world_size == 1:
-            raise RepeatStep
+            raise RetryStep
         try:
             self._trainer.strategy.finish_micro_batch(step, synchronises)
         except RuntimeError as again:
@@ -100,10 +100,10 @@ class OutOfMemory:
         """Called on all ranks when the gradients of a step are there.
 
         Raises:
-            RepeatStep: on all of them, if one ran out of memory.
+            RetryStep: on all of them, if one ran out of memory.
         """
-        if any(EVERYONE.flags(self.has_failed)):
-            raise RepeatStep
+        if any(WORLD.all_gather_bools(self.has_failed)):
+            raise RetryStep
 
     def repeat(self, loop: Any) -> None:
         """Puts everything back to the beginning of the step, in smaller micro-batches.
@@ -112,7 +112,7 @@ class OutOfMemory:
             torch.OutOfMemoryError: on all ranks, if they have one sample already.
         """
         trainer = self._trainer
-        where = [rank for rank, failed in enumerate(EVERYONE.flags(self.has_failed)) if failed]
+        where = [rank for rank, failed in enumerate(WORLD.all_gather_bools(self.has_failed)) if failed]
         data, module = trainer._data_connector, trainer.lightning_module
         largest = data.sizes.largest
         if largest == 1:
@@ -137,7 +137,7 @@ class OutOfMemory:
     def _cut(self, loop: Any, size: int) -> None:
         """Goes on from the step that `begin_step` was called for with micro-batches of at most `size` samples."""
         total, current = self._ready
-        done = self._trainer._data_connector.places.cut_again(current, size)
+        done = self._trainer._data_connector.places.resplit(current, size)
         for tracker, value in (
             (loop.batch_progress.total, total - current + done),
             (loop.batch_progress.current, done),
@@ -155,7 +155,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _message(trainer: Any, ranks: list[int]) -> str:
-    held = held_by(trainer)
+    held = model_state_bytes(trainer)
     table = "\n".join(f"  {name:16} {num_bytes / 1e6:10.1f} MB" for name, num_bytes in held.items())
     if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
         table += f"\n  {'peak, in all':16} {peak / 1e6:10.1f} MB"

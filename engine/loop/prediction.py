@@ -3,11 +3,10 @@
 import itertools
 from typing import Any
 
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-
-from ..strategies import LayoutStrategy
-from .ghost import Shares, run_ghost
+from .._compat.lightning import _PredictionLoop
+from ..strategies import adapt
 from .noise import making_loaders
+from .padding_batch import EvalPadding, run_padding_batch
 
 __all__ = ["PredictionLoop"]
 
@@ -15,7 +14,7 @@ __all__ = ["PredictionLoop"]
 class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
     """Lightning's, which returns each rank what it has predicted itself, and nothing from workers that it started."""
 
-    _shares: Shares | None = None
+    _shares: EvalPadding | None = None
 
     @property
     def return_predictions(self) -> bool:
@@ -38,30 +37,33 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
     def reset(self) -> None:
         """Called before the first batch."""
         super().reset()
-        shares = Shares(self._combined_loader.flattened, is_sequential=True)  # type: ignore[union-attr]
+        shares = EvalPadding(self._combined_loader.flattened, is_sequential=True)  # type: ignore[union-attr]
         self._shares = shares if shares.any else None
 
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _PredictionLoop._predict_step
-        if self._shares is None or dataloader_iter is not None or not self._shares.is_ghost(batch_idx, dataloader_idx):
+        if (
+            self._shares is None
+            or dataloader_iter is not None
+            or not self._shares.is_padding(batch_idx, dataloader_idx)
+        ):
             super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         self.batch_progress.increment_ready()
         self.batch_progress.increment_started()
         loader = dataloader_idx if self.num_dataloaders > 1 else None
-        run_ghost(self, "predict_step", batch, batch_idx, dataloader_idx, loader)
+        run_padding_batch(self, "predict_step", batch, batch_idx, dataloader_idx, loader)
         self.batch_progress.increment_processed()
         self.batch_progress.increment_completed()
 
     def _on_predict_epoch_end(self) -> Any:
         # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write what this rank has predicted.
-        if isinstance(self.trainer.strategy, LayoutStrategy):
-            self.trainer.strategy.end_evaluation()
+        adapt(self.trainer.strategy).end_evaluation()
         results = super()._on_predict_epoch_end()
         ranks = self.trainer.data_ranks  # type: ignore[attr-defined]
         if not self.return_predictions or ranks.size == 1:
             return results
-        everyones = ranks.gathered(self._predictions)
+        everyones = ranks.all_gather_object(self._predictions)
         self._predictions = [_in_order(of_ranks) for of_ranks in zip(*everyones, strict=True)]
         return self.predictions
 

@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from ..strategies.recompute import Recomputed, blocks_to_recompute
+from ..strategies import adapt, capabilities_of
+from ..strategies.recompute import KEPT, Recomputed, blocks_to_recompute, kept_operators
 
 __all__ = ["RecomputeBlocks"]
 
@@ -22,6 +23,8 @@ class RecomputeBlocks(Callback):
         kind: ``"full"`` or ``"selective"``.
     """
 
+    _kept = KEPT  # of the class: spawned workers are sent the callback, and can't be sent operators
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._wrapped: dict[nn.Module, Recomputed] = {}
@@ -30,15 +33,17 @@ class RecomputeBlocks(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Tells the strategy."""
         if stage == "fit":
-            trainer.strategy.recompute = self.wrap  # type: ignore[attr-defined]
+            if self.kind == "selective":
+                self._kept = kept_operators(pl_module)
+            adapt(trainer.strategy).recompute = self.wrap
 
     def wrap(self, block: nn.Module) -> None:
         """Has a block computed again."""
-        self._wrapped[block] = Recomputed(block, self.kind)
+        self._wrapped[block] = Recomputed(block, self.kind, self._kept)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the blocks that the strategy has not wrapped."""
-        if not getattr(trainer.strategy, "recomputes_blocks", False):
+        if not capabilities_of(trainer.strategy).recomputes_blocks:
             for block in blocks_to_recompute(pl_module):
                 if block not in self._wrapped:
                     self.wrap(block)
@@ -51,7 +56,7 @@ class RecomputeBlocks(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets what the sanity check has called."""
-        self._is_seen = getattr(trainer.strategy, "compile", None) is not None  # which hides the calls
+        self._is_seen = bool(trainer.flags["compile"])  # type: ignore[attr-defined]  # which hides the calls
         for recomputed in self._wrapped.values():
             recomputed.was_called = False
 

@@ -14,17 +14,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-
-# Lightning: where logged values are accumulated.
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor
 
-from ..host_group import HostGroup
+# Lightning: where logged values are accumulated.
+from .._compat.lightning import _Metadata, _ResultCollection, _ResultMetric, _Sync
+from ..distributed.object_group import ObjectGroup
 
 __all__ = ["as_numbers", "is_waiting", "reduce_results"]
 
@@ -61,7 +55,7 @@ def is_waiting(results: _ResultCollection) -> bool:
 def reduce_results(
     results: _ResultCollection,
     module: LightningModule,
-    ranks: HostGroup,
+    ranks: ObjectGroup,
     *,
     is_idle: bool = False,
     some_are_idle: bool = False,
@@ -79,7 +73,7 @@ def reduce_results(
         ValueError: a name was logged on some ranks only, or in another way.
     """
     mine = {k: item for k, item in _waiting(results).items() if some_are_idle or _is_synced(item)}
-    everyones = ranks.gathered((is_idle, _packed(mine, with_meta=some_are_idle)))
+    everyones = ranks.all_gather_object((is_idle, _packed(mine, with_meta=some_are_idle)))
     busy = [messages for idle, messages in everyones if not idle] or [messages for _, messages in everyones]
     _compare(everyones)
     for key, message in busy[0].items():

@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch._dynamo import OptimizedModule
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..refusal import NoModuleError, RefusedError
+from .._compat.torch import OptimizedModule
+from ..data import check_made_for
+from ..errors import NoModuleError, RefusedError
+from ..strategies import adapt
+from .noise import making_loaders
 
 __all__ = ["check_request", "why_empty"]
 
@@ -31,7 +35,7 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
 
     Raises:
         NoModuleError: the model is none.
-        RefusedError: it lacks a step, there is no data for it, or the data are empty.
+        RefusedError: it lacks a step, there is no data for it, or the data are empty or made for other ranks.
     """
     given = inspect.signature(method).bind(trainer, *args, **kwargs).arguments
     command = method.__name__
@@ -42,6 +46,7 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
     if command != "fit" and model is None:
         model = trainer.lightning_module
     _check_model(command, model)
+    _check_streams(trainer, loaders, datamodule)
     if command not in _STEPS or not isinstance(model, LightningModule):
         return
     if not is_overridden(_STEPS[command], model):
@@ -63,6 +68,16 @@ def _check_model(command: str, model: Any) -> None:
         hint = f" of another package, {others[0].__module__}: import it from lightning.pytorch"
     given = "None" if model is None else type(model).__name__
     raise NoModuleError(f"`model` must be a `LightningModule`, got `{given}`{hint}.")
+
+
+def _check_streams(trainer: Any, loaders: Any, datamodule: LightningDataModule | None) -> None:
+    environment = adapt(trainer.strategy).cluster_environment
+    if environment is None or environment.creates_processes_externally:
+        return  # the ranks look at their loaders themselves
+    with making_loaders():
+        together = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    made = vars(datamodule).values() if isinstance(datamodule, LightningDataModule) else ()
+    check_made_for([*together.flattened, *made], trainer.data_size)
 
 
 def _check_data(command: str, model: LightningModule, loaders: Any, datamodule: LightningDataModule | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ..refusal import refusing
-from ..strategies import Failure, failure_of, forget_failures, on_uncaught
+from ..errors import refusing
+from ..reliability.uncaught import Failure, failure_of, forget_failures, on_uncaught
 from .requests import check_request
 
 __all__ = ["checked", "says_how_it_ends"]

@@ -12,26 +12,29 @@ from time import perf_counter
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-
-# Lightning: the parts of Trainer.fit_loop.epoch_loop.
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+# Lightning: the parts of Trainer.fit_loop.epoch_loop.
+from .._compat.lightning import (
+    _DataFetcher,
+    _DataLoaderIterDataFetcher,
+    _MaxSizeCycle,
+    _PrefetchDataFetcher,
+    _TrainingEpochLoop,
+)
 from ..checkpoint import get_random_state
-from ..strategies import LayoutStrategy
+from ..reliability.nonfinite import NonFiniteWatch
+from ..strategies import adapt
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
-from .nonfinite import NonFiniteWatch
 from .optimization import AutomaticOptimization, check_may_skip
-from .out_of_memory import OutOfMemory, RepeatStep
+from .out_of_memory import OutOfMemory, RetryStep
 from .transfer import Transfer
 
 __all__ = ["TrainingEpochLoop", "fetch", "why_not_flat"]
@@ -47,7 +50,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     _announced: str | None = None
     data_wait_s: float | None = 0.0
     """Seconds that training has waited for batches; None after epochs in Lightning's own loop, which does not say."""
-    left_of_batch: Literal["end", "nothing"] | None = None
+    pending_batch_work: Literal["end", "nothing"] | None = None
     """The work that the interrupted run had left of its last batch: what follows it, or nothing; None: not known."""
     is_between_steps = False
     random_before_validation: dict[str, Any] | None = None
@@ -70,8 +73,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         watch.begin_epoch(self.trainer)
         with self.first_steps.watched():
             self._run(data_fetcher)
-        if isinstance(self.trainer.strategy, LayoutStrategy):
-            self.trainer.strategy.settle()
+        adapt(self.trainer.strategy).sync_weights()
         watch.end_epoch(self.trainer)
 
     def _run(self, data_fetcher: _DataFetcher) -> None:
@@ -114,12 +116,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     @property
     def done(self) -> bool:
         """Whether the epoch is over."""
-        return super().done and self.left_of_batch != "end"
+        return super().done and self.pending_batch_work != "end"
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """One batch, in Lightning's own loop."""
-        if self.left_of_batch == "end":
-            self.left_of_batch = None
+        if self.pending_batch_work == "end":
+            self.pending_batch_work = None
         else:
             super().advance(data_fetcher)
 
@@ -142,10 +144,11 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         data.places.settle()
-        self._mark_step()
+        self.automatic_optimization.begin_epoch()
+        self._mark_step(self.global_step)
         self.is_between_steps = False
-        if self.left_of_batch == "nothing":
-            self.left_of_batch = None
+        if self.pending_batch_work == "nothing":
+            self.pending_batch_work = None
             self.restarting = False  # Lightning: would do again what follows the batch
         callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
@@ -165,8 +168,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         # Lightning takes no batch for a multiple of val_check_interval, and has the loaders for validation draw.
         return self.batch_progress.current.ready == 0 and self.trainer._checkpoint_connector.knows_place  # type: ignore[attr-defined]
 
-    def _mark_step(self) -> None:
-        self._batches_at_step, self._steps = self.batch_progress.current.ready, self.global_step
+    def _mark_step(self, num_steps: int) -> None:
+        self._batches_at_step, self._steps = self.batch_progress.current.ready, num_steps
         if self.trainer.accumulate_grad_batches > 1:
             self._random_at_step = get_random_state()
             self.trainer._data_connector.places.draws.mark_step()  # type: ignore[attr-defined]
@@ -197,16 +200,18 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
         Lightning's own loop comes here after each batch; the flat one after each step, without `data_fetcher`.
         """
+        num_steps = self.automatic_optimization.num_steps
         if data_fetcher is not None:
             super().on_advance_end(data_fetcher)
             self.random_before_validation = None
             if self._should_accumulate():
                 return
-        self._mark_step()
+            num_steps = self.global_step  # by hand, too
+        self._mark_step(num_steps)
         self.first_steps.end_step()
         self.is_between_steps = True
         signals: Any = self.trainer._signal_connector
-        signals.look(self.batch_progress.total.ready)
+        signals.poll(self.batch_progress.total.ready)
         # If training is over, the loop above this one stops: after what an end of an epoch still does.
         if signals.received_sigterm and not self._is_training_done:
             raise SIGTERMException
@@ -265,6 +270,10 @@ def fetch(fetcher: _DataFetcher) -> Any:
     return next(fetcher)[0]
 
 
+_CANCELLED: Any = object()
+"""Stands for the outputs of a batch whose `on_train_batch_start` returned -1, which ends the epoch."""
+
+
 class _Epoch:
     """The objects and methods that one epoch needs, looked up once."""
 
@@ -302,21 +311,24 @@ class _Epoch:
         return loop.max_steps != -1 and loop.automatic_optimization.num_steps >= loop.max_steps
 
     def advance(self) -> None:
-        """One batch.
+        """Trains on one batch: fetch, copy, `on_train_batch_start`, optimization, then `_end`.
+
+        Each phase of a usual batch is one call, since a call of Python's is a good part of what the loop costs.
 
         Raises:
-            StopIteration: the epoch is over, for want of data or because `on_train_batch_start` said so.
+            StopIteration: the epoch is over, because the data has ended or `on_train_batch_start` returned -1.
         """
         # Lightning: _TrainingEpochLoop.advance
-        trainer, loop, connector = self._trainer, self._loop, self._connector
-        if self._hooks.is_stale():
-            self._look()
+        trainer, loop = self._trainer, self._loop
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
-        watch = self._out_of_memory
-        if watch is not None and current.ready % trainer.accumulate_grad_batches == 0:
-            watch.begin_step(loop)
         batch_idx = current.ready
+        if self._hooks.is_stale():
+            self._look()
+        watch = self._out_of_memory
+        if watch is not None and batch_idx % trainer.accumulate_grad_batches == 0:
+            watch.begin_step(loop)
+
         self._heartbeat.phase = "fetch"
         since = perf_counter()
         batch = fetch(self._fetcher)
@@ -330,41 +342,38 @@ class _Epoch:
         self._heartbeat.phase = "batch"
         total.ready += 1
         current.ready += 1
-        connector.begin_batch(loop._results, batch)
+        self._connector.begin_batch(loop._results, batch)
         is_last = progress.is_last_batch or current.ready == self._fit_loop.max_batches
         ends_window = is_last or current.ready % trainer.accumulate_grad_batches == 0
 
-        outputs: Any = None
-        is_cancelled = False
-        if batch is None:
-            check_may_skip(trainer, batch_idx)
-            loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
-        elif self._is_cancelled(batch, batch_idx):
-            progress.is_last_batch = is_last = ends_window = is_cancelled = True
-        else:
-            total.started += 1
-            current.started += 1
-            arguments = (batch, batch_idx) if self._has_idx else (batch,)
-            try:
-                outputs = loop.automatic_optimization.run_flat(self._hooks, batch_idx, arguments, ends_window)
-            except RepeatStep:
-                self._repeat()
-                return
+        try:
+            outputs = self._optimize(batch, batch_idx, ends_window)
+        except RetryStep:
+            self._repeat()
+            return
+        if outputs is _CANCELLED:
+            progress.is_last_batch = is_last = True
         total.processed += 1
         current.processed += 1
+        self._end(outputs, batch, batch_idx, is_last, ends_window)
 
-        has_schedulers = bool(trainer.strategy.lr_scheduler_configs)
-        if has_schedulers:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-            if is_last:
-                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if is_cancelled:
-            raise StopIteration
-        self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
-        connector.end_batch()
-        total.completed += 1
-        current.completed += 1
-        self._end(is_last, ends_window, has_schedulers)
+    def _optimize(self, batch: Any, batch_idx: int, ends_window: bool) -> Any:
+        """Runs `on_train_batch_start` and the optimization; returns the outputs; `_CANCELLED` if the hook says so."""
+        loop = self._loop
+        if batch is None:
+            check_may_skip(self._trainer, batch_idx)
+            loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            return None
+        response = self._hooks.call("on_train_batch_start", batch, batch_idx)
+        if self._strategy_hook is not None:
+            self._hooks.in_hook("on_train_batch_start", self._strategy_hook, batch, batch_idx)
+        if response == -1:
+            return _CANCELLED
+        progress: Any = loop.batch_progress
+        progress.total.started += 1
+        progress.current.started += 1
+        arguments = (batch, batch_idx) if self._has_idx else (batch,)
+        return loop.automatic_optimization.run_flat(self._hooks, batch_idx, arguments, ends_window)
 
     def _repeat(self) -> None:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -374,15 +383,23 @@ class _Epoch:
         attach_log(module, trainer._logger_connector)
         self._look()
 
-    def _is_cancelled(self, batch: Any, batch_idx: int) -> bool:
-        response = self._hooks.call("on_train_batch_start", batch, batch_idx)
-        if self._strategy_hook is not None:
-            self._hooks.within("on_train_batch_start", self._strategy_hook, batch, batch_idx)
-        return response == -1
-
-    def _end(self, is_last: bool, ends_window: bool, has_schedulers: bool) -> None:
-        """Ends a batch: logging, validation, schedulers that wait for it, signals."""
+    def _end(self, outputs: Any, batch: Any, batch_idx: int, is_last: bool, ends_window: bool) -> None:
+        """Ends a batch: schedulers, `on_train_batch_end`, logging, validation, schedulers of its metrics, signals."""
         trainer, loop, connector = self._trainer, self._loop, self._connector
+        # Lightning: _TrainingEpochLoop.advance, after the optimization
+        has_schedulers = bool(trainer.strategy.lr_scheduler_configs)
+        if has_schedulers:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if is_last:
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if outputs is _CANCELLED:
+            raise StopIteration
+        self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        connector.end_batch()
+        progress = loop.batch_progress
+        progress.total.completed += 1
+        progress.current.completed += 1
+
         every = trainer.log_every_n_steps
         # Lightning: _LoggerConnector.should_update_logs
         is_logged = every and ((loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
@@ -419,7 +436,7 @@ class _Epoch:
         first_loop_iter = connector._first_loop_iter
         trainer.validating = True
         if ends_window:
-            self._hooks.within("on_validation_model_zero_grad", trainer.lightning_module.on_validation_model_zero_grad)
+            self._hooks.in_hook("on_validation_model_zero_grad", trainer.lightning_module.on_validation_model_zero_grad)
         loop.val_loop.run()
         trainer.training = True
         loop.random_before_validation = None

@@ -17,19 +17,19 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 
 # Lightning: how it reads what `configure_optimizers` returns.
-from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchmetrics import Metric
 
+from .._compat.lightning import _configure_optimizers
+from .._compat.torch import TorchDispatchMode, tree_flatten, tree_unflatten
 from ..checkpoint import get_random_state, set_random_state
-from ..strategies import move_module
+from ..distributed.equal_ranks import move_module
 
 __all__ = ["SETTINGS", "MicroBatch", "NeedsOthers", "Replay", "Step", "UnfitError", "loss_of", "parts_of"]
 

@@ -6,70 +6,45 @@ The table of them, `registry`, needs no torch; the rest is imported when it is f
 from typing import TYPE_CHECKING
 
 from ..lazy import import_on_access
-from .precision_names import PRECISIONS
 from .registry import STRATEGIES, register_strategy
 
 if TYPE_CHECKING:
+    from .capabilities import Capabilities
     from .clipping import norm_of
     from .compressing import check_join, prepare_to_repeat
-    from .equal_ranks import move_module
-    from .failure import announce
-    from .heartbeat import Heartbeat
-    from .layout import LayoutStrategy
-    from .meeting import current_job
-    from .mesh import MeshStrategy
-    from .stored_weights import check_stored, read_stored, read_weights
+    from .fsdp.unit_plan import describe_units
+    from .interface import EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
     from .tensor import make_plan
-    from .uncaught import Failure, failure_of, forget_failures, on_uncaught
-    from .unit_plan import describe_units
-    from .watchdog import Watchdog
 
 __all__ = [
-    "PRECISIONS",
     "STRATEGIES",
-    "Failure",
-    "Heartbeat",
-    "LayoutStrategy",
-    "MeshStrategy",
-    "Watchdog",
-    "announce",
+    "Capabilities",
+    "EngineStrategy",
+    "adapt",
+    "capabilities_of",
     "check_join",
-    "check_stored",
-    "current_job",
     "describe_units",
-    "failure_of",
-    "forget_failures",
+    "lists_devices",
     "make_plan",
-    "move_module",
     "norm_of",
-    "on_uncaught",
     "prepare_to_repeat",
-    "read_stored",
-    "read_weights",
     "register_strategy",
+    "without_sync",
 ]
 
 __getattr__ = import_on_access(
     __name__,
     {
-        "Failure": "uncaught",
-        "Heartbeat": "heartbeat",
-        "LayoutStrategy": "layout",
-        "MeshStrategy": "mesh",
-        "Watchdog": "watchdog",
-        "move_module": "equal_ranks",
-        "announce": "failure",
+        "Capabilities": "capabilities",
+        "EngineStrategy": "interface",
+        "adapt": "interface",
+        "capabilities_of": "interface",
         "check_join": "compressing",
-        "check_stored": "stored_weights",
-        "current_job": "meeting",
-        "describe_units": "unit_plan",
-        "failure_of": "uncaught",
-        "forget_failures": "uncaught",
+        "describe_units": "fsdp.unit_plan",
+        "lists_devices": "interface",
         "make_plan": "tensor",
         "norm_of": "clipping",
-        "on_uncaught": "uncaught",
         "prepare_to_repeat": "compressing",
-        "read_stored": "stored_weights",
-        "read_weights": "stored_weights",
+        "without_sync": "interface",
     },
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ..compression.bucket import wide
+from ..compression.bucket import accumulation_dtype
 from ..devices import multiply
 
 __all__ = ["clip_by_norm", "clip_by_value", "norm_of"]
@@ -84,7 +84,7 @@ def _cut(gradient: Tensor) -> tuple[Any, tuple[int, ...]]:
 def _over_ranks(norm: Tensor, mesh: Any, axes: tuple[int, ...]) -> Tensor:
     if not axes:
         return norm
-    square = norm.to(wide(norm.dtype)).square()
+    square = norm.to(accumulation_dtype(norm.dtype)).square()
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))
     return square.sqrt()

@@ -9,9 +9,10 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..compression import CommHook, Wire
+from ..compression import CommHook, CountingGroup
+from .interface import EngineStrategy, capabilities_of
 
-__all__ = ["CompressingStrategy", "check_join", "prepare_to_repeat"]
+__all__ = ["CommHookMixin", "check_join", "prepare_to_repeat"]
 
 
 def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
@@ -20,14 +21,13 @@ def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
     Raises:
         ValueError: it can't.
     """
-    why_not = strategy.why_no_repeat if isinstance(strategy, CompressingStrategy) else type(strategy).__name__
-    if sync_batchnorm:
-        why_not = "sync_batchnorm=True"
-    if why_not is not None or not isinstance(strategy, CompressingStrategy):
+    why_not = "sync_batchnorm=True" if sync_batchnorm else capabilities_of(strategy).unsupported_repeat
+    if why_not is not None:
         raise ValueError(
             f"micro_batch_size='auto' can't repeat a step under {why_not}, in which a rank that ran out of memory could"
             " not take part: give a number, or choose strategy 'ddp', 'fsdp' or 'hsdp' without it."
         )
+    assert isinstance(strategy, CommHookMixin)
     strategy.may_repeat()
 
 
@@ -37,7 +37,7 @@ def check_join(strategy: Strategy) -> None:
     Raises:
         ValueError: it can't.
     """
-    why_not = getattr(strategy, "why_no_join", CompressingStrategy.why_no_join)
+    why_not = capabilities_of(strategy).unsupported_join
     if why_not is not None:
         raise ValueError(
             f"uneven='join' can't be honoured under {type(strategy).__name__}, {why_not}: choose uneven='pad', which"
@@ -45,18 +45,8 @@ def check_join(strategy: Strategy) -> None:
         )
 
 
-class CompressingStrategy(ParallelStrategy):
+class CommHookMixin(EngineStrategy, ParallelStrategy):
     """Mixin that tells a comm hook when a step is over, and whether it counts."""
-
-    comm_hook: CommHook | None = None
-    counts_traffic = False
-    """Whether what is sent for gradients and parameters is to be counted without a comm hook, too."""
-
-    why_not_counted: str | None = None
-    """A clause that says what the strategy does that can't be counted; None if there is nothing."""
-
-    why_no_repeat: str | None = None
-    """The reason why a rank that ran out of memory can't take part in the rest of the step; None if it can."""
 
     def may_repeat(self) -> None:
         """Called before training where steps may be done again because a rank ran out of memory."""
@@ -77,9 +67,6 @@ class CompressingStrategy(ParallelStrategy):
         """
         raise NotImplementedError
 
-    why_no_join: str | None = "whose ranks take part in each other's forward passes"
-    """The reason why a rank can't take part in a micro-batch without running the module; None if it can."""
-
     def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
         """Takes part in a micro-batch of the other ranks.
 
@@ -92,14 +79,14 @@ class CompressingStrategy(ParallelStrategy):
     def _mute_what_was_sent(self) -> None:
         if self.averaging is not None:
             self.averaging.finish()
-            self.averaging.settle(skipped=True)
+            self.averaging.on_step_end(skipped=True)
         for wire, num_calls in self._calls:
-            wire.mute(wire.num_calls - num_calls)
+            wire.skip_next(wire.num_calls - num_calls)
 
     def begin_again(self) -> None:
         """Called on all ranks before a step is done again."""
         if self.comm_hook is not None:
-            self.comm_hook.settle(skipped=True)
+            self.comm_hook.on_step_end(skipped=True)
 
     @property
     def averaging(self) -> CommHook | None:
@@ -107,7 +94,7 @@ class CompressingStrategy(ParallelStrategy):
         return self.comm_hook
 
     @property
-    def wires(self) -> list[Wire]:
+    def wires(self) -> list[CountingGroup]:
         """The wires of all that is counted; empty before training."""
         hook = self.averaging
         return [] if hook is None or hook.wire is None else [hook.wire]
@@ -130,7 +117,7 @@ class CompressingStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.loss_scaler is None:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-            hook.settle()
+            hook.on_step_end()
             return output
         # To ask for the scale would wait for the device; the scaler has done so itself before it calls the optimizer.
         has_loss = has_stepped = False
@@ -154,7 +141,7 @@ class CompressingStrategy(ParallelStrategy):
             handle.remove()
         # Lightning leaves out a step without a loss, which has not overflowed.
         may_step = has_loss or not self.lightning_module.automatic_optimization  # type: ignore[union-attr]
-        hook.settle(skipped=may_step and not has_stepped)
+        hook.on_step_end(skipped=may_step and not has_stepped)
         return output
 
     def post_backward(self, closure_loss: Tensor) -> None:

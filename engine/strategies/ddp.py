@@ -18,26 +18,32 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import CommHook, Plain
+from ..compression import AllReduceHook, CommHook
 from ..flags import Layout
+from ..launch.process_launchers import end_group_at_exit
 from .bucket_order import BucketOrder
-from .compressing import CompressingStrategy
-from .launch import end_group_at_exit
-from .layout import LayoutStrategy
+from .compressing import CommHookMixin
+from .layout import DistributedStrategy
 from .options import DDPOptions
 
 __all__ = ["DDP"]
 
 
-class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
+class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     """`DistributedDataParallel` with its options set well, and any comm hook on any device."""
+
+    capabilities = dataclasses.replace(
+        DistributedStrategy.capabilities, unsupported_counting=None, unsupported_repeat=None, unsupported_join=None
+    )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(timeout=timedelta(seconds=options.timeout_s), **_given(options))
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
-        self._counted: Plain | None = None
+        if options.static_graph:
+            self.capabilities = dataclasses.replace(self.capabilities, unsupported_repeat="ddp:static_graph=true")
+        self._counted: AllReduceHook | None = None
         self._checks_unused = self._has_run_backward = False
         self._bucket_order: BucketOrder | None = None
         self._order_to_begin_with: list[str] | None = None
@@ -65,7 +71,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
         wrapped = DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **options)
-        if not self.steps_alone:
+        if not self.capabilities.steps_alone:
             if self._bucket_order is not None:
                 self._bucket_order.close()
             self._bucket_order = BucketOrder(wrapped, dict(self._trained_parameters()))
@@ -123,7 +129,7 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             hook.load_state_dict(state)
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
-        self._counted = Plain() if self.comm_hook is None and self.counts_traffic else None
+        self._counted = AllReduceHook() if self.comm_hook is None and self.counts_traffic else None
         hook = self.averaging
         if hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
@@ -171,11 +177,6 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             self._name_unused(error)
             raise
 
-    @property
-    def why_no_repeat(self) -> str | None:  # type: ignore[override]
-        """See `CompressingStrategy`."""
-        return "ddp:static_graph=true" if self.options.static_graph else None
-
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
         """Sends gradients of zero for all buckets that are due; the module itself does without collectives."""
         module, model = self.lightning_module, self.model
@@ -189,8 +190,6 @@ class DDP(LayoutStrategy, CompressingStrategy, DDPStrategy):
             self._mute_what_was_sent()
             self._forget_backward()
             self._send_zeros()
-
-    why_no_join: str | None = None
 
     def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
         """Sends buffers and gradients of zero."""

@@ -22,6 +22,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from ..checkpoint.rng import include_devices
+
 __all__ = ["DP", "make_dp", "merged_logs", "merged_outputs"]
 
 _LOG = inspect.signature(LightningModule.log)
@@ -63,6 +65,7 @@ class DP(SingleDeviceStrategy):
             ValueError: a module that runs backward by itself, or a step that belongs to one copy only.
         """
         super().setup(trainer)
+        include_devices(self.parallel_devices)
         module = self.lightning_module
         assert module is not None
         if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:

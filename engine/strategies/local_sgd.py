@@ -16,6 +16,7 @@ which takes an all-reduce; then each rank goes on with its own. A checkpoint has
 states: the same layout goes on bit for bit, another one from the mean, with rank 0's optimizer state.
 """
 
+import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -26,12 +27,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..compression import CommHook, Plain, Wire
-from .anchor import Anchor
-from .buckets import copy, in_buckets, joined, parted
-from .compressing import CompressingStrategy
+from ..compression import AllReduceHook, CommHook, CountingGroup
+from ..distributed.buckets import copy, flatten, in_buckets, unflatten
+from .compressing import CommHookMixin
 from .ddp import DDP
 from .options import DDPOptions, DiLoCoOptions, LocalSGDOptions
+from .outer_optimizer import OuterOptimizer
 
 __all__ = ["LocalSGD"]
 
@@ -45,10 +46,13 @@ class LocalSGD(DDP):
         comm_hook: how changes of weights are sent in an exchange; the warm-up sends its gradients as they are.
     """
 
-    # In a checkpoint, optimizers have the state that rank 0's have; that of the others is in `state_of_rank`.
-    state_is_spread = True
-    steps_alone = True
-    why_no_join = "whose ranks take their steps alone"
+    capabilities = dataclasses.replace(
+        DDP.capabilities,
+        # In a checkpoint, optimizers have the state that rank 0's have; that of the others is in `state_of_rank`.
+        optimizer_state_partitioned=True,
+        steps_alone=True,
+        unsupported_join="whose ranks take their steps alone",
+    )
 
     def __init__(self, options: LocalSGDOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         common = ("find_unused_parameters", "bucket_cap_mb", "timeout_s")
@@ -62,16 +66,16 @@ class LocalSGD(DDP):
 
     def _forget(self) -> None:
         self._hook: CommHook | None = None
-        self._warmup: Plain | None = None
-        self._means: Wire | None = None
-        self._anchor: Anchor | None = None
+        self._warmup: AllReduceHook | None = None
+        self._means: CountingGroup | None = None
+        self._anchor: OuterOptimizer | None = None
         self._is_apart = False
         self._own: list[Tensor] | None = None  # the rank's own weights, while the module has the mean
         self._loaded: tuple[dict[str, Any], dict[str, Any]] = {}, {}
 
     @property
     def averages_gradients(self) -> bool:  # type: ignore[override]
-        """See `LayoutStrategy`: in the warm-up only."""
+        """See `EngineStrategy`: in the warm-up only."""
         return isinstance(self.model, DistributedDataParallel)
 
     @property
@@ -80,7 +84,7 @@ class LocalSGD(DDP):
         return self._hook
 
     @property
-    def wires(self) -> list[Wire]:
+    def wires(self) -> list[CountingGroup]:
         """Those of the warm-up's gradients, of the exchanges, and of means that are formed beside them."""
         hooks = [hook.wire for hook in (self._warmup, self._hook) if hook is not None]
         return [wire for wire in (*hooks, self._means) if wire is not None]
@@ -89,13 +93,13 @@ class LocalSGD(DDP):
         assert isinstance(self.model, DistributedDataParallel)
         self._forget()
         if self.counts_traffic and self.local.warmup:
-            self._warmup = Plain()
+            self._warmup = AllReduceHook()
             self._warmup.attach(self.model, self.loss_scaler, self._timeout)
-        self._hook = self.comm_hook or Plain()
+        self._hook = self.comm_hook or AllReduceHook()
         self._hook.of = "change"
         # Weights have no loss scale.
-        self._hook.begin(self.model.module, self._hook.wire or Wire())
-        self._means = Wire()
+        self._hook.begin(self.model.module, self._hook.wire or CountingGroup())
+        self._means = CountingGroup()
 
     # --- steps
 
@@ -121,9 +125,9 @@ class LocalSGD(DDP):
         self.model = module  # without DistributedDataParallel, which has rank 0's buffers count
         for index, bucket in enumerate(in_buckets(self._buffers(), self.local.bucket_cap_mb)):
             self._means.bucket = index
-            copy(parted(self._means.start_broadcast(joined(bucket), 0)(), bucket), bucket)
+            copy(unflatten(self._means.start_broadcast(flatten(bucket), 0)(), bucket), bucket)
         trained = dict(self._trained_parameters())
-        self._anchor = Anchor(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
+        self._anchor = OuterOptimizer(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
         shared, own = self._loaded
         if "anchor" in shared:  # else another kind of strategy has saved it
             self._anchor.load_state_dict(shared)
@@ -144,23 +148,23 @@ class LocalSGD(DDP):
     ) -> Any:
         """A step as it is everywhere, and an exchange after every H-th."""
         step = self._num_steps + 1
-        # Not CompressingStrategy's, since the comm hook has no part in this.
-        output = super(CompressingStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
+        # Not CommHookMixin's, since the comm hook has no part in this.
+        output = super(CommHookMixin, self).optimizer_step(optimizer, closure, model, **kwargs)
         if self._anchor is not None:
             self._is_apart = True
-            if (step - self.local.warmup) % self.local.every == 0:
+            if (step - self.local.warmup) % self.local.sync_every == 0:
                 self._exchange()
         elif step == self.local.warmup:
             self._part()
         return output
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
-        """See `CompressingStrategy`; a rank that trains alone has nothing to take part in."""
+        """See `CommHookMixin`; a rank that trains alone has nothing to take part in."""
         if self.averages_gradients:
             super().finish_micro_batch(step, synchronises)
 
     def begin_again(self) -> None:
-        """See `CompressingStrategy`."""
+        """See `CommHookMixin`."""
         if self.averages_gradients:
             super().begin_again()
 
@@ -198,10 +202,10 @@ class LocalSGD(DDP):
         assert self._means is not None
         for index, bucket in enumerate(in_buckets(tensors, self.local.bucket_cap_mb)):
             self._means.bucket = index
-            mean = self._means.all_reduce(joined(bucket).div_(self._means.size))
-            copy(parted(mean, bucket), bucket)
+            mean = self._means.all_reduce(flatten(bucket).div_(self._means.size))
+            copy(unflatten(mean, bucket), bucket)
 
-    def _become_one(self) -> None:
+    def _load_average(self) -> None:
         """Puts the mean of the ranks' weights into the module."""
         # A rank that saves because it failed has nobody left to average with.
         if self._is_apart and self._own is None and dist.is_initialized():
@@ -216,12 +220,12 @@ class LocalSGD(DDP):
             self._own = None
 
     @contextmanager
-    def as_one(self) -> Generator[None, None, None]:
-        """See `LayoutStrategy`."""
+    def consolidated_weights(self) -> Generator[None, None, None]:
+        """See `DistributedStrategy`."""
         if self._own is not None:
             yield
             return
-        self._become_one()
+        self._load_average()
         try:
             yield
         finally:
@@ -230,7 +234,7 @@ class LocalSGD(DDP):
     def on_validation_start(self) -> None:
         """Called before each validation."""
         super().on_validation_start()
-        self._become_one()
+        self._load_average()
 
     def on_validation_end(self) -> None:
         """Called after each validation."""
@@ -240,7 +244,7 @@ class LocalSGD(DDP):
     def on_train_end(self) -> None:
         """All ranks end with the mean."""
         super().on_train_end()
-        self._become_one()
+        self._load_average()
         self._own, self._is_apart = None, False
 
     @property
@@ -251,16 +255,16 @@ class LocalSGD(DDP):
     # --- checkpoints
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """See `state_is_spread`."""
+        """See `optimizer_state_partitioned`."""
         state = super().optimizer_state(optimizer)
         return state if self._anchor is None or self.is_global_zero else {**state, "state": {}}
 
     def shared_state(self) -> dict[str, Any]:
-        """See `LayoutStrategy`."""
+        """See `DistributedStrategy`."""
         return {} if self._anchor is None else self._anchor.state_dict()
 
     def state_of_rank(self) -> dict[str, Any]:
-        """See `LayoutStrategy`; called within `as_one`."""
+        """See `DistributedStrategy`; called within `consolidated_weights`."""
         if self._anchor is None:
             return {}
         states = [super(LocalSGD, self).optimizer_state(optimizer) for optimizer in self.optimizers]
@@ -268,5 +272,5 @@ class LocalSGD(DDP):
         return state if self._own is None else {**state, "weights": self._own}
 
     def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
-        """See `LayoutStrategy`; comes into effect when training starts."""
+        """See `DistributedStrategy`; comes into effect when training starts."""
         self._loaded = shared, of_rank

@@ -1,5 +1,6 @@
 """Base of the strategies whose ranks form a mesh of several axes."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,19 +8,20 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 
-from .compressing import CompressingStrategy
-from .launch import end_group_at_exit
-from .layout import LayoutStrategy
+from ..launch.process_launchers import end_group_at_exit
+from .compressing import CommHookMixin
+from .layout import DistributedStrategy
 from .whole_steps import as_whole
 
 __all__ = ["MeshStrategy"]
 
 
-class MeshStrategy(LayoutStrategy, CompressingStrategy, ModelParallelStrategy):
+class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
     """Ranks on a mesh with some of the layout's axes."""
 
-    before_split: Callable[[Any], None] | None = None
-    """Called on all ranks with a module that is to be trained, while it is whole; None: nothing is."""
+    capabilities = dataclasses.replace(
+        DistributedStrategy.capabilities, splits_module=True, unsupported_counting=None, unsupported_repeat=None
+    )
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from .dp import DP
-from .fsdp import FSDP
+from .fsdp.strategy import FSDP
 from .options import FSDPOptions
 from .ps import PS
 from .tensor import TensorParallel

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from ..flags import check_count, check_number
+from ..flags import check_count, check_number, renamed
 
 __all__ = [
     "DDPOptions",
@@ -105,7 +105,7 @@ class HSDPOptions(FSDPOptions):
 class LocalSGDOptions:
     """The options of the `local_sgd` flag, which follow its colon."""
 
-    every: int = 16
+    sync_every: int = renamed("every", default=16)
     """H: optimizer steps from one exchange to the next."""
     warmup: int = 0
     """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
@@ -117,7 +117,7 @@ class LocalSGDOptions:
     """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
-        check_count("every", self.every)
+        check_count("sync_every", self.sync_every)
         check_count("warmup", self.warmup, least=0)
         check_number("bucket_cap_mb", self.bucket_cap_mb, above=0)
         check_number("timeout_s", self.timeout_s, above=0)
@@ -156,32 +156,32 @@ class DiLoCoOptions(LocalSGDOptions):
 class PPOptions:
     """The options of the `pp` flag, which follow its colon."""
 
-    stages: int | None = None
+    pipeline_size: int | None = renamed("stages", default=None)
     """Number of ranks in a pipeline; left out, all processes, or what `replicate` or `shard` leaves over, or 2."""
     microbatches: int | None = None
-    """Number of equal parts that a batch is cut into; left out, the largest that divides it up to 2 x `stages`."""
+    """Number of equal parts that a batch is cut into; left out, up to 2 x `pipeline_size`, the most that divide it."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """Order of the micro-batches' forwards and backwards."""
-    chunks: int | None = None
+    virtual_stages: int | None = renamed("chunks", default=None)
     """Stages on each rank; left out, 2 for `interleaved` and 1 for all others."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
         check_number("pp:timeout_s", self.timeout_s, above=0)
-        for name in ("stages", "microbatches", "chunks"):
+        for name in ("pipeline_size", "microbatches", "virtual_stages"):
             if getattr(self, name) is not None:
                 check_count(f"pp:{name}", getattr(self, name))
-        if self.schedule in ("1f1b", "gpipe") and self.chunks not in (None, 1):
+        if self.schedule in ("1f1b", "gpipe") and self.virtual_stages not in (None, 1):
             raise ValueError(
-                f"pp:chunks={self.chunks} needs schedule=interleaved or zero-bubble: {self.schedule} has one stage on"
-                " each rank."
+                f"pp:virtual_stages={self.virtual_stages} needs schedule=interleaved or zero-bubble:"
+                f" {self.schedule} has one stage on each rank."
             )
 
     @property
     def stages_per_rank(self) -> int:
-        """The number that `chunks` stands for."""
-        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+        """The number that `virtual_stages` stands for."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class PPDDPOptions(PPOptions):
     """The options of the `pp+ddp` flag, which follow its colon: `pp`'s options, with `replicate`."""
 
     replicate: int | None = None
-    """Number of pipelines, each with samples of its own; left out, what `stages` leaves over."""
+    """Number of pipelines, each with samples of its own; left out, what `pipeline_size` leaves over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ class PPFSDPOptions(PPOptions):
     """The options of the `pp+fsdp` flag, which follow its colon: `pp`'s options, with `shard`."""
 
     shard: int | None = None
-    """Number of shards of each stage, each with samples of its own; left out, what `stages` leaves over."""
+    """Number of shards of each stage, each with samples of its own; left out, what `pipeline_size` leaves over."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,8 +6,9 @@ same random numbers under the same autocast. What it leaves to its users, and is
 buffers, attributes and the random numbers of Python and NumPy as the first one did, and leaves no trace. A BatchNorm
 counts each batch once, a list of auxiliary losses has each of them once.
 
-``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`KEPT`), and computes the rest
-again, which costs little. What draws random numbers is always computed again: later draws of the block depend on it.
+``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`KEPT`), or of the operators
+that the module's own method `kept_operators()` returns, and computes the rest again, which costs little. What draws
+random numbers is always computed again: later draws of the block depend on it.
 """
 
 import collections
@@ -16,6 +17,7 @@ import functools
 import random
 import types
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -30,12 +32,16 @@ from torch.utils.checkpoint import (
 )
 
 from .dp import DP
-from .layout import LayoutStrategy
+from .layout import DistributedStrategy
 from .units import named_blocks
 
-__all__ = ["KEPT", "Recomputed", "blocks_to_recompute", "check_recompute"]
+__all__ = ["KEPT", "Recomputed", "blocks_to_recompute", "check_recompute", "kept_operators"]
 
 _ATEN = torch.ops.aten
+# torch 2.15 asks whether hooks of the module's own see what is kept; before, they never did.
+_SEEN_BY_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": True} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
+)
 KEPT = frozenset(
     {
         _ATEN.mm.default,
@@ -50,7 +56,8 @@ KEPT = frozenset(
         _ATEN._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""Operators whose outputs ``"selective"`` keeps."""
+"""Operators whose outputs ``"selective"`` keeps, unless the module says which."""
+_Operator, _Operators = type(_ATEN.mm.default), type(_ATEN.mm)
 
 # Of every module; parameters are not changed by a forward, and FSDP swaps them in and out of its modules.
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
@@ -73,6 +80,35 @@ def blocks_to_recompute(module: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def kept_operators(module: nn.Module) -> frozenset[Any]:
+    """The operators whose outputs ``"selective"`` keeps: `KEPT`, or those of the module's `kept_operators()`.
+
+    Raises:
+        ValueError: the method returns what is no operator, or draws random numbers.
+    """
+    method = getattr(module, "kept_operators", None)
+    if method is None:
+        return KEPT
+    kept: set[Any] = set()
+    for operator in method():
+        if isinstance(operator, _Operators):  # of all signatures, as torch.ops.aten.mm
+            kept.update(getattr(operator, name) for name in operator.overloads())
+        elif isinstance(operator, _Operator):
+            kept.add(operator)
+        else:
+            raise ValueError(
+                f"{type(module).__name__}.kept_operators() must return operators such as torch.ops.aten.mm, but there"
+                f" is {operator!r} among them."
+            )
+    for operator in kept:
+        if torch.Tag.nondeterministic_seeded in operator.tags and operator not in KEPT:
+            raise ValueError(
+                f"{type(module).__name__}.kept_operators() has {operator}, which draws random numbers: to keep its"
+                " output would change all later draws of a block. Leave it out."
+            )
+    return frozenset(kept)
+
+
 def check_recompute(strategy: Strategy, kind: str, *, compiles: bool) -> str:
     """The kind of activation checkpointing, by the flag and the option of some strategies.
 
@@ -93,7 +129,7 @@ def check_recompute(strategy: Strategy, kind: str, *, compiles: bool) -> str:
             "strategy 'dp' can't do activation_checkpointing: copies of a block would all run the forward of the first"
             " one. Leave it out, or choose strategy 'ddp'."
         )
-    if not isinstance(strategy, (LayoutStrategy, SingleDeviceStrategy, DDPStrategy)):
+    if not isinstance(strategy, (DistributedStrategy, SingleDeviceStrategy, DDPStrategy)):
         raise ValueError(
             f"activation_checkpointing can't be done under Lightning's own {type(strategy).__name__}: give that one an"
             " argument of its own, or choose a strategy by a flag such as 'fsdp'."
@@ -122,6 +158,7 @@ class Recomputed:
     Args:
         block: whose `forward` it becomes.
         kind: ``"full"`` or ``"selective"``.
+        kept: operators whose outputs ``"selective"`` keeps.
     """
 
     is_on = True
@@ -129,12 +166,13 @@ class Recomputed:
     block_name: str
     """The block's class, before FSDP2 makes another one of it."""
 
-    def __init__(self, block: nn.Module, kind: str) -> None:
+    def __init__(self, block: nn.Module, kind: str, kept: frozenset[Any] = KEPT) -> None:
         self.block_name = type(block).__name__
         self._block, self._own = block, block.__dict__.get("forward")
         self._forward: Callable[..., Any] = block.forward
         functools.update_wrapper(self, self._forward)
-        selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+        selective = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, kept))
+        self._options: dict[str, Any] = _SEEN_BY_HOOKS if kind == "selective" else {}
         self._contexts = selective if kind == "selective" else noop_context_fn
         block.__dict__["forward"] = self
 
@@ -157,7 +195,7 @@ class Recomputed:
             return first, _Together(state, again)
 
         # By position: of what is named, torch would not see on which device random numbers are drawn.
-        output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+        output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts, **self._options)
         state.forget_unchanged()
         return output
 
@@ -176,8 +214,8 @@ class Recomputed:
         return types.MethodType, (getattr(self._forward, "__func__", self._forward), self._block)
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = operator in KEPT and not _argument(operator, "dropout_p", args, kwargs)
+def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operator in kept and not _argument(operator, "dropout_p", args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..compression.registry import ROWS as HOOKS
 from ..compression.registry import HookRow
-from ..flags import LAUNCHERS, choose, did_you_mean, parse_flag, parse_options, split_launcher
+from ..flags import (
+    LAUNCHERS,
+    choose,
+    did_you_mean,
+    parse_flag,
+    parse_options,
+    split_launcher,
+)
 from ..lazy import Reference
+from ..old_names import current_spelling
 from ..plugins import STRATEGY_GROUP, load_plugin, plugin_names
+from ..precision.names import PRECISIONS
 from ..registration import check_new_name
 from .options import (
     DDPOptions,
@@ -29,12 +38,20 @@ from .options import (
     PSOptions,
     TPOptions,
 )
-from .precision_names import PRECISIONS
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
-__all__ = ["LIGHTNINGS_OWN", "STRATEGIES", "Row", "check_strategy", "find_strategy", "import_all", "register_strategy"]
+__all__ = [
+    "LIGHTNINGS_OWN",
+    "STRATEGIES",
+    "StrategySpec",
+    "check_strategy",
+    "current_strategy",
+    "find_strategy",
+    "import_all",
+    "register_strategy",
+]
 
 
 def _none(name: str, hook: HookRow) -> bool:
@@ -54,7 +71,7 @@ def _all_but_auto(name: str, hook: HookRow) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class StrategySpec:
     """One way of running, and what it can do."""
 
     description: str
@@ -110,8 +127,8 @@ _SPLIT = (
 _NOT_SPLIT = "a compression works on whole parameters, and here each rank has parts of them"
 
 
-STRATEGIES: dict[str, Row] = {
-    "single": Row(
+STRATEGIES: dict[str, StrategySpec] = {
+    "single": StrategySpec(
         description="one process, one device",
         traffic="none",
         choose_when="to debug, and for what one device does fast enough",
@@ -119,7 +136,7 @@ STRATEGIES: dict[str, Row] = {
         make=None,
         why_not="one process sends no gradients",
     ),
-    "dp": Row(
+    "dp": StrategySpec(
         description="one process that splits each batch over its GPUs, for old scripts",
         traffic="per micro-batch, between the GPUs: all parameters from the first one, all gradients to it",
         choose_when="a script for torch.nn.DataParallel is to run unchanged; for all else ddp is faster",
@@ -132,7 +149,7 @@ STRATEGIES: dict[str, Row] = {
         ),
         why_not="one process sends no gradients",
     ),
-    "ddp": Row(
+    "ddp": StrategySpec(
         description="a full copy of the module per device, gradients averaged",
         traffic="per optimizer step: an all-reduce of each bucket of gradients",
         choose_when="the model, its gradients and its optimizer's state fit on one device: the first choice",
@@ -140,7 +157,7 @@ STRATEGIES: dict[str, Row] = {
         make=_from(".ddp:DDP"),
         takes_compression=_every,
     ),
-    "zero1": Row(
+    "zero1": StrategySpec(
         description="as ddp, with each optimizer's state dealt to the devices (ZeRO, stage 1)",
         traffic="per optimizer step: as ddp, then a broadcast of each bucket of updated parameters by their owner",
         choose_when="as ddp, where the optimizer's state is what does not fit",
@@ -148,7 +165,7 @@ STRATEGIES: dict[str, Row] = {
         make=_from(".zero1:Zero1"),
         takes_compression=_every,
     ),
-    "fsdp": Row(
+    "fsdp": StrategySpec(
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
         traffic=_GATHERS,
         choose_when="the model does not fit on one device as it is trained, and the devices are connected fast",
@@ -157,7 +174,7 @@ STRATEGIES: dict[str, Row] = {
         takes_compression=_those_for_shards,
         why_not=_SHARDED,
     ),
-    "hsdp": Row(
+    "hsdp": StrategySpec(
         description="shards within groups of devices, gradients averaged over the groups (2-D mesh)",
         traffic=f"{_GATHERS}, then an all-reduce of its shards",
         choose_when="as fsdp on several nodes: shards within a node, averages between them",
@@ -165,7 +182,7 @@ STRATEGIES: dict[str, Row] = {
         make=_from(".fsdp:FSDP"),
         takes_compression=_every,
     ),
-    "pp": Row(
+    "pp": StrategySpec(
         description="blocks in stages, micro-batches in all of them at once (pipeline)",
         traffic="per batch: activations to the next stage and their gradients back, in micro-batches, and a broadcast"
         " of what was logged; per optimizer step: an all-reduce of what is tied between stages",
@@ -176,7 +193,7 @@ STRATEGIES: dict[str, Row] = {
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
     ),
-    "pp+ddp": Row(
+    "pp+ddp": StrategySpec(
         description="several pipelines, gradients averaged over them (2-D mesh)",
         traffic="as pp; per optimizer step: an all-reduce of each bucket of a stage's gradients",
         choose_when="as pp, with devices left over for more samples at once",
@@ -186,7 +203,7 @@ STRATEGIES: dict[str, Row] = {
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
     ),
-    "pp+fsdp": Row(
+    "pp+fsdp": StrategySpec(
         description="a pipeline of stages in shards (FSDP2, 2-D mesh)",
         traffic="as pp; per batch: an all-gather of each unit of a stage and a reduce-scatter",
         choose_when="as pp, where a stage does not fit on one device",
@@ -196,7 +213,7 @@ STRATEGIES: dict[str, Row] = {
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
     ),
-    "local_sgd": Row(
+    "local_sgd": StrategySpec(
         description="a full copy of the module per device, trained alone for H steps, then averaged",
         traffic=_EVERY_H,
         choose_when="the connection is too slow for ddp with compression; the result is another than ddp's",
@@ -205,7 +222,7 @@ STRATEGIES: dict[str, Row] = {
         takes_compression=_all_but_auto,
         why_not=_UNEVEN,
     ),
-    "diloco": Row(
+    "diloco": StrategySpec(
         description="as local_sgd, with an outer SGD with Nesterov momentum on the average change",
         traffic=_EVERY_H,
         choose_when="as local_sgd, with hundreds of steps between exchanges, between data centres",
@@ -214,7 +231,7 @@ STRATEGIES: dict[str, Row] = {
         takes_compression=_all_but_auto,
         why_not=_UNEVEN,
     ),
-    "tp": Row(
+    "tp": StrategySpec(
         description="each layer split over devices that have the same samples, by a plan (DTensor)",
         traffic=_SPLIT,
         choose_when="single layers are too large or too slow for one device, and the devices are connected very fast",
@@ -222,7 +239,7 @@ STRATEGIES: dict[str, Row] = {
         make=_from(".tensor:TensorParallel"),
         why_not=_NOT_SPLIT,
     ),
-    "fsdp+tp": Row(
+    "fsdp+tp": StrategySpec(
         description="layers split within groups of devices, the parts in shards over the groups (2-D mesh)",
         traffic=f"as tp within a group, as fsdp between the groups: {_GATHERS}",
         choose_when="as tp within a node, with a model that does not fit on one node",
@@ -230,7 +247,7 @@ STRATEGIES: dict[str, Row] = {
         make=_from(".tensor:TensorParallel"),
         why_not=_NOT_SPLIT,
     ),
-    "hsdp+tp": Row(
+    "hsdp+tp": StrategySpec(
         description="as fsdp+tp, with gradients averaged over several of them (3-D mesh)",
         traffic="as fsdp+tp, then an all-reduce of the shards of each unit",
         choose_when="as fsdp+tp, on so many nodes that sharding over all of them is slow",
@@ -238,7 +255,7 @@ STRATEGIES: dict[str, Row] = {
         make=_from(".tensor:TensorParallel"),
         why_not=_NOT_SPLIT,
     ),
-    "ps": Row(
+    "ps": StrategySpec(
         description="asynchronous parameter server: ranks push gradients, and don't wait for each other",
         traffic="per optimizer step: gradients to the servers of other ranks, and their parameters back",
         choose_when="devices or connections differ much in speed; with staleness the result is another than ddp's",
@@ -269,7 +286,7 @@ LIGHTNINGS_OWN = (
 """Names of Lightning's own registry that the flag takes as well; a test compares them with it."""
 
 
-def find_strategy(name: str) -> Row | None:
+def find_strategy(name: str) -> StrategySpec | None:
     """The row of a flag's name, which an installed package may bring; None if there is none."""
     if name not in STRATEGIES:
         load_plugin(STRATEGY_GROUP, name)
@@ -282,7 +299,7 @@ def check_strategy(text: str) -> None:
     Raises:
         ValueError: an unknown name or option, or a value that is out of range.
     """
-    flag = parse_flag(text, "strategy")
+    flag = parse_flag(current_strategy(text), "strategy")
     name, launcher = split_launcher(flag.name.lower())
     long_name = re.fullmatch(r"ddp(?:_[a-z]+)?_find_unused_parameters_(true|false)", flag.name.lower())
     if flag.name in ("auto", *LIGHTNINGS_OWN) or long_name:
@@ -299,6 +316,15 @@ def check_strategy(text: str) -> None:
     if flag.value is not None:
         raise ValueError(f"strategy {text!r}: write {name}:key=value; {flag.value!r} has no key.")
     parse_options(f"strategy {name!r}", row.options, flag.options)
+
+
+def current_strategy(text: str) -> str:
+    """The flag `text` with the current names of its options; warns, once and on rank 0, of names that it had before."""
+    if not isinstance(text, str) or ":" not in text:
+        return text
+    name, _ = split_launcher(text.partition(":")[0].strip().lower())
+    row = find_strategy(name)
+    return text if row is None else current_spelling(f"strategy {name!r}", text, row.options)
 
 
 def import_all() -> None:
@@ -329,7 +355,8 @@ def register_strategy(
     `make` is called with the options, the launcher's suffix (``""``, ``"spawn"``, ``"fork"`` or ``"notebook"``) and the
     comm hook (None without compression), and returns a Lightning `Strategy`. A class whose constructor takes these
     three is such a function. Subclasses of `polyphase.engine.strategies.ddp.DDP` keep the promises of the engine by
-    themselves; any other strategy of Lightning's runs as well, without what the engine adds to its own.
+    themselves; any other strategy of Lightning's runs as well, without what the engine adds to its own, but for what it
+    overrides of an `EngineStrategy` if it is one.
 
     Call it in the script or in the module of the model, where every process comes by; an installed package names that
     module as an entry point, see `polyphase.engine.plugins`.
@@ -376,7 +403,7 @@ def register_strategy(
         for word in [given] if isinstance(given, str) else given:
             choose(kind, word, allowed)
     named = tuple(compressions)
-    STRATEGIES[name] = Row(
+    STRATEGIES[name] = StrategySpec(
         description=description,
         traffic=traffic,
         choose_when=choose_when,

@@ -8,9 +8,6 @@ import re
 from typing import Any
 
 import torch
-
-# Lightning: what accelerator="auto" and "gpu" mean there.
-from lightning.fabric.utilities.device_parser import _select_auto_accelerator
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -19,14 +16,17 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import rank_zero_info
 
+# Lightning: what accelerator="auto" and "gpu" mean there.
+from .._compat.lightning import _select_auto_accelerator
 from ..compression import CommHook, make_comm_hook
+from ..config import EngineConfig
 from ..flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
-from .precision import make_precision
-from .precision_names import TRANSFORMER_ENGINE, canonical_precision
+from ..precision.names import TRANSFORMER_ENGINE, canonical_precision
+from ..precision.plugins import make_precision
 from .registry import STRATEGIES, find_strategy, import_all
 from .sync_batchnorm import CPUSyncBatchNorm
 
-__all__ = ["Parts", "select", "use_own_device"]
+__all__ = ["TrainerArgs", "select", "use_own_device"]
 
 import_all()
 
@@ -36,7 +36,7 @@ class InvalidFlagError(ValueError, MisconfigurationException):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
+class TrainerArgs:
     """The arguments that `lightning.pytorch.Trainer` gets, and the comm hook."""
 
     strategy: Strategy | str
@@ -46,50 +46,32 @@ class Parts:
     comm_hook: CommHook | None = None
 
 
-def select(
-    *,
-    strategy: Strategy | str,
-    accelerator: Any,
-    devices: Any,
-    num_nodes: int,
-    precision: Any,
-    compression: str,
-    sync_batchnorm: bool,
-    plugins: list[Any],
-) -> Parts:
+def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[Any]) -> TrainerArgs:
     """The parts for a set of flags.
+
+    Args:
+        config: the flags.
+        devices: those of each node, where a launcher may have said how many.
+        num_nodes: how many nodes, where a launcher may have said so.
+        plugins: the user's, and the launcher's environment.
 
     Raises:
         ValueError: a flag that is unknown, or that the chosen strategy can't honour.
     """
-    comm_hook = make_comm_hook(compression)
+    strategy, precision = config.strategy, config.precision
+    comm_hook = make_comm_hook(config.compression)
     if isinstance(strategy, Strategy):
         return _lightnings_own(strategy, devices, precision, comm_hook, plugins)
-    if isinstance(devices, numbers.Integral):
-        devices = int(devices)  # numpy's
-    if accelerator == "cpu" and devices in (-1, "-1"):
-        devices = "auto"  # Lightning knows "all of them" for accelerators only
-    device_type, num_devices = _devices(accelerator, devices)
+    devices = _as_lightning_counts(devices, config.accelerator)
+    device_type, num_devices = _devices(config.accelerator, devices)
     flag = _strategy_flag(strategy, device_type, num_devices * num_nodes)
     name, launcher = split_launcher(flag.name if flag.name in StrategyRegistry else flag.name.lower())
     if find_strategy(name) is None or (STRATEGIES[name].make is None and launcher):
         return _lightnings_own(_known(flag), devices, precision, comm_hook, plugins)
     row = STRATEGIES[name]
-    if flag.value is not None:
-        raise ValueError(f"strategy {strategy!r}: write {name}:key=value; {flag.value!r} has no key.")
-    options: Any = parse_options(f"strategy {name!r}", row.options, flag.options)
-    if comm_hook is not None and comm_hook.name not in row.compressions:
-        can = f"It can do: {', '.join(['none', *row.compressions])}."
-        raise ValueError(f"strategy {name!r} can't do compression {compression!r}: {row.why_not}. {can}")
-    canonical = canonical_precision(precision)
-    if canonical in TRANSFORMER_ENGINE:
-        if name not in ("single", "ddp"):
-            raise ValueError(f"strategy {name!r} can't do precision {canonical!r}: it works with single and ddp.")
-    elif canonical not in row.precisions:
-        raise ValueError(
-            f"strategy {name!r} can't do precision {canonical!r}: {row.why_not_precision}. It can do:"
-            f" {', '.join(row.precisions)}."
-        )
+    options = _options(strategy, name, flag)
+    _check_compression(name, config.compression, comm_hook)
+    _check_precision(name, canonical_precision(precision))
     if row.note:
         _say_once(row.note)
     if row.make is not None:
@@ -98,15 +80,47 @@ def select(
     if row.make is not None:
         made = row.make(options, launcher, comm_hook)
     elif row.make_for_several is not None and num_devices * num_nodes > 1:
-        made = row.make_for_several(device_type, num_devices, num_nodes, sync_batchnorm)
+        made = row.make_for_several(device_type, num_devices, num_nodes, config.sync_batchnorm)
     else:
         devices = _one_device(devices, num_devices, num_nodes)
-    return Parts(
+    return TrainerArgs(
         strategy=made,
         devices=devices,
         comm_hook=comm_hook,
-        **_plugins(plugins, precision, device_type, sync_batchnorm),
+        **_plugins(plugins, precision, device_type, config.sync_batchnorm),
     )
+
+
+def _as_lightning_counts(devices: Any, accelerator: Any) -> Any:
+    if isinstance(devices, numbers.Integral):
+        devices = int(devices)  # numpy's
+    # Lightning knows "all of them" for accelerators only.
+    return "auto" if accelerator == "cpu" and devices in (-1, "-1") else devices
+
+
+def _options(strategy: str, name: str, flag: Flag) -> Any:
+    if flag.value is not None:
+        raise ValueError(f"strategy {strategy!r}: write {name}:key=value; {flag.value!r} has no key.")
+    return parse_options(f"strategy {name!r}", STRATEGIES[name].options, flag.options)
+
+
+def _check_compression(name: str, compression: str, comm_hook: CommHook | None) -> None:
+    row = STRATEGIES[name]
+    if comm_hook is not None and comm_hook.name not in row.compressions:
+        can = f"It can do: {', '.join(['none', *row.compressions])}."
+        raise ValueError(f"strategy {name!r} can't do compression {compression!r}: {row.why_not}. {can}")
+
+
+def _check_precision(name: str, canonical: str) -> None:
+    row = STRATEGIES[name]
+    if canonical in TRANSFORMER_ENGINE:
+        if name not in ("single", "ddp"):
+            raise ValueError(f"strategy {name!r} can't do precision {canonical!r}: it works with single and ddp.")
+    elif canonical not in row.precisions:
+        raise ValueError(
+            f"strategy {name!r} can't do precision {canonical!r}: {row.why_not_precision}. It can do:"
+            f" {', '.join(row.precisions)}."
+        )
 
 
 def use_own_device(trainer: Any, strategy: Any) -> None:
@@ -141,14 +155,14 @@ def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnor
 
 def _lightnings_own(
     strategy: Strategy | str, devices: Any, precision: Any, comm_hook: CommHook | None, plugins: list[Any]
-) -> Parts:
+) -> TrainerArgs:
     if comm_hook is not None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ValueError(
             f"compression {comm_hook.name!r} works with the strategies {', '.join(_compressing())}, not with"
             f" Lightning's own {name}: choose one of them by name, or give the strategy its own comm hook."
         )
-    return Parts(strategy=strategy, devices=devices, precision=precision, plugins=plugins)
+    return TrainerArgs(strategy=strategy, devices=devices, precision=precision, plugins=plugins)
 
 
 def _compressing() -> list[str]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from .._compat.torch import _BatchNorm
 
 __all__ = ["CPUSyncBatchNorm"]
 

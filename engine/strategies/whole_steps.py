@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+
+from .._compat.torch import TorchDispatchMode, tree_map_only
 
 __all__ = ["as_whole"]
 

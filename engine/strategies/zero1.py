@@ -11,6 +11,7 @@ for bit, and the optimizer does not see the gradients of the others (local); 3. 
 bucket by bucket: 4 n (W-1)/W bytes a rank, on the average. Blocks at the end of phase 3.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,8 +21,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..compression import CommHook, Wire
-from .buckets import copy, in_buckets, joined, parted
+from ..compression import CommHook, CountingGroup
+from ..distributed.buckets import copy, flatten, in_buckets, unflatten
 from .ddp import DDP
 from .options import DDPOptions
 
@@ -67,12 +68,12 @@ class _Bucket(NamedTuple):
 class Zero1(DDP):
     """`ddp`, in which each rank has the optimizer's state of its own share of the parameters."""
 
-    state_is_spread = True
+    capabilities = dataclasses.replace(DDP.capabilities, optimizer_state_partitioned=True)
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)
         self._owners: Owners | None = None
-        self._updates: Wire | None = None
+        self._updates: CountingGroup | None = None
         self._hooks: list[RemovableHandle] = []
         self._aside: list[tuple[Tensor, Tensor | None]] = []
 
@@ -91,11 +92,11 @@ class Zero1(DDP):
         return self._owners
 
     def keeps_state_of(self, parameter: Tensor) -> bool:
-        """See `LayoutStrategy`."""
+        """See `DistributedStrategy`."""
         return parameter not in self.owners or self.owners[parameter] == self.global_rank
 
     @property
-    def wires(self) -> list[Wire]:
+    def wires(self) -> list[CountingGroup]:
         """That of the gradients, and that of the parameters."""
         return [*super().wires, *([] if self._updates is None else [self._updates])]
 
@@ -106,7 +107,7 @@ class Zero1(DDP):
             ValueError: an optimizer whose update of one parameter depends on the others.
         """
         super().setup_optimizers(trainer)
-        self._updates = Wire()
+        self._updates = CountingGroup()
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS):
                 raise ValueError(
@@ -173,12 +174,12 @@ class Zero1(DDP):
         owner, parameters = bucket
         is_mine = owner == self.global_rank
         room = sum(p.numel() for p in parameters)
-        flat = joined(parameters) if is_mine else parameters[0].new_empty(room)
+        flat = flatten(parameters) if is_mine else parameters[0].new_empty(room)
         self._updates.bucket = index
         wait = self._updates.start_broadcast(flat, owner)
 
         def finish() -> None:
-            values = parted(wait(), parameters)
+            values = unflatten(wait(), parameters)
             if not is_mine:
                 copy(values, parameters)
 

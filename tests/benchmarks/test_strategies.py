@@ -12,5 +12,13 @@ def test_memory_is_that_of_the_formulas(tmp_path):
     assert finished.returncode == 0, finished.output
     report = (tmp_path / "strategies-cpu.md").read_text()
     found = dict(re.findall(r"^\| (\S+) \|.*\| ([+-][\d.]+)% \|", report, re.MULTILINE))
-    assert {"ddp", "zero1", "fsdp", "hsdp:replicate=2,shard=2", "tp", "fsdp+tp:tp=2", "pp:stages=2"} <= found.keys()
+    assert {
+        "ddp",
+        "zero1",
+        "fsdp",
+        "hsdp:replicate=2,shard=2",
+        "tp",
+        "fsdp+tp:tp=2",
+        "pp:pipeline_size=2",
+    } <= found.keys()
     assert all(abs(float(percent)) < 5 for percent in found.values()), found

@@ -123,7 +123,7 @@ def check_sums(noted, num_ranks=2):
             assert min(interval.seconds.values()) >= 0.0
 
 
-SYNCHRONOUS = ["ddp_fork", "zero1_fork", "fsdp_fork", "local_sgd_fork:every=2", "ps_fork"]
+SYNCHRONOUS = ["ddp_fork", "zero1_fork", "fsdp_fork", "local_sgd_fork:sync_every=2", "ps_fork"]
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)

@@ -58,13 +58,13 @@ def test_a_weight_that_differs_on_one_rank_ends_the_run_in_its_second_step():
 
 def not_added_up(self):
     """What a rank has of a gradient counts as all of it."""
-    for p in self._whole:
+    for p in self._replicated:
         if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
             p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
 
 
 def test_gradients_of_whole_parameters_that_tp_does_not_add_up_end_the_run(monkeypatch):
-    monkeypatch.setattr(TensorParallel, "_add_up", not_added_up)
+    monkeypatch.setattr(TensorParallel, "_reduce_replicated_gradients", not_added_up)
     with pytest.raises(ProcessRaisedException, match=r"same weights of TiedGPT.*norm.*polyphase verify"):
         run("tp_fork:sequence_parallel=true", [ReplicaGuard()], model="gpt, tied")
 

@@ -75,8 +75,8 @@ def check(output: str, header: str) -> re.Match:
     [
         ("ddp_fork", "ddp_fork, replicate=2 on cpu | 32-true | global batch 8 = 2 x 4 x 1"),
         ("fsdp_fork", "fsdp_fork, shard=2 on cpu | 32-true | global batch 8 = 2 x 4 x 1"),
-        ("pp_fork:stages=2", "pp_fork, pp=2 on cpu | 32-true | global batch 4 = 1 x 4 x 1"),
-        ("local_sgd_fork:every=2", "local_sgd_fork, replicate=2 on cpu | 32-true | batch 4 on each of 2 ranks"),
+        ("pp_fork:pipeline_size=2", "pp_fork, pp=2 on cpu | 32-true | global batch 4 = 1 x 4 x 1"),
+        ("local_sgd_fork:sync_every=2", "local_sgd_fork, replicate=2 on cpu | 32-true | batch 4 on each of 2 ranks"),
         ("ps_fork:staleness=1", "ps_fork, replicate=2 on cpu | 32-true | batch 4 on each of 2 ranks"),
         ("tp_fork", "tp_fork, tp=2 on cpu | 32-true | global batch 4 = 1 x 4 x 1"),
     ],

@@ -188,7 +188,7 @@ def test_where_only_the_newest_manifest_is_damaged_an_older_one_is_taken_with_a_
         again = train(tmp_path, snapshots(), resume="auto")
     said = [str(warning.message) for warning in told]
     assert any("step=10 can't be opened" in message and "It is passed over." in message for message in said)
-    assert any("step=10 was damaged: it is called" in message for message in said)
+    assert any("step=10 was damaged: it was renamed to" in message for message in said)
     assert again.global_step == 10
     assert len([*(tmp_path / "snapshots").glob("step=10.damaged-*")]) == 1
 

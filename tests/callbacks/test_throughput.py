@@ -183,6 +183,7 @@ def fit_on_two_ranks(folder, strategy):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("warm_workers")
 def test_two_ranks_are_counted_together_by_one_all_reduce(tmp_path):
     ranks = fit_on_two_ranks(tmp_path, "ddp_spawn")
     assert len(ranks) == 2

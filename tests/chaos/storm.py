@@ -50,8 +50,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "fsdp, bf16-mixed, accumulation": ("fsdp", {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
     "fsdp, int8": ("fsdp", {"compression": "int8"}),
-    "local_sgd": ("local_sgd:every=4", {}),
-    "diloco": ("diloco:every=4", {}),
+    "local_sgd": ("local_sgd:sync_every=4", {}),
+    "diloco": ("diloco:sync_every=4", {}),
 }
 """Strategy and flags, by name."""
 

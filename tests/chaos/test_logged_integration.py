@@ -64,12 +64,28 @@ def test_one_curve_of_a_run_that_ended_and_goes_on(tmp_path, starts):
         assert f"\n{name} True" in finished.output, finished.output[-3000:]
 
 
+MAX_TIME = {"max_time": {"seconds": 1}, "max_epochs": -1}
+
+
 @pytest.mark.timeout(400)
-def test_a_run_that_max_time_ended_keeps_its_points_when_it_is_started_again(tmp_path):
+@pytest.mark.parametrize(
+    ("ends", "last_step"),
+    # Step 9 has a snapshot from before the mean values of the epoch that it cuts short were logged; step 10 has none.
+    [(MAX_TIME, 9), (MAX_TIME, 10), ({"max_steps": 9}, 9)],
+)
+def test_a_run_that_ended_in_mid_epoch_keeps_its_points_when_it_is_started_again(tmp_path, ends, last_step):
     script = ENDS.format(
-        run="""
-import shutil
-flags = [{"max_time": {"seconds": 1}, "max_epochs": -1}]
+        run=f"""
+import shutil, time
+from tests.chaos.logged import Curves
+
+class Slow(Curves):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step == {last_step} - 1:
+            time.sleep(1)
+
+sys.modules["tests.chaos.logged"].Curves = Slow
+flags = [{ends}]
 assert run(ended, flags) == [0]
 shutil.copytree(ended, calm)
 assert run(ended, flags) == [0]
@@ -77,5 +93,6 @@ assert run(ended, flags) == [0]
     )
     finished = run_command([sys.executable, "-c", script, str(tmp_path)], timeout_s=360, cwd=ROOT)
     assert finished.returncode == 0, finished.output
+    assert f"snapshots/step={last_step} " in finished.output
     for name in ("csv", "mlflow", "tensorboard", "wandb"):
         assert f"\n{name} True" in finished.output, finished.output[-3000:]

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from polyphase.engine.loop.weights import StepWeights
-from polyphase.engine.strategies import clipping, fsdp
-from polyphase.engine.strategies.pipeline import attributes, gradients, remote, run, strategy
+from polyphase.engine.loop.loss_weighting import LossWeighting
+from polyphase.engine.strategies import clipping
+from polyphase.engine.strategies.fsdp import strategy as fsdp
+from polyphase.engine.strategies.pipeline import attribute_guard, gradients, run, strategy
+from polyphase.engine.strategies.pipeline import remote_parameters as remote
 from polyphase.engine.strategies.tensor import strategy as tensor
 from tests.callbacks.test_replica_guard_integration import not_added_up
-from tests.engine.strategies.test_unit_order_integration import Skipping
-from tests.engine.strategies.test_whole_numbers_integration import LARS
+from tests.engine.strategies.fsdp.test_unit_order_integration import Skipping
+from tests.engine.strategies.fsdp.test_whole_numbers_integration import LARS
 from tests.zoo.model import Model, Zoo
 from tests.zoo.plain import MODELS, Auxiliary, Block, Classifier, GradientPenalty, rows
 
@@ -172,25 +174,29 @@ DEFECTS = {
     "micro-batches that say their weight count alike": Defect(
         "fsdp",
         Model(_ByTokens, _MLP),
-        [(StepWeights, "_by_weight", lambda self, loss, weight, batch_idx: loss)],
+        [(LossWeighting, "_by_weight", lambda self, loss, weight, batch_idx: loss)],
     ),
     "a gradient of a gradient lacks terms": Defect(
         "tp", Model(GradientPenalty, _MLP), [(tensor, "refuse_second_backward", nothing)]
     ),
     "gradients of whole parameters are not added up": Defect(
-        "tp:sequence_parallel=true", Model(_Tied, _TOKENS), [(tensor.TensorParallel, "_add_up", not_added_up)]
+        "tp:sequence_parallel=true",
+        Model(_Tied, _TOKENS),
+        [(tensor.TensorParallel, "_reduce_replicated_gradients", not_added_up)],
     ),
     "what a block leaves on itself is that of no batch": Defect(
-        "pp", Model(_Stale, _MLP), [(attributes.Readers, "_watch", nothing)]
+        "pp", Model(_Stale, _MLP), [(attribute_guard.AttributeGuard, "_install", nothing)]
     ),
     "an optimizer with one norm for all has that of a stage": Defect(
         "pp", Model(_StepsByOneNorm, _MLP), [(strategy, "check_optimizer", nothing)]
     ),
     "clipping by hand by the norm of a stage": Defect("pp", Model(_ClipsByHand, _MLP), [(remote, "_check", nothing)]),
-    "BatchNorm of micro-batches": Defect("pp", _NORMED, [(run, "batch_norm_text", nothing)]),
-    "a spectral norm of micro-batches": Defect("pp", MODELS["spectral norm"], [(run, "buffers_text", nothing)]),
-    "a loss that compares the samples of a batch": Defect("pp", MODELS["contrastive"], [(run, "loss_text", nothing)]),
+    "BatchNorm of micro-batches": Defect("pp", _NORMED, [(run, "batch_norm_warning", nothing)]),
+    "a spectral norm of micro-batches": Defect("pp", MODELS["spectral norm"], [(run, "buffers_warning", nothing)]),
+    "a loss that compares the samples of a batch": Defect(
+        "pp", MODELS["contrastive"], [(run, "loss_warning", nothing)]
+    ),
     "what two stages hold is trained by each for itself": Defect(
-        "pp", Model(_Tied, _TOKENS), [(gradients.SpreadGradients, "_sum", nothing)]
+        "pp", Model(_Tied, _TOKENS), [(gradients.StageGradients, "_sum", nothing)]
     ),
 }

@@ -192,43 +192,67 @@ def page(folder: Path) -> str:
     return one_process(folder) + _RANKS + ranks + _RANKS_BELOW + _STOPS + stops + _LIBRARIES + _PROMISES
 
 
-_ABOVE = f"""# Which training data go on after a stop in mid-epoch
+_ABOVE = f"""# Which training data continue after a stop in mid-epoch
 
-Written by `python -m tests.docs.data_matrix`, from what it finds in one process: {SIZE} samples, batches of {BATCH},
-{EPOCHS} epochs; each run was stopped after {STOP} batches of the first. The rules: [checkpoints.md](checkpoints.md).
+Each row is a kind of training data, each column a question. A cell is what was found by training:
+
+- *yes*: tried, and right.
+- *refused*: an error before the first step, which says what to do instead. Nothing was trained on wrong samples.
+- *no: ...*: it runs, but not so; what happens is in the cell.
+- *-*: the question does not arise, since the run was refused before.
+
+`python -m tests.docs.data_matrix` writes the tables of this page, but for that of public libraries. The rules behind
+them: [checkpoints.md](checkpoints.md).
+
+## One process
+
+{SIZE} samples, batches of {BATCH}, {EPOCHS} epochs. A run saved a checkpoint after {STOP} batches of the first epoch.
+A second run continued from it.
 
 """
 _BELOW = """
-- **resumed**: the same batches in the same order as the run that was not stopped, in this epoch and the three after it.
-- **other batch size** (4), **other `num_workers`** (1): each sample once in the epoch that was stopped, both runs
-  together, and once in each of the three after it.
-- *refused*: an error before the first step that says what can be done.
+- **resumed**: the second run trains on the batches that the first one trained on after its checkpoint, in the same
+  order, in that epoch and the three after it.
+- **other batch size** (4 rather than 3), **other `num_workers`** (1 rather than 0): in the second run. Each sample is
+  trained on once in the epoch that was stopped, both runs together, and once in each of the three after it.
 """
 _RANKS = f"""
 ## Two ranks
 
-The same data, under `ddp_fork` on {RANKS} processes, stopped after {RANK_STOP} batches of each.
+The same data and epochs under `ddp_fork` with {RANKS} processes; the checkpoint is of {RANK_STOP} batches of each.
 
 """
 _RANKS_BELOW = """
-- **each sample once**: in each of the four epochs, by one of the ranks. **evaluated once**: by `validate`.
-- **resumed**: each rank is trained on the batches of the run that was not stopped. **resumed in one process**: each
-  sample once in the epoch that was stopped, both runs together, and in each later one.
-- *-*: there is no run to be resumed.
+- **each sample once**: each sample is trained on once in each of the four epochs, by one of the two ranks.
+- **evaluated once**: `validate` evaluates each sample once, on one of the two ranks.
+- **resumed**: with two ranks again, each rank trains on the batches of the run that was not stopped.
+- **resumed in one process**: each sample is trained on once in the epoch that was stopped, both runs together, and once
+  in each of the three after it.
 """
 _STOPS = """
 ## Launchers and stops
 
-Two ranks, `shuffle=True`, a `Snapshot` after every other step; stopped in mid-epoch, started again (`resume="auto"`).
-*yes*: together the two runs were trained on the batches of the run that was not stopped, by rank, epoch and number; of
-what no snapshot has, the second time counts. `kill -9` ended one of the ranks, SIGTERM went to one of them.
+Two ranks, a `Snapshot` every two steps. Each run was stopped in its first epoch, and started again with
+`resume="auto"` for the rest of it and one epoch or three more. *yes*: both runs together trained each rank on the
+batches, epoch by epoch, of a run that was not stopped. (Steps after the last snapshot are done again.) `make nightly`
+runs all of them again.
+
+- **`SIGTERM`** was sent to one of the ranks; both saved and stopped after the same step.
+- **`max_steps`** was reached.
+- **`kill -9`** ended one of the ranks, and the engine the other.
+
+Launchers: `ddp_fork` and `ddp_spawn` start workers by `multiprocessing`, `ddp` starts the script once more for each
+rank, and torchrun starts all of them.
 
 """
 _LIBRARIES = """
 ## Public libraries
 
-Run by hand under `ddp` on 2 ranks, torch 2.13: 48 samples in 8 shards, batches of 3, 4 epochs; saved after 4 batches of
-each rank. *Once*: each sample in the epoch that was stopped, both runs together, and in each of the three after it.
+Run by hand under `ddp` on 2 ranks, with torch 2.13: 48 samples in 8 shards, batches of 3, 4 epochs, a checkpoint after
+4 batches of each rank.
+
+- *once*: each sample is trained on once in each epoch; where the run was resumed, both runs together.
+- *same batches*: each rank trains on the batches of the run that was not stopped.
 
 |  | two ranks | resumed with 2 | with 1 and with 3 |
 | --- | --- | --- | --- |
@@ -241,45 +265,52 @@ each rank. *Once*: each sample in the epoch that was stopped, both runs together
 | the same in a `DataLoader` | once | refused | refused with 1; 3 not tried |
 | `mosaicml-streaming` 0.13.0, its `StreamingDataLoader`, under torchrun | once | same batches | refused |
 | the same in a `DataLoader` | once | refused | refused |
-| the same without a launcher | ends in MosaicML's `FileExistsError` | - | - |
+| the same under `ddp` or `ddp_fork`, without torchrun | refused | - | - |
 
-MosaicML's streams know their rank by `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` alone: start such a run
-with `polyphase launch` or torchrun. (It was run with 48 shards.) litdata's own loader was silently wrong (the epoch
-after the resumed one was empty) before it was refused, by its class; that refusal was then tested with a class of the
-same module's name. A data set that shares itself out among all ranks is refused where some compute together (`tp`,
-`pp`): they would read different samples.
+MosaicML's streams find out their rank from `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` alone: start such
+a run with `polyphase launch` or torchrun. (It was run with 48 shards.) litdata's own loader was silently wrong (the
+epoch after the resumed one was empty) until the engine refused it by its class; that refusal was tested with a class of
+the same module name. Under `tp` and `pp`, ranks that compute together need the same samples: a data set that divides
+itself among all ranks is refused there.
 
-`pip install "polyphase[data]"` brings the first two. `litdata` is not in it: with it came torchvision, whose wheel on
-PyPI ends the import of Lightning beside a torch that is for the CPU alone.
+`pip install "polyphase[data]"` installs `datasets` and `webdataset`. It does not install `litdata`, which requires
+torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch.
 """
 _PROMISES = """
 ## What is promised
 
 **Seeds.** The order of samples is drawn as one process draws it: from the generator that you gave to the loader or the
-sampler, else from the global ones, which `seed_everything` seeds. Rank 0 hands the states to the other ranks as a pass
-begins. A checkpoint has these states. A run that is resumed needs the same data and the same sampler; it does not need
-the same seed. Workers that stay (`persistent_workers=True`) are started anew by a run that goes on with other ranks,
-batches or workers; torch draws their seed first, so that the orders of later epochs are others. A sampler with
-replacement then draws other samples; all other samplers still give each sample once.
+sampler, else from the global generators, which `seed_everything` seeds. Rank 0 sends their states to the other ranks
+when a pass over the data begins, and a checkpoint contains them. A run that is resumed needs the same data and the same
+sampler; it does not need the same seed.
 
-**Augmentation.** With as many ranks and workers as before, a run that is resumed draws what the run that was not
-stopped draws: from Python's, NumPy's and torch's global generators, and from generators that the data set keeps (an
+Two cases draw other orders for later epochs. Samplers without replacement still give each sample once; those with
+replacement draw other samples.
+
+- A run that continues with other ranks, batches or workers starts persistent workers (`persistent_workers=True`) anew,
+  and torch draws their seed first.
+- With `reload_dataloaders_every_n_epochs`, one run has workers and the other has none: workers also draw an order for
+  an iterator that Lightning makes of a new loader and does not use.
+
+**Augmentation.** With as many ranks and workers as before, a resumed run draws the random numbers that the run that was
+not stopped draws: from Python's, NumPy's and torch's global generators, and from generators that the data set holds (an
 attribute, also of a transform, a list, a `functools.partial` or a closure), in the main process and in workers. With
-another layout, give `seed_samples=True`: then a sample's draws depend on seed, epoch and index alone.
+other numbers of ranks or workers, give `seed_samples=True`: then the random numbers of a sample depend on seed, epoch
+and index alone.
 
-**Streams.** An `IterableDataset` is read through one place per rank, and goes on with as many ranks. Without a
-`state_dict` it is read again up to its place, with the generators as they were when the epoch began, so that an order
-that it draws is the same one. If it draws from global generators between its samples, in the main process, and
-the training draws from them, too, a warning says that other samples may come.
+**Streams.** Each rank keeps its position in an `IterableDataset`, and a resumed run needs as many ranks. A stream
+without `state_dict` is read again up to that position, with the generators in the states in which the epoch began, so
+that it draws the same order. If it draws from global generators between its samples, in the main process, and the
+training draws from them, too, a warning says that other samples may come.
 
-**Shards.** A stream that says `shards_in_order = True` is dealt by shards, and goes on with any number of ranks,
-workers and samples in a batch. A shard that was begun goes on after the last sample trained on, in the order that
-was drawn for it. A rank for which nothing is left takes part with a batch that counts for nothing.
+**Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
+and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn
+for it. A rank that has no samples left takes part with a batch that counts for nothing.
 
-**Epochs that are told.** What a hook tells a data set by `set_epoch`, or as its attribute `epoch`, is told again. If
-workers have been started before, so that they would not hear of it, that is an error.
+**Epoch numbers.** What a hook gives a data set by `set_epoch`, or as its attribute `epoch`, a resumed run gives it
+again. If workers have started before that, and so would not see it, that is an error.
 
-**Not seen**: generators in modules, global variables or C extensions, and those of validation data; other global state
+**Not seen**: generators in modules, global variables or C extensions; generators of validation data; other global state
 that a data set changes, such as a counter or a cache. With another number of ranks, workers draw other numbers.
 """
 

@@ -5,24 +5,33 @@ They take some minutes; `data_matrix.py` writes them into the page, `test_data_m
 
 import json
 import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import seed_everything
 
-from tests.distributed import ROOT, run_command, torchrun
+from tests import warm
+from tests.distributed import ROOT, in_a_fork, run_command, torchrun
 from tests.engine.data.runs import Trains
 from tests.engine.tiny import SavesIn, engine
+
+from . import stopped
+from .stopped import KINDS as STOPPED_KINDS
 
 RANKS, STOP, EPOCHS = 2, 2, 4
 RANK_COLUMNS = ["each sample once", "evaluated once", "resumed", "resumed in one process"]
 LAUNCHERS = {"`ddp_fork`": "ddp_fork", "`ddp`": "ddp", "torchrun": "ddp", "`ddp_spawn`": "ddp_spawn"}
 STOPS = ["SIGTERM", "max_steps", "kill -9"]
+STOPPED = [(kind, name) for kind in STOPPED_KINDS for name in LAUNCHERS]
+"""Kinds of training data and launchers that are stopped."""
+_PATIENCE_S = 900
+"""Of a run. Under `ddp_spawn` loader workers are spawned, too: 2 of 2 ranks in 4 epochs are 16 cold interpreters."""
 REFUSED = ("ValueError", "TypeError", "MisconfigurationException")
 
 
@@ -125,31 +134,47 @@ def _noted(folder: Path) -> dict[Any, Any]:
     return {(rank, epoch, index): ids for rank, (epoch, index, ids) in lines}
 
 
-def _start(launcher: str, how: str, where: Path) -> int:
+def _start(launcher: str, how: str, where: Path, kind: str) -> int:
     """The exit code of a run."""
     where.mkdir(exist_ok=True, parents=True)
-    arguments = ROOT / "tests" / "docs" / "stopped.py", LAUNCHERS[launcher], how, str(where)
+    strategy = LAUNCHERS[launcher]
+    if strategy != "ddp":  # the script itself need not be started anew: an interpreter takes seconds
+        with suppress(EOFError), warm.spawning():
+            return in_a_fork(_exit_code, strategy, how, where, kind, timeout_s=_PATIENCE_S)
+        return 1
+    arguments = stopped.__file__, strategy, how, str(where), kind
     if launcher == "torchrun":
-        return torchrun(*arguments, cwd=ROOT, timeout_s=300).returncode
-    return run_command([sys.executable, *arguments], cwd=ROOT, timeout_s=300).returncode
+        return torchrun(*arguments, cwd=ROOT, timeout_s=_PATIENCE_S).returncode
+    return run_command([sys.executable, *arguments], cwd=ROOT, timeout_s=_PATIENCE_S).returncode
 
 
-def stop_cell(launcher: str, stop: str, folder: Path) -> str:
+def _exit_code(*arguments: Any) -> int:
+    warnings.simplefilter("default")  # as in a script: torchdata's warnings would be errors within pytest
+    try:
+        stopped.train(*arguments)
+    except BaseException:  # SIGTERMException is a SystemExit
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def stop_cell(launcher: str, stop: str, folder: Path, kind: str) -> str:
     """Whether a run of that launcher that is stopped and started again is the one that was not stopped.
 
     That one is of the first launcher: all of them are to train alike.
     """
-    whole, stopped = folder / "whole", folder / f"{launcher} {stop}".replace("`", "")
-    if not whole.exists() and _start(next(iter(LAUNCHERS)), "none", whole) != 0:
+    folder = folder / str(list(STOPPED_KINDS).index(kind))
+    whole, again = folder / "whole", folder / f"{launcher} {stop}".replace("`", "")
+    if not whole.exists() and _start(next(iter(LAUNCHERS)), "none", whole, kind) != 0:
         return "does not run"
-    code = _start(launcher, stop, stopped)
+    code = _start(launcher, stop, again, kind)
     if (code == 0) != (stop == "max_steps"):
         return f"SILENTLY WRONG: exit code {code}"
-    if len(_noted(stopped)) >= len(_noted(whole)):
-        return "SILENTLY WRONG: not stopped"
-    if (code := _start(launcher, "none", stopped)) != 0:
+    if any(epoch for _, epoch, _ in _noted(again)) or len(_noted(again)) >= stopped.SIZE // stopped.BATCH:
+        return "SILENTLY WRONG: not stopped in mid-epoch"
+    if (code := _start(launcher, "none", again, kind)) != 0:
         return f"refused, exit code {code}"
-    return "yes" if _noted(stopped) == _noted(whole) else "SILENTLY WRONG"
+    return "yes" if _noted(again) == _noted(whole) else "SILENTLY WRONG"
 
 
 def rank_table(kinds: dict[str, Any], batch_size: int, each: Counter[int], folder: Path) -> list[list[str]]:
@@ -161,7 +186,12 @@ def rank_table(kinds: dict[str, Any], batch_size: int, each: Counter[int], folde
     ]
 
 
+def stop_row(launcher: str, folder: Path, kind: str) -> list[str]:
+    """The cells of a kind of training data under a launcher."""
+    return [stop_cell(launcher, stop, folder, kind) for stop in STOPS]
+
+
 def stop_table(folder: Path) -> list[list[str]]:
-    """A row for each launcher."""
-    rows = [["", *(f"`{stop}`" for stop in STOPS)], ["---"] * (1 + len(STOPS))]
-    return rows + [[name, *(stop_cell(name, stop, folder) for stop in STOPS)] for name in LAUNCHERS]
+    """A row for each kind of training data and launcher of `STOPPED`."""
+    rows = [["", "", *(f"`{stop}`" for stop in STOPS)], ["---"] * (2 + len(STOPS))]
+    return rows + [[kind, name, *stop_row(name, folder, kind)] for kind, name in STOPPED]

@@ -94,7 +94,7 @@ def run_blocks(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, strate
 def output_of(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The output of a command: of the engine's own, in this process; of others, in one of their own."""
     words = shlex.split(command)
-    if words[0] != "polyphase" or words[1] in ("verify", "wire") or "--explain" in words:
+    if words[0] != "polyphase" or words[1] in ("verify", "bench-comm") or "--explain" in words:
         flags = [f"PATH={environment('single', 1)['PATH']}", "COLUMNS=120"]
         finished = run_command(["env", *flags, *words], timeout_s=170)
         assert finished.returncode == 0, finished.output

@@ -19,10 +19,10 @@ WITH_CODE = [page for page in PAGES if python_blocks(DOCS / f"{page}.md")]
 COMMANDS = [
     pytest.param(one, id=one.command)
     for one in shown(DOCS / "reference" / "cli.md")
-    if one.command.split()[1] not in ("verify", "wire")
+    if one.command.split()[1] not in ("verify", "bench-comm")
 ]
 SOURCES = [path for name in ("engine", "callbacks") for path in (ROOT / name).rglob("*.py")]
-INTERNAL = {"RepeatStep", "NeedsOthers", "UnfitError"}
+INTERNAL = {"NativeError", "NeedsOthers", "RetryStep", "RunError", "UnfitError"}
 """Exceptions that no user sees: they end something within the engine, which catches them."""
 
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -234,7 +235,8 @@ def differences(
     """Trains a subject under a strategy; the largest difference of any weight from the plain loop's."""
     module = build(subject)
     if make_optimizer is not adamw:  # that of the subjects
-        module.configure_optimizers = lambda: make_optimizer(module)
+        # Bound: a copy of the module, as the check of the first steps makes, is to optimize itself.
+        module.configure_optimizers = MethodType(make_optimizer, module)
     engine = Engine(
         strategy=flag,
         accelerator=accelerator,

@@ -27,8 +27,9 @@ from polyphase.engine import Engine, fit
 from polyphase.engine.argument_checks import ArgumentError, check_arguments
 from polyphase.engine.arguments import Arguments
 from polyphase.engine.compression import COMM_HOOKS
-from polyphase.engine.refusal import RefusedError
-from polyphase.engine.strategies import PRECISIONS, STRATEGIES
+from polyphase.engine.errors import RefusedError
+from polyphase.engine.precision.names import PRECISIONS
+from polyphase.engine.strategies import STRATEGIES
 
 from .tiny import QUIET, Seen, engine, rows
 

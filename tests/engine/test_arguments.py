@@ -16,14 +16,16 @@ from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.data import UNEVEN
 from polyphase.engine.flags import Layout
 from polyphase.engine.loop.compile import COMPILE_MODES
-from polyphase.engine.loop.nonfinite import NONFINITE_POLICIES
-from polyphase.engine.strategies import PRECISIONS, STRATEGIES
+from polyphase.engine.precision.names import PRECISIONS
+from polyphase.engine.reliability.nonfinite import NONFINITE_POLICIES
+from polyphase.engine.strategies import STRATEGIES
 
 OURS = {
     "activation_checkpointing": "none",
     "offload": None,
     "name": None,
     "enable_run_summary": None,
+    "enable_doctor": False,
     "async_checkpoints": True,
     "check_first_steps": "auto",
     "checkpoint_format": "auto",

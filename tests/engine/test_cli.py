@@ -97,7 +97,7 @@ def test_expanding_twice_changes_nothing():
         (["strategies", "--explain", "ByteGTP"], "unknown model class 'ByteGTP'. Did you mean 'ByteGPT'?"),
         (["fit", "--data", "PythonSource"], "fit needs a model: --model NAME or --model package.Class. There are "),
         (["fit", "--model", "ByteGTP"], "unknown model class 'ByteGTP'. Did you mean 'ByteGPT'?"),
-        (["fit", "--model", "Other"], "A class of your own goes by its import path: --model package.Class."),
+        (["fit", "--model", "Other"], "Name your own class by its import path: --model package.Class."),
         (
             ["fit", "--model=ByteGPT", "--data=PythonSorce"],
             "unknown data class 'PythonSorce'. Did you mean 'PythonSource'",
@@ -113,12 +113,12 @@ def test_expanding_twice_changes_nothing():
         (["fit", *GPT, "--devices", "some"], "--devices: 'some' is neither a number, 'auto' nor a list"),
         (["verify", *GPT, "--steps", "0"], "steps must be a whole number of at least 1"),
         (["verify", "--model", "ByteGPT", "--accelerator", "cpu"], "verify needs data"),
-        (["wire", "--devices", "1", "--accelerator", "cpu"], "wire measures what is between ranks: set --devices 2"),
-        (["wire", "--model", "ByteGPT", "--devices", "2", "--accelerator", "cpu"], "wire needs data to take its steps"),
-        (["wire", *GPT, "--devices", "2", "--compressions", "[topk:2]"], "topk:density must be greater than 0 and at"),
-        (["wire", *GPT, "--devices", "2", "--strategy", "fsdp"], "can't forecast under strategy 'fsdp': choose ddp, z"),
+        (["bench-comm", "--devices", "1", "--accelerator", "cpu"], "bench-comm measures the network between"),
+        (["bench-comm", "--model", "ByteGPT", "--devices", "2", "--accelerator", "cpu"], "bench-comm needs data"),
+        (["bench-comm", *GPT, "--devices", "2", "--compressions", "[topk:2]"], "topk:density must be greater than"),
+        (["bench-comm", *GPT, "--devices", "2", "--strategy", "fsdp"], "can't forecast under strategy 'fsdp': choose"),
         (["fit", *GPT, "--devices", "3", "--strategy", "tp:tp=3"], "which 3 tensor-parallel ranks can't share equally"),
-        (["verify", *GPT, "--devices", "8", "--strategy", "pp:stages=8"], "ByteGPT can't be cut into 8 stages"),
+        (["verify", *GPT, "--devices", "8", "--strategy", "pp:pipeline_size=8"], "ByteGPT can't be cut into 8 stages"),
         (["fit", *GPT, "--devices", "2", "--strategy", "pp", "--trainer.sync_batchnorm=true"], "in a pipeline"),
         (["fit", *GPT, "--devices", "2", "--num_nodes", "2"], "`polyphase launch --nnodes 2`"),
         (["fit", *GPT, "--devices", "1", "--resume", "atuo"], "Checkpoint file not found: "),
@@ -213,9 +213,9 @@ def test_verify_gives_the_certificate():
 
 def test_wire_measures_forecasts_and_recommends():
     flags = ["--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--compressions", "[none,sign]"]
-    finished = run_command([*MODULE, "wire", *flags])
+    finished = run_command([*MODULE, "bench-comm", *flags])
     assert finished.returncode == 0, finished.output
-    assert "compression='auto' goes on with '" in finished.output
+    assert "compression='auto' uses '" in finished.output
     for line in (r"between 2 ranks +latency +bandwidth", r"all_reduce +[\d.]+ ms", r"none .* 1\.000 ", r"sign .* MB"):
         assert re.search(line, finished.output), line
     assert re.search(r"recommended: compression='(none|sign)'", finished.output)

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 
 import polyphase.engine
 from polyphase.engine import Engine, fit
+from polyphase.engine.errors import RefusedError
 from polyphase.engine.flags import Layout
-from polyphase.engine.refusal import RefusedError
-from polyphase.engine.verify import is_to_equal
+from polyphase.engine.old_names import warn_of_old_name
+from polyphase.engine.strategies import adapt
 
 from .tiny import QUIET, Positions, Regression, Seen, engine, rows
 
@@ -238,6 +239,7 @@ class SeesHowItComputes(Regression):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("ddp_spawn", 2)])
 def test_verify_computes_exactly_on_gpus_and_leaves_the_flags_as_they_are(strategy, devices):
     cudnn = torch.backends.cudnn
@@ -324,15 +326,16 @@ def test_a_lower_precision_shows():
     ("strategy", "equals"),
     [
         *(("ddp", True), ("fsdp", True), ("ps", True), ("single", True)),
-        *(("ps:staleness=1", False), ("local_sgd:every=2", False), ("diloco", False)),
+        *(("ps:staleness=1", False), ("local_sgd:sync_every=2", False), ("diloco", False)),
     ],
 )
 def test_which_strategies_are_to_equal_one_process(strategy, equals):
-    assert is_to_equal(engine(strategy=strategy, devices=1 if strategy == "single" else 2).strategy) is equals
+    made = engine(strategy=strategy, devices=1 if strategy == "single" else 2).strategy
+    assert adapt(made).expects_parity is equals
 
 
 def test_a_strategy_that_is_made_to_differ_is_the_reason():
-    flag = "local_sgd_fork:every=2"
+    flag = "local_sgd_fork:sync_every=2"
     certificate = engine(strategy=flag, devices=2).verify(Regression(), rows(), steps=1)
     assert not certificate.equal
     assert f"(strategy '{flag}' is made to compute something else)" in str(certificate)
@@ -340,10 +343,18 @@ def test_a_strategy_that_is_made_to_differ_is_the_reason():
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_fork", "local_sgd_fork"])
-def test_wire_names_the_strategies_that_it_can_forecast_under(strategy):
-    message = f"wire can't forecast under strategy '{strategy}': choose ddp, zero1 or hsdp"
+def test_bench_comm_names_the_strategies_that_it_can_forecast_under(strategy):
+    message = f"bench-comm can't forecast under strategy '{strategy}': choose ddp, zero1 or hsdp"
     with pytest.raises(RefusedError, match=message):
-        engine(strategy=strategy, devices=2).wire(Regression(), rows())
+        engine(strategy=strategy, devices=2).bench_comm(Regression(), rows())
+
+
+def test_bench_comm_can_be_called_by_its_old_name():
+    warn_of_old_name.cache_clear()
+    flags = engine(strategy="fsdp_fork", devices=2)
+    message = "the method Engine.wire is now called Engine.bench_comm"
+    with pytest.warns(FutureWarning, match=message), pytest.raises(RefusedError, match="bench-comm can't forecast"):
+        flags.wire(Regression(), rows())
 
 
 def test_a_strategy_that_can_not_repeat_steps_says_so_before_sizes_are_asked_for():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyphase.engine.environment import global_seed
-from polyphase.engine.launchers import launched_sizes, resolve_sizes, started_by
+from polyphase.engine.launch.detection import launched_sizes, launcher_name, resolve_sizes
 
 from .tiny import QUIET, Engine
 
@@ -47,7 +47,7 @@ def launch(monkeypatch):
 
 
 def test_without_a_launcher_the_flags_are_as_given():
-    assert started_by() is None
+    assert launcher_name() is None
     assert launched_sizes() is None
     for devices in (*AUTO, 2, [0, 1], "2"):
         assert resolve_sizes(devices, 3) == (devices, 3)
@@ -58,7 +58,7 @@ def test_without_a_launcher_the_flags_are_as_given():
 class TestLaunched:
     def test_the_sizes_are_the_launchers(self, launch, launcher, per_node, num_nodes):
         launch(launcher, per_node, num_nodes)
-        assert started_by() == launcher
+        assert launcher_name() == launcher
         assert launched_sizes() == (per_node * num_nodes, per_node)
 
     def test_flags_left_out_are_completed(self, launch, launcher, per_node, num_nodes):
@@ -102,20 +102,20 @@ def test_slurms_older_name_for_the_number_of_nodes(launch, monkeypatch):
 def test_an_interactive_slurm_allocation_has_started_nobody(launch, monkeypatch):
     launch("SLURM", 4, 1)
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    assert started_by() is None
+    assert launcher_name() is None
     assert resolve_sizes(1, 1) == (1, 1)
 
 
 def test_one_slurm_task_is_no_launch(launch):
     launch("SLURM", 1, 1)
-    assert started_by() is None
+    assert launcher_name() is None
     assert resolve_sizes(2, 1) == (2, 1)
 
 
 def test_torchrun_inside_a_slurm_job_comes_first(launch):
     launch("SLURM", 8, 2)
     launch("torchrun", 2, 1)
-    assert started_by() == "torchrun"
+    assert launcher_name() == "torchrun"
     assert launched_sizes() == (2, 2)
 
 

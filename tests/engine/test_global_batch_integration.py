@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
+from tests.pairs import paired
 
 from .parity import TOLERANCE, adamw, largest_difference, suffixed
 from .tiny import QUIET, Saves
@@ -47,7 +48,7 @@ class Fits(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, inputs, targets = batch
-        if self.folder is not None and self.trainer._data_connector.sizes.samples(batch_idx).mine:
+        if self.folder is not None and self.trainer._data_connector.sizes.samples(batch_idx).local:
             self.seen[self.trainer.global_step] += numbers.tolist()
         return (self.net(inputs).squeeze(1) - targets).square().mean()
 
@@ -81,9 +82,7 @@ def run(folder: Path, flag: str, devices: int, loader: DataLoader, **flags: obje
     return module, [sorted(i for seen in ranks for i in seen.get(str(step), [])) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("micro", [None, 5])
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("flag", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("flag", "devices", "micro"), paired(["ddp", "fsdp"], [1, 2, 3, 4], [None, 5]))
 def test_same_samples_and_same_weights_as_one_process(flag, devices, micro, tmp_path):
     in_order = [list(range(SIZE))[at : at + BATCH] for at in range(0, SIZE, BATCH)] * EPOCHS
     expected = plain_loop(Fits(), in_order)
@@ -212,8 +211,8 @@ def first_gradient(
         ("fsdp+tp:tp=2", 4, 2),
         ("pp", 2, 1),
         ("pp:schedule=zero-bubble", 2, 1),
-        ("pp+ddp:stages=2", 4, 2),
-        ("pp+fsdp:stages=2", 4, 2),
+        ("pp+ddp:pipeline_size=2", 4, 2),
+        ("pp+fsdp:pipeline_size=2", 4, 2),
         ("ps", 2, 2),
     ],
 )
@@ -230,7 +229,9 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(flag, devices, shares, 
         assert largest_difference(unweighed, expected) > 1e-3
 
 
-@pytest.mark.parametrize(("flag", "devices"), [("ddp", 2), ("pp+ddp:stages=2", 4), ("pp+fsdp:stages=2", 4)])
+@pytest.mark.parametrize(
+    ("flag", "devices"), [("ddp", 2), ("pp+ddp:pipeline_size=2", 4), ("pp+fsdp:pipeline_size=2", 4)]
+)
 def test_tokens_of_a_batch_that_only_keeps_a_rank_in_step_do_not_count(flag, devices):
     module = Tokens()
     module.mean_loss(Sentences(1)[0][None]).backward()

@@ -21,9 +21,22 @@ def test_each_name_is_there(name):
 
 
 def test_none_of_them_imports_torch():
-    modules = [*PACKAGES, "polyphase.engine.checkpoint.commands", "polyphase.engine.launch", "polyphase.engine.cli"]
+    modules = [
+        *PACKAGES,
+        "polyphase.engine.checkpoint.commands",
+        "polyphase.engine.launch.command",
+        "polyphase.engine.cli",
+    ]
     code = f"import sys, {', '.join(modules)}; assert not {{'torch', 'lightning'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_table_of_strategies_imports_none_of_them():
+    modules = "polyphase.engine, polyphase.engine.strategies, polyphase.engine.cli.strategies"
+    code = f"import sys, {modules}; print(*(name for name in sys.modules if name.startswith('polyphase')))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    folder = "polyphase.engine.strategies."
+    assert {name for name in found if name.startswith(folder)} == {f"{folder}options", f"{folder}registry"}
 
 
 def test_a_reference_is_imported_when_it_is_called():

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
@@ -29,6 +30,7 @@ def shuffled(batch_size: int) -> DataLoader[Any]:
     return DataLoader(Positions(SIZE), batch_size, shuffle=True)
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_two_ranks_have_stocks_order_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # taken back after the test
     found = []

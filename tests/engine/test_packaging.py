@@ -163,6 +163,71 @@ def test_no_import_comes_back_to_where_it_began():
     assert set(order.static_order()) == modules  # a CycleError names the circle
 
 
+def test_nobody_outside_of_the_strategies_looks_at_a_strategys_class_or_tries_its_attributes():
+    """Whoever wants to know something asks `adapt` or `capabilities_of`, which answer for every strategy."""
+    own = ROOT / "engine" / "strategies"
+    paths = [path for path in SOURCES if not path.is_relative_to(own)]
+    assert [f"{p.relative_to(ROOT)}:{probe}" for p in paths for probe in probes(ast.parse(p.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "isinstance(trainer.strategy, X)",
+        "isinstance(anything, (int, strategies.DDPStrategy))",
+        "issubclass(type(self._strategy), X)",
+        "getattr(self.trainer.strategy, 'x', None)",
+        "getattr(getattr(trainer, 'strategy', None), 'x', 0)",
+        "getattr(getattr(strategy, 'options', None), 'x', 0)",
+        "hasattr(strategy, 'x')",
+        "hasattr(adapt(trainer.strategy), 'x')",
+    ],
+)
+def test_such_a_probe_is_found(code):
+    assert probes(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["getattr(trainer.strategy, name)", "isinstance(strategy.launcher, X)", "hasattr(strategy.root_device, 'x')"],
+)
+def test_what_is_no_probe_of_a_strategy_is_left_alone(code):
+    assert not probes(ast.parse(code))
+
+
+def probes(tree: ast.AST) -> list[str]:
+    """The calls, with their lines, that ask for a strategy's class or whether it has an attribute."""
+    return [f"{n.lineno}: {ast.unparse(n)}" for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_probe(n)]
+
+
+def _is_probe(call: ast.Call) -> bool:
+    name = _last_name(call.func)
+    if name in ("isinstance", "issubclass"):
+        kinds = [_last_name(node) for node in ast.walk(call.args[1])]
+        return _is_strategy(call.args[0]) or any(kind.endswith("Strategy") for kind in kinds)
+    has_default = name == "hasattr" or (name == "getattr" and len(call.args) > 2)
+    return has_default and _is_strategy(call.args[0])
+
+
+def _is_strategy(node: ast.expr) -> bool:
+    """Whether an expression is a strategy, its class, or something that was asked of it by such a call."""
+    if isinstance(node, ast.Call):
+        names = [_last_name(argument) for argument in node.args]
+        return _last_name(node.func) in ("adapt", "getattr", "type") and any(map(_is_name, names))
+    return _is_name(_last_name(node))
+
+
+def _is_name(name: str) -> bool:
+    return name in ("strategy", "_strategy")
+
+
+def _last_name(node: ast.AST) -> str:
+    match node:
+        case ast.Name(name) | ast.Attribute(attr=name) | ast.Constant(str(name)):
+            return name
+    return ""
+
+
 def test_the_flags_stand_alone():
     for file in ("flags.py", "choices.py"):
         own = {name for name in names(ROOT / "engine" / file) if name.startswith(("polyphase", "torch", "lightning"))}
@@ -177,7 +242,7 @@ def test_models_and_callbacks_do_not_know_each_other(folder):
 
 def test_only_what_is_about_the_environment_reads_it():
     readers = [path.relative_to(ROOT).as_posix() for path in SOURCES if {"os.environ", "os.getenv"} & _attributes(path)]
-    assert readers == ["engine/environment.py", "engine/launch.py", "engine/launchers.py"]
+    assert readers == ["engine/environment.py", "engine/launch/command.py", "engine/launch/detection.py"]
 
 
 def _attributes(path: Path) -> set[str]:
@@ -206,6 +271,34 @@ def test_no_docstring_begins_with_what_of_or_by(files):
         for line, text in _docstrings(ast.parse(path.read_text()))
         if text.lstrip().startswith(("What ", "Of ", "By "))
     ]
+
+
+VAGUE = {"each", "everyones", "found", "given", "known", "mine", "ours", "which"}
+"""Names that say nothing of a parameter's content."""
+
+STILL_VAGUE = {
+    ("engine/data/workers.py", "given"),
+    ("engine/doctor/host.py", "found"),
+    ("engine/strategies/fsdp/unit_order.py", "known"),
+}
+"""Those that there still are."""
+
+
+def test_no_parameter_of_a_public_function_has_a_vague_name():
+    paths = [path for folder in ("engine", "callbacks", "models") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = {
+        (path.relative_to(ROOT).as_posix(), argument.arg)
+        for path in paths
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_public(function.name)
+        for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+        if argument.arg in VAGUE
+    }
+    assert found == STILL_VAGUE
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name == "__init__"
 
 
 def _docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from polyphase.engine import Engine
+from tests.pairs import paired
 
 from .parity import (
     ALL_SUBJECTS,
@@ -32,32 +33,38 @@ PIPELINES = {
     "pp:microbatches=4,schedule=gpipe": 2,
     "pp:microbatches=4,schedule=interleaved": 2,
     "pp:microbatches=4,schedule=zero-bubble": 2,
-    "pp+ddp:stages=2,microbatches=2": 4,
-    "pp+fsdp:stages=2,microbatches=2": 4,
+    "pp+ddp:pipeline_size=2,microbatches=2": 4,
+    "pp+fsdp:pipeline_size=2,microbatches=2": 4,
 }
+THREE_AXES = "hsdp+tp:replicate=2,shard=2,tp=2"
+EACH_STEP = "local_sgd:sync_every=1"
+"""An exchange after each step, of which SGD makes what it makes of averaged gradients."""
+FLAGS = (*STRATEGIES, *PIPELINES, *SPLIT, THREE_AXES, EACH_STEP)
+"""All that is compared here; `test_registered.py` misses a strategy that is not."""
+WAYS = ((1, None), (3, 0.05), (1, 0.05), (3, None))
+"""Accumulation and clipping. Each cell has one in `make test`; each flag has all of them, or two opposites."""
 MATRIX = [
-    (flag, subject)
+    (flag, subject, (number * (1 if len(subjects) == len(WAYS) else 2) + index) % len(WAYS))
     for flags, subjects in (
         (STRATEGIES, SUBJECTS),
         (PIPELINES, ["mlp", "gpt of four blocks, tied"]),
         (SPLIT, ["mlp", "gpt, tied"]),  # of convolutions no plan is derived
     )
-    for flag in flags
-    for subject in subjects
+    for number, flag in enumerate(flags)
+    for index, subject in enumerate(subjects)
 ]
 
 CASES = [
     pytest.param(
-        *cell,
+        flag,
+        subject,
         accumulate,
         clip,
-        id=f"{cell[0]}-{cell[1]}-{accumulate}-{'no clip' if clip is None else 'clip'}",
-        # Each cell with and without each of the two, and all four ways in two cells that are neighbours.
-        marks=[] if (accumulate == 1) == ((clip is None) == (number % 2 == 0)) else pytest.mark.nightly,
+        id=f"{flag}-{subject}-{accumulate}-{'no clip' if clip is None else 'clip'}",
+        marks=[] if way == kept else pytest.mark.nightly,
     )
-    for number, cell in enumerate(MATRIX)
-    for accumulate in (1, 3)
-    for clip in (None, 0.05)
+    for flag, subject, kept in MATRIX
+    for way, (accumulate, clip) in enumerate(WAYS)
 ]
 
 # A gradient that float32 rounds differently may be rounded to another bfloat16, 1/256 away, of which AdamW at 1e-3
@@ -87,16 +94,19 @@ def test_equals_a_plain_loop(flag, subject, accumulate, clip, table):
 
 
 def test_equals_a_plain_loop_on_a_mesh_of_three_axes(table):
-    flag, subject = "hsdp+tp_fork:replicate=2,shard=2,tp=2", "gpt, tied"
+    flag, subject = suffixed(THREE_AXES, "fork"), "gpt, tied"
     table[flag][subject] = differences(flag, 8, subject, 1, 0.05)
     assert table[flag][subject] <= TOLERANCE
 
 
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, 0.05)], ids=["one", "accumulate, clip"])
 # Synced BatchNorm is left out: its statistics are those of all ranks, the reference takes theirs one after the other.
-@pytest.mark.parametrize("subject", [subject for subject in SUBJECTS if "synced" not in subject])
 @pytest.mark.parametrize(
-    ("flag", "replicas"), [("ddp_fork", 2), ("fsdp_fork", 2), ("hsdp_fork:replicate=2,shard=2", 2)]
+    ("flag", "replicas", "subject", "accumulate", "clip"),
+    paired(
+        [("ddp_fork", 2), ("fsdp_fork", 2), ("hsdp_fork:replicate=2,shard=2", 2)],
+        [subject for subject in SUBJECTS if "synced" not in subject],
+        [(1, None), (3, 0.05)],
+    ),
 )
 def test_equals_a_plain_loop_that_averages_in_bf16(flag, replicas, subject, accumulate, clip, table):
     devices = 4 if flag.startswith("hsdp") else 2
@@ -109,12 +119,13 @@ def test_equals_a_plain_loop_that_averages_in_bf16(flag, replicas, subject, accu
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_local_sgd_with_an_exchange_after_each_step_equals_a_plain_loop(subject, accumulate, table):
     # With SGD, whose weights are linear in its gradients, and without clipping, which is by the norm on each rank.
-    flag = "local_sgd_fork:every=1"
+    flag = suffixed(EACH_STEP, "fork")
     difference = differences(flag, 2, subject, accumulate, None, make_optimizer=sgd)
     table[flag][subject] = max(table[flag][subject], difference)
     assert difference <= TOLERANCE
 
 
+@pytest.mark.usefixtures("warm_workers")
 # Every strategy, and every subject: what they compute is that of the forks, what differs is how they get there.
 @pytest.mark.parametrize(
     ("flag", "subject"),

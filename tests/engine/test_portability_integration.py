@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
-from polyphase.engine.host_group import EVERYONE
+from polyphase.engine.distributed.object_group import WORLD
+from polyphase.engine.strategies import capabilities_of
 
 from .parity import TOLERANCE, largest_difference
 
@@ -31,6 +32,7 @@ MORE_LAYOUTS = {
     "pp+fsdp 2x2": ("pp+fsdp_fork:microbatches=2", 4),
 }
 """Each of these with the partners and itself only: what opens in one process, and in two, opens in the others."""
+ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
 PARTNERS = ("single", "ddp x2")
 PAIRS = [(source, target) for source in LAYOUTS for target in LAYOUTS]
 for _name in MORE_LAYOUTS:
@@ -99,16 +101,16 @@ class Dumps(Callback):
             for key, value in trainer.optimizers[0].state.get(parameter, {}).items():
                 state[f"{parameter_name}/{key}"] = value
         state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-        if getattr(trainer.strategy, "state_is_spread", False):  # each rank has some of it
+        if capabilities_of(trainer.strategy).optimizer_state_partitioned:  # each rank has some of it
             mine = {key: value for key, value in state.items() if not value.is_meta}
-            state = {key: value for each in EVERYONE.gathered(mine) for key, value in each.items()}
+            state = {key: value for each in WORLD.all_gather_object(mine) for key, value in each.items()}
         state["lr"] = torch.tensor([group["lr"] for group in trainer.optimizers[0].param_groups])
         if trainer.is_global_zero:
             torch.save({key: value.clone() for key, value in state.items()}, f"{self.path}-{name}")
 
 
 def train(layout: str, folder: Path, **arguments: Any) -> None:
-    strategy, devices = (LAYOUTS | MORE_LAYOUTS)[layout]
+    strategy, devices = ALL_LAYOUTS[layout]
     folder.mkdir(exist_ok=True)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=SAVED, every_minutes=None, keep_last=3)
     engine = Engine(

@@ -42,7 +42,7 @@ def test_shorter_sequences_are_fine_and_longer_ones_are_not():
 
 
 def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="dim must be a multiple of num_heads, but 12 is none of 5"):
+    with pytest.raises(ValueError, match="dim must be a multiple of num_heads, but 12 is not a multiple of 5"):
         net(num_heads=5)
 
 

@@ -150,10 +150,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     auto grown = device_memory.allocate(size);
-    const auto work = Streams::all().next(stream_number({kDevice, current_device}));
-    Memory::all().use(impl->data(), work, false, "resize_");
-    Memory::all().use(grown.get(), work, true, "resize_");
-    if (impl->data() && grown.get()) std::memcpy(grown.get(), impl->data(), std::min(size, impl->nbytes()));
+    if (const auto kept = std::min(size, impl->nbytes()); kept > 0) {  // else there is nothing to copy, as on CUDA
+      const auto work = Streams::all().next(stream_number({kDevice, current_device}));
+      Memory::all().use(impl->data(), work, false, "resize_");
+      Memory::all().use(grown.get(), work, true, "resize_");
+      std::memcpy(grown.get(), impl->data(), kept);
+    }
     impl->set_data_ptr_noswap(std::move(grown));
     impl->set_nbytes(size);
   }
@@ -382,6 +384,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", &synchronize_device);
   m.def("memory", [] { return Memory::all().figures(); });
   m.def("reset_peak", [] { Memory::all().reset_peak(); });
+  m.def("limit", [] { return Memory::all().limit; });
   m.def("set_limit", [](size_t bytes) { Memory::all().limit = bytes; });
   m.def("over_gloo", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Backend>(gloo);

@@ -147,6 +147,7 @@ def _device_module(compiled: Any) -> types.ModuleType:
     module.max_memory_allocated = lambda device=None: compiled.memory()[1]
     module.memory_reserved = module.memory_allocated
     module.max_memory_reserved = module.max_memory_allocated
+    module.mem_get_info = lambda device=None: _free_and_total(compiled)
     module.reset_peak_memory_stats = lambda device=None: compiled.reset_peak()
     module.empty_cache = lambda: None
     module.Stream, module.Event = torch.Stream, torch.Event
@@ -157,3 +158,9 @@ def _device_module(compiled: Any) -> types.ModuleType:
     )
     module.stream = lambda stream: stream
     return module
+
+
+def _free_and_total(compiled: Any) -> tuple[int, int]:
+    """Bytes; without a limit those of a large device."""
+    total = int(compiled.limit()) or 2**36
+    return total - compiled.memory()[0], total

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyphase.engine import Engine
-from polyphase.engine.compression import Auto, Bucket, Member, Plain, Wire, forecast
-from polyphase.engine.compression.background import Background
+from polyphase.engine.compression import AllReduceHook, Auto, Bucket, CountingGroup, ParamSlice, forecast
+from polyphase.engine.compression.comm_worker import CommWorker
 from polyphase.engine.compression.int8 import Noise, quantize
 from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import QUIET, TOLERANCE, build, largest_difference, loader
@@ -67,7 +67,7 @@ def test_a_comm_hook_computes_what_it_does_on_the_cpu(flag, devices, accumulate,
 def _works_on_two_buckets() -> None:
     install()
     first, second = torch.ones(4, device="sim"), torch.ones(4, device="sim")
-    background = Background(torch.device("sim", 0))
+    background = CommWorker(torch.device("sim", 0))
     background.submit(lambda: first.mul_(2), 0)
     # What it does may overlap with the first: to work on the same is a race.
     with pytest.raises(RuntimeError, match=r"race: aten::mul .*may still be writing"):
@@ -96,7 +96,7 @@ def _runs_out() -> None:
     # A rank that repeats its step skips as many collectives as were counted: one that never began is none of them.
     device = install()
     dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
-    wire, payload = Wire(), torch.zeros(1, 1000, device="sim")
+    wire, payload = CountingGroup(), torch.zeros(1, 1000, device="sim")
     device.set_limit(torch.sim.memory_allocated() + 500)
     for collective in (wire.all_gather, wire.all_to_all):
         with pytest.raises(torch.OutOfMemoryError):
@@ -150,11 +150,11 @@ def _checks_numbers() -> Counter[str]:
     install()
     dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
     module = nn.Linear(64, 64, device="sim")
-    bucket = Bucket(0, torch.ones(65 * 64, device="sim"), (Member("weight", (64, 64)), Member("bias", (64,))))
+    bucket = Bucket(0, torch.ones(65 * 64, device="sim"), (ParamSlice("weight", (64, 64)), ParamSlice("bias", (64,))))
     names = []
     for scaler in (None, torch.amp.GradScaler("sim")):  # with a loss scale, infinities are in order
-        hook = Plain()
-        hook.begin(module, Wire(), scaler)
+        hook = AllReduceHook()
+        hook.begin(module, CountingGroup(), scaler)
         hook.run(bucket)
         with Operators() as operators:
             hook.run(bucket)
@@ -173,17 +173,17 @@ def _chooses() -> None:
     forecast._LARGEST_BYTES = 2**16
     module, side = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8)).to("sim"), 512 * 512
     buckets = [
-        Bucket(index, torch.zeros(side, device="sim"), (Member(name, (512, 512)),))
+        Bucket(index, torch.zeros(side, device="sim"), (ParamSlice(name, (512, 512)),))
         for index, (name, _) in enumerate(module.named_parameters())
     ]
     hook = Auto(steps=1)
-    hook.begin(module, Wire())
+    hook.begin(module, CountingGroup())
     torch.sim.reset_peak_memory_stats()
     before = torch.sim.memory_allocated()
     while hook.chosen is None:
         for bucket in buckets:
             hook.run(bucket)
-        hook.settle()
+        hook.on_step_end()
     assert len(hook.forecasts) == len(hook.candidates)
     # Residuals, drafts and copies of one bucket at a time: of all of them it would be three times the gradients.
     assert torch.sim.max_memory_allocated() - before < 8 * 4 * side

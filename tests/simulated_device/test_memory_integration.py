@@ -36,7 +36,7 @@ def test_activations_on_the_host(flag, devices, subject):
 
 def test_activations_on_the_host_under_local_sgd():
     flags = {"make_optimizer": sgd, "accelerator": "sim", "offload": "activations"}
-    assert in_a_child(differences, "local_sgd_fork:every=1", 2, "mlp", 3, None, **flags) <= TOLERANCE
+    assert in_a_child(differences, "local_sgd_fork:sync_every=1", 2, "mlp", 3, None, **flags) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.engine.parity import TOLERANCE, differences, suffixed
+from tests.pairs import alternating
 
 from . import in_a_child
 
@@ -21,8 +22,8 @@ STRATEGIES = {
     "tp": 2,
     "fsdp+tp:tp=2": 4,
     "pp:microbatches=4": 2,
-    "pp+ddp:stages=2,microbatches=2": 4,
-    "pp+fsdp:stages=2,microbatches=2": 4,
+    "pp+ddp:pipeline_size=2,microbatches=2": 4,
+    "pp+fsdp:pipeline_size=2,microbatches=2": 4,
 }
 """World size by flag."""
 
@@ -31,8 +32,7 @@ def difference(flag: str, *arguments: Any) -> float:
     return in_a_child(differences, suffixed(flag, "fork"), STRATEGIES[flag], *arguments, accelerator="sim")
 
 
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, 0.05)], ids=["one", "accumulate, clip"])
-@pytest.mark.parametrize("flag", STRATEGIES)
+@pytest.mark.parametrize(("flag", "accumulate", "clip"), alternating(STRATEGIES, [(1, None), (3, 0.05)]))
 def test_equals_a_plain_loop(flag, accumulate, clip):
     assert difference(flag, "knows its device", accumulate, clip) <= TOLERANCE
 

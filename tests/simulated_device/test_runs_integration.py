@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
-from polyphase.engine.strategies.rounded_gather import Rounded
+from polyphase.engine.strategies.fsdp.rounded_gather import Rounded
 from tests.engine.parity import QUIET
-from tests.engine.strategies.test_rounded_gather_integration import InFloat32
+from tests.engine.strategies.fsdp.test_rounded_gather_integration import InFloat32
 
 from . import in_a_child, install
 
@@ -206,3 +206,25 @@ def test_weights_that_are_gathered_in_16_bits_train_as_those_in_32(flag):
     rounded, expected = (in_a_child(_in_bf16, flag, rounds) for rounds in (True, False))
     for name, value in expected.items():
         assert (rounded[name] == value).all(), name
+
+
+class MeetsOnTheHost(Callback):
+    """Adds numbers of the host up, over the default group."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        assert ones.tolist() == [trainer.world_size] * 3
+
+
+def _serve() -> int:
+    engine = Engine(
+        strategy="ps_fork", accelerator="sim", devices=2, max_steps=4, callbacks=[MeetsOnTheHost()], **QUIET
+    )
+    engine.fit(Fits(), rows())
+    return engine.global_step
+
+
+def test_the_ranks_of_a_parameter_server_meet_on_the_host():
+    # A connection of their devices would be waited for at the end, when a rank was lost.
+    assert in_a_child(_serve) == 4

@@ -1,4 +1,4 @@
-"""Stages of a module, one after the other: `pp`, `pp+ddp` and `pp+fsdp`."""
+"""Pipeline parallelism: `pp`, `pp+ddp` and `pp+fsdp`."""
 
 from .strategy import Pipeline
 

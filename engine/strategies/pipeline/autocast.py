@@ -1,7 +1,7 @@
-"""The dtypes that autocast gives to values that another pipeline stage has.
+"""Gives values of other pipeline stages the dtypes that autocast would give them.
 
-Autocast leaves tensors on the meta device alone, so an operation on them returns another dtype than where they have
-content, or fails since its arguments differ. torch's fake tensors have no content either, but are of a real device.
+Autocast ignores tensors on the meta device. So an operation on them returns another dtype than on real tensors, or
+fails, since its arguments have different dtypes. torch's fake tensors have no content either, but a real device.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch: private, as torch.compile uses it
-from torch.utils._pytree import tree_leaves
+
+from ..._compat.torch import FakeTensor, FakeTensorMode, tree_leaves
 
 __all__ = ["autocast_form"]
 
 
 def autocast_form(func: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
-    """The result of an operation on meta tensors, of the dtypes that autocast gives it on `device`.
+    """Returns the result of an operation on meta tensors, in the dtypes that autocast gives on `device`.
 
-    Autocast is left out where it changes nothing: then a view in the result is one of the arguments.
+    Where autocast changes nothing, the operation runs without it, so that a view stays a view of an argument.
     """
     mode = FakeTensorMode()
 
@@ -31,7 +31,7 @@ def autocast_form(func: Callable[..., Any], args: Any, kwargs: Any, device: torc
         cast = func(*apply_to_collection(args, Tensor, fake), **apply_to_collection(kwargs, Tensor, fake))
     try:
         result = func(*args, **kwargs)
-    except RuntimeError:  # of different dtypes
+    except RuntimeError:  # its arguments have different dtypes
         result = None
     if _dtypes(result) == _dtypes(cast):
         return result

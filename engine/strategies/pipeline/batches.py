@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches of equal size, and what was made of them put together again."""
+"""Cuts batches into micro-batches of equal size, and merges the outputs of a step for them."""
 
 import copy
 import dataclasses
@@ -10,14 +10,14 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-__all__ = ["batch_size_of", "merged", "rows_of", "split_batch"]
+__all__ = ["batch_size_of", "merge_outputs", "split_batch", "take_rows"]
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples: the first dim of the first tensor that has dims.
+    """Returns the number of samples: the size of the first dim of the first tensor that has dims.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the batch has no such tensor.
     """
     sizes: list[int] = []
     apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None)
@@ -30,13 +30,13 @@ def batch_size_of(batch: Any) -> int:
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """Cuts tensors, arrays, and lists of as many values as there are samples, in any nesting.
+    """Cuts tensors, arrays, and lists with one value for each sample, in any nesting, into `num_parts` batches.
 
     Values without dims, other tuples of plain values and objects without tensors go into each part.
 
     Raises:
-        ValueError: a tensor, array or list has another length than there are samples, or an object has tensors that
-            are not found.
+        ValueError: a tensor, array or list has another length than the number of samples, or an object has tensors
+            that can't be cut.
     """
     if num_parts == 1:
         return [batch]
@@ -45,8 +45,8 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     return [_part(batch, size, slice(first, first + width)) for first in range(0, size, width)]
 
 
-def rows_of(batch: Any, rows: slice) -> Any:
-    """Some samples of a batch, as `split_batch` cuts them."""
+def take_rows(batch: Any, rows: slice) -> Any:
+    """Returns some samples of a batch, as `split_batch` cuts them."""
     return _part(batch, batch_size_of(batch), rows)
 
 
@@ -61,7 +61,7 @@ def _part(value: Any, size: int, rows: slice) -> Any:
         parts = {key: _part(each, size, rows) for key, each in value.items()}
         if not isinstance(value, MutableMapping):
             return type(value)(parts)  # type: ignore[call-arg]
-        mapping = copy.copy(value)  # also a default_factory, or what else a class has
+        mapping = copy.copy(value)  # keeps a default_factory, and other attributes of its class
         mapping.update(parts)
         return mapping
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -75,7 +75,7 @@ def _part(value: Any, size: int, rows: slice) -> Any:
 
 
 def _row_part(values: Any, size: int, rows: slice) -> Any:
-    """Cuts the rows of one part out of a list or tuple."""
+    """Returns some rows of a list or tuple."""
     if hasattr(values, "_fields"):
         return type(values)(*(_part(value, size, rows) for value in values))
     if not _has_tensors(values):
@@ -89,9 +89,9 @@ def _row_part(values: Any, size: int, rows: slice) -> Any:
 
 def _has_tensors(value: Any) -> bool:
     """Whether there are tensors or arrays in a nested value."""
-    found: list[Any] = []
-    apply_to_collection(value, (Tensor, np.ndarray), found.append)
-    return bool(found)
+    tensors: list[Any] = []
+    apply_to_collection(value, (Tensor, np.ndarray), tensors.append)
+    return bool(tensors)
 
 
 def _error(size: int, what: str) -> ValueError:
@@ -102,17 +102,17 @@ def _error(size: int, what: str) -> ValueError:
     )
 
 
-def merged(outputs: list[Any]) -> Any:
-    """Merges what a step returned for each micro-batch: samples behind each other, means of scalars."""
+def merge_outputs(outputs: list[Any]) -> Any:
+    """Merges the outputs of a step for the micro-batches: concatenates samples, takes means of floating scalars."""
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return first
     if isinstance(first, Tensor):
         return torch.stack(outputs).mean(0) if first.dim() == 0 and first.is_floating_point() else _rows(outputs)
     if isinstance(first, Mapping):
-        return type(first)({key: merged([output[key] for output in outputs]) for key in first})  # type: ignore[call-arg]
+        return type(first)({key: merge_outputs([output[key] for output in outputs]) for key in first})  # type: ignore[call-arg]
     if isinstance(first, tuple) or (isinstance(first, list) and all(isinstance(value, Tensor) for value in first)):
-        parts = [merged(list(parts)) for parts in zip(*outputs, strict=True)]
+        parts = [merge_outputs(list(parts)) for parts in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, list):
         return [value for output in outputs for value in output]  # one for each sample, say

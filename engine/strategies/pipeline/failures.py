@@ -1,23 +1,23 @@
-"""An error of the user's step, said with its place and with what is different for the step in a pipeline."""
+"""Describes errors of the user's step: where they happened, and what a pipeline changes for the step."""
 
 import traceback
 
 import torch
 
-from .absent import CutError, is_users
+from .remote_values import CutError, is_users
 
-__all__ = ["described"]
+__all__ = ["describe_failure"]
 
 
-def described(error: Exception, stage: int, micro_batch: str) -> str:
-    """Describes what happened, where, and why it may have happened in a pipeline alone.
+def describe_failure(error: Exception, stage: int, micro_batch: str) -> str:
+    """Returns an error message: what happened, where, and why it may happen in a pipeline only.
 
     Args:
         error: with its traceback.
         stage: that ran the step.
-        micro_batch: in words.
+        micro_batch: the micro-batch in words, for the message.
     """
-    if isinstance(error, CutError):  # says it all
+    if isinstance(error, CutError):  # its message is complete
         return f"pipeline stage {stage} failed: {error}"
     frames = list(traceback.walk_tb(error.__traceback__))
     places = traceback.StackSummary.extract(iter(frames))

@@ -1,11 +1,11 @@
-"""Gradients of a module whose parameters are spread over pipeline stages, once a window's last schedule has run.
+"""Sums and averages gradients of pipeline stages, when the last schedule of an accumulation window has run.
 
 Phases:
-1. parameters that several stages hold (tied embeddings): an all-reduce of 4 bytes a value between these stages alone;
-2. `pp+ddp`: an all-reduce of 4 bytes a parameter of this stage over the replicas, in buckets;
-3. for clipping: an all-reduce over the stages of one sum of squares, in which a parameter counts once.
-A parameter of which no rank has a gradient is left out of phases 1 and 2. Which ones these are, the ranks tell each
-other in the first step, and in the first one after `requires_grad` has changed anywhere.
+1. parameters that several stages hold (tied embeddings): an all-reduce of 4 bytes an element between these stages;
+2. `pp+ddp`: an all-reduce of 4 bytes an element of this stage over the replicas, in buckets;
+3. to clip: an all-reduce over the stages of one sum of squares, in which each parameter counts once.
+A parameter without a gradient on any rank is left out of phases 1 and 2. The ranks gather which parameters these are in
+the first step, and again in the first step after `requires_grad` has changed.
 """
 
 from collections import defaultdict
@@ -17,25 +17,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...compression import Bucket, CommHook, Member, Wire
-from ...compression.bucket import wide
-from ...host_group import HostGroup
+from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
+from ...compression.bucket import accumulation_dtype
+from ...distributed.object_group import ObjectGroup
 from ..clipping import norm_of
 
-__all__ = ["SpreadGradients"]
+__all__ = ["StageGradients"]
 
 _BUCKET_BYTES = 25 * 2**20
 
 
-class SpreadGradients:
-    """The gradients of this rank's part of a module, summed over the stages and averaged over the pipelines.
+class StageGradients:
+    """Sums the gradients of this rank's parameters over the stages and averages them over the pipelines.
 
     Args:
-        parameters: all of the module's, by name, in an order that is the same on all ranks.
-        holders: for each name, the ranks within the pipeline that hold it.
+        parameters: all parameters of the module, by name, in the same order on all ranks.
+        holders: for each name, the ranks within the pipeline that hold the parameter.
         group: process group of the ranks of this pipeline.
         hosts: the same ranks, for plain values.
-        wires: for each set of ranks that hold something together, one between those of this pipeline.
+        wires: for each set of ranks that hold a parameter together, the group of these ranks of this pipeline.
         device: of this rank's parameters.
     """
 
@@ -44,8 +44,8 @@ class SpreadGradients:
         parameters: dict[str, nn.Parameter],
         holders: dict[str, tuple[int, ...]],
         group: Any,
-        hosts: HostGroup,
-        wires: dict[tuple[int, ...], Wire],
+        hosts: ObjectGroup,
+        wires: dict[tuple[int, ...], CountingGroup],
         device: torch.device,
     ) -> None:
         self._group, self._hosts, self._wires = group, hosts, wires
@@ -58,32 +58,32 @@ class SpreadGradients:
         self._used: dict[str, nn.Parameter] = {}
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
 
-    def synchronise(self, averaging: CommHook | None, replicas: HostGroup) -> None:
-        """Sums and averages; called on all ranks, when the gradients of a window are there.
+    def synchronise(self, comm_hook: CommHook | None, replicas: ObjectGroup) -> None:
+        """Sums and averages the gradients of a window; called on all ranks.
 
         Args:
-            averaging: averages buckets over the replicas; None where there are none.
+            comm_hook: averages buckets over the replicas; None where there are none.
             replicas: the ranks with the same stages and other samples.
 
         Raises:
-            ValueError: there is a gradient that the other ranks do not know of.
+            ValueError: a parameter has a gradient that is unknown to the other ranks.
         """
-        # The same on all ranks, which have shapes of what they do not hold.
+        # Equal on all ranks: each has a shape for every parameter that it does not hold.
         trained = tuple(parameter.requires_grad for parameter in self._parameters.values())
         if trained != self._trained:
-            self._agree(replicas)
+            self._find_used(replicas)
             self._trained = trained
-        self._check(averages=averaging is not None)
+        self._check(averages=comm_hook is not None)
         for holders, parameters in self._shared.items():
             self._sum(parameters, self._wires[holders])
-        if averaging is not None:
-            self._average(averaging)
+        if comm_hook is not None:
+            self._average(comm_hook)
 
-    def _agree(self, replicas: HostGroup) -> None:
-        """Leaves out what nobody has a gradient of."""
-        mine = {name for name, parameter in self._own.items() if parameter.grad is not None}
-        used: set[str] = set().union(*self._hosts.gathered(mine))
-        used = used.union(*replicas.gathered(used))
+    def _find_used(self, replicas: ObjectGroup) -> None:
+        """Gathers which parameters have a gradient on some rank; the others are left out."""
+        own_used = {name for name, parameter in self._own.items() if parameter.grad is not None}
+        used: set[str] = set().union(*self._hosts.all_gather_object(own_used))
+        used = used.union(*replicas.all_gather_object(used))
         self._used = {name: parameter for name, parameter in self._own.items() if name in used}
         self._shared = defaultdict(list)
         for name, parameter in self._used.items():
@@ -91,7 +91,7 @@ class SpreadGradients:
                 self._shared[self._holders[name]].append(parameter)
 
     def _check(self, *, averages: bool) -> None:
-        """A gradient that others do not know of would go a way of its own on each rank."""
+        """Raises an error for a gradient that is unknown to other ranks: it would differ between them."""
         new = [
             name
             for name, parameter in self._own.items()
@@ -104,32 +104,38 @@ class SpreadGradients:
                 " times zero), set requires_grad=False until they are used, or choose another strategy, such as 'fsdp'."
             )
 
-    def _sum(self, parameters: Sequence[nn.Parameter], wire: Wire) -> None:
+    def _sum(self, parameters: Sequence[nn.Parameter], wire: CountingGroup) -> None:
         for gradients in _of_one_dtype(parameters):
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             wire.all_reduce(flat)
             _copy_back(flat, gradients)
 
-    def _average(self, averaging: CommHook) -> None:
+    def _average(self, comm_hook: CommHook) -> None:
         names = {id(parameter): name for name, parameter in self._used.items()}
         for index, parameters in enumerate(_buckets(list(self._used.values()))):
             gradients = [_gradient(parameter) for parameter in parameters]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            members = tuple(Member(names[id(p)], tuple(g.shape)) for p, g in zip(parameters, gradients, strict=True))
-            averaging.run(Bucket(index, flat, members))
+            members = tuple(
+                ParamSlice(names[id(p)], tuple(g.shape)) for p, g in zip(parameters, gradients, strict=True)
+            )
+            comm_hook.run(Bucket(index, flat, members))
             _copy_back(flat, gradients)
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The 2-norm of the gradients on all stages (a 0-d tensor), of the parameters given here."""
+        """Returns the 2-norm of the gradients of all stages, a 0-d tensor.
+
+        Args:
+            parameters: of this rank, whose gradients count.
+        """
         norm = norm_of([parameter for parameter in parameters if parameter in self._counted])
-        # In one dtype on all stages, one without gradients too; a square may leave the range of 16 bit.
+        # In one dtype on all stages, also on a stage without gradients; a square may leave the range of 16 bit.
         squared = norm.to(self._device, torch.float64).square()
         dist.all_reduce(squared, group=self._group)
-        return squared.sqrt().to(wide(norm.dtype))
+        return squared.sqrt().to(accumulation_dtype(norm.dtype))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Returns this rank's part of a gradient; zeros where it has none."""
+    """Returns this rank's part of a gradient; zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -143,7 +149,7 @@ def _of_one_dtype(parameters: Sequence[nn.Parameter]) -> Iterable[list[Tensor]]:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Runs of neighbours of one dtype that are not much larger than a bucket."""
+    """Groups neighbours of one dtype into buckets of about `_BUCKET_BYTES`."""
     bucket: list[nn.Parameter] = []
     num_bytes = 0
     for parameter in parameters:

@@ -1,11 +1,11 @@
-"""Parameters that a stage uses outside of its units, though another stage holds them: lent for the time of a batch.
+"""Lends parameters for the time of a batch to stages that use them outside of units but do not hold them.
 
-An output layer that is registered before the blocks, say, or a norm behind them that the first stage uses. In a trial
-run each stage notes which these are. Optimizer, checkpoints and norms know the holder's alone.
+Such as an output layer that is registered before the blocks, or a norm behind them that the first stage uses. In a
+trial run each stage notes which parameters it needs. Optimizer, checkpoints and norms use the holder's parameter only.
 
 Phases, per batch, for each pair of a holder and a borrower:
-1. before the micro-batches: the holder sends the values, those of one dtype as one;
-2. after their backwards: the borrower sends its gradient, and for each parameter whether it has one.
+1. before the micro-batches: the holder sends the values, one message for each dtype;
+2. after all backward passes: the borrower sends its gradients, and for each parameter whether it has one.
 """
 
 from collections import defaultdict
@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...compression.wire import Sent, Wire
-from .absent import CutError
-from .plan import Plan
+from ...compression.counting_group import CountingGroup, TrafficKey
+from .plan import StagePlan
+from .remote_values import CutError
 
-__all__ = ["Borrowed", "Loan", "lend", "loans_between", "loans_text", "return_gradients"]
+__all__ = ["BorrowedParameters", "Loan", "lend", "loans_between", "loans_text", "return_gradients"]
 
 
-class Borrowed:
-    """Parameters that this rank has for a while; otherwise they are shapes.
+class BorrowedParameters:
+    """Parameters of other ranks that this rank has for the time of a batch; at other times they are shapes.
 
     Args:
-        module: in whose modules they are put.
-        allowed: whether any may be.
+        module: whose parameters are replaced.
+        allowed: whether parameters may be borrowed.
     """
 
     def __init__(self, module: nn.Module, *, allowed: bool) -> None:
@@ -36,13 +36,13 @@ class Borrowed:
         self._present: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def of(self, shape: Tensor) -> nn.Parameter | None:
-        """The parameter that stands in the module in place of `shape`; None if there is none."""
-        found = self._present.get(id(shape))
-        return None if found is None else found[1]
+    def lent(self, shape: Tensor) -> nn.Parameter | None:
+        """Returns the parameter that is in the module in place of `shape`; None if it is not lent."""
+        pair = self._present.get(id(shape))
+        return None if pair is None else pair[1]
 
     def put(self, shape: nn.Parameter, content: Tensor) -> nn.Parameter:
-        """Puts content in the place of a shape, under all its names."""
+        """Replaces a shape by a parameter with content, under all its names; returns the parameter."""
         parameter = nn.Parameter(content, shape.requires_grad)
         self._present[id(shape)] = shape, parameter
         for part in self._module.modules():
@@ -53,14 +53,14 @@ class Borrowed:
         return parameter
 
     def name_of(self, shape: nn.Parameter) -> str:
-        """The first name of a parameter that is not there."""
+        """Returns the first name of a parameter that this rank does not hold."""
         return next(name for name, parameter in self._module.named_parameters() if parameter is shape)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self._present.values())
 
     def clear(self) -> None:
-        """Puts the shapes back."""
+        """Puts the shapes back in the places of the borrowed parameters."""
         for part, name, shape in self._places:
             part._parameters[name] = shape
         self._places.clear()
@@ -71,8 +71,8 @@ class Loan:
     """The parameters that one rank of a pipeline lends to another.
 
     Args:
-        holder: rank within the pipeline.
-        borrower: another.
+        holder: rank within the pipeline that has the parameters.
+        borrower: rank within the pipeline that needs them.
         parameters: of one dtype; on the borrower, their shapes.
     """
 
@@ -81,60 +81,61 @@ class Loan:
         self.sizes = [parameter.numel() for parameter in parameters]
 
 
-def loans_between(module: nn.Module, plan: Plan, borrowed: dict[int, list[str]], num_ranks: int) -> list[Loan]:
-    """Who lends what to whom, in one order on all ranks.
+def loans_between(module: nn.Module, plan: StagePlan, borrowed: dict[int, list[str]], num_ranks: int) -> list[Loan]:
+    """Returns the loans of a batch, in the same order on all ranks.
 
     Args:
         module: whose parameters they are.
-        plan: says who holds them.
-        borrowed: by stage, the names of parameters.
+        plan: says which stages hold a parameter.
+        borrowed: the names of the parameters that each stage borrows.
         num_ranks: of the pipeline; stage s is on rank s modulo that.
     """
-    known = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     pairs: dict[tuple[int, int, str], dict[str, nn.Parameter]] = defaultdict(dict)
     for stage, names in borrowed.items():
         for name in names:
-            holders = sorted({holder % num_ranks for holder in plan.holders[known[name]]})
+            parameter = parameters[name]
+            holders = sorted({holder % num_ranks for holder in plan.holders[parameter]})
             if stage % num_ranks not in holders:
-                pairs[holders[0], stage % num_ranks, str(known[name].dtype)][name] = known[name]
-    return [Loan(*pair[:2], list(parameters.values())) for pair, parameters in sorted(pairs.items())]
+                pairs[holders[0], stage % num_ranks, str(parameter.dtype)][name] = parameter
+    return [Loan(*pair[:2], list(of_pair.values())) for pair, of_pair in sorted(pairs.items())]
 
 
-def loans_text(module: nn.Module, plan: Plan, borrowed: dict[int, list[str]]) -> str | None:
+def loans_text(module: nn.Module, plan: StagePlan, borrowed: dict[int, list[str]]) -> str | None:
     """Describes the loans, for the log; None if nothing is lent.
 
     Raises:
-        CutError: a stage would have all blocks of all others, as for a penalty over `self.parameters()`.
+        CutError: a stage would borrow the blocks of all other stages, as for a penalty over `self.parameters()`.
     """
-    known = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     for stage, names in borrowed.items():
         others = (unit for other, units in enumerate(plan.stages) if other != stage for unit in units)
         of_blocks = {parameter for unit in others for parameter in unit.parameters()}
-        if of_blocks and of_blocks <= {known[name] for name in names}:
+        if of_blocks and of_blocks <= {parameters[name] for name in names}:
             raise CutError(
                 f"the step uses the parameters of all blocks on pipeline stage {stage}, outside of them: {names[0]!r}"
                 " and others. If it is for a penalty on weights, set the optimizer's `weight_decay`; or choose another"
                 " strategy, such as 'fsdp'."
             )
-    said = [
-        f"stage {stage} uses {', '.join(names)} ({sum(known[name].nbytes for name in names) / 1e6:.3g} MB)"
+    uses = [
+        f"stage {stage} uses {', '.join(names)} ({sum(parameters[name].nbytes for name in names) / 1e6:.3g} MB)"
         for stage, names in borrowed.items()
         if names
     ]
-    if not said:
+    if not uses:
         return None
     return (
-        f"pipeline: {'; '.join(said)}, which another stage holds: this is sent there and its gradient back, once a"
+        f"pipeline: {'; '.join(uses)}, which another stage holds: this is sent there and its gradient back, once a"
         " batch. It is not, if modules are assigned to attributes in the order of their use, those behind the blocks"
         " after these, or if the module has a method pipeline_stages() that names them."
     )
 
 
-def lend(loans: Sequence[Loan], borrowed: Borrowed, wire: Wire, device: torch.device) -> None:
-    """Phase 1.
+def lend(loans: Sequence[Loan], borrowed: BorrowedParameters, wire: CountingGroup, device: torch.device) -> None:
+    """Phase 1: sends the values of the parameters that are lent.
 
     Raises:
-        CutError: a hook of the user's waits for the gradient of a parameter, of which it would see a part.
+        CutError: a parameter that is lent has a gradient hook, which would see only a part of the gradient.
     """
     for loan in loans:
         if wire.rank == loan.holder:
@@ -152,15 +153,17 @@ def lend(loans: Sequence[Loan], borrowed: Borrowed, wire: Wire, device: torch.de
                 borrowed.put(shape, content.view(shape.shape).clone())
 
 
-def return_gradients(loans: Sequence[Loan], borrowed: Borrowed, wire: Wire, device: torch.device) -> None:
-    """Phase 2."""
+def return_gradients(
+    loans: Sequence[Loan], borrowed: BorrowedParameters, wire: CountingGroup, device: torch.device
+) -> None:
+    """Phase 2: sends the gradients of borrowed parameters back to their holders, which add them to their own."""
     for loan in loans:
         trained = [p for p in loan.parameters if p.requires_grad]
         if not trained:
             continue
         sizes = [p.numel() for p in trained]
         if wire.rank == loan.borrower:
-            gradients = [_there(borrowed, p).grad for p in trained]
+            gradients = [_lent(borrowed, p).grad for p in trained]
             parts = [
                 torch.zeros(p.shape, dtype=p.dtype, device=device) if g is None else g
                 for p, g in zip(trained, gradients, strict=True)
@@ -171,15 +174,15 @@ def return_gradients(loans: Sequence[Loan], borrowed: Borrowed, wire: Wire, devi
             flat = torch.empty(sum(sizes) + len(sizes), dtype=trained[0].dtype, device=device)
             dist.recv(flat, dist.get_global_rank(wire.group, loan.borrower), group=wire.group)  # type: ignore[arg-type]
             *parts, flags = flat.split([*sizes, len(sizes)])
-            for parameter, part, has_one in zip(trained, parts, flags.tolist(), strict=True):
-                if has_one:
+            for parameter, part, has_gradient in zip(trained, parts, flags.tolist(), strict=True):
+                if has_gradient:
                     _add(parameter, part.view(parameter.shape))
 
 
-def _there(borrowed: Borrowed, shape: Tensor) -> nn.Parameter:
-    found = borrowed.of(shape)
-    assert found is not None
-    return found
+def _lent(borrowed: BorrowedParameters, shape: Tensor) -> nn.Parameter:
+    parameter = borrowed.lent(shape)
+    assert parameter is not None
+    return parameter
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -189,6 +192,6 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-def _send(flat: Tensor, to: int, wire: Wire, name: Any) -> None:
+def _send(flat: Tensor, to: int, wire: CountingGroup, name: Any) -> None:
     dist.send(flat, dist.get_global_rank(wire.group, to), group=wire.group)  # type: ignore[arg-type]
-    wire.sent[Sent(name, 0)] += flat.nbytes
+    wire.sent[TrafficKey(name, 0)] += flat.nbytes

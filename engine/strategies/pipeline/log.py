@@ -1,10 +1,11 @@
-"""The values that a step logs on the last stage, logged on all stages.
+"""Logs the values that a step logs on the last stage on all stages.
 
-While the micro-batches run, `self.log` only notes its arguments on the last stage. Then the values of all micro-batches
-become one, as `reduce_fx` says (a mean by default), are sent to the other stages, and every rank calls the real `log`.
+While the micro-batches run, `self.log` records its arguments on the last stage, and does nothing on the others. Then
+the values of all micro-batches are reduced to one by `reduce_fx` (a mean by default) and sent to the other stages, and
+every rank calls the real `log`.
 
-A torchmetrics object is updated on the last stage alone. Its `compute` on the others is told what the last stage has
-computed, over the ranks that have samples of their own.
+A torchmetrics object is updated on the last stage only. Its `compute` on the other stages returns what the last stage
+has computed, over the ranks with samples of their own.
 """
 
 import inspect
@@ -18,29 +19,29 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from .absent import CutError, users_line
-from .share import Sharing
+from .remote_values import CutError, users_line
+from .tree_broadcast import TreeBroadcast
 
 __all__ = ["StepLog", "idle_text", "share_metrics", "unshare_metrics"]
 
 _SMALL_SHARE = 0.1
-"""The idle share of the time that the advice aims at."""
+"""The idle share of the time that the advice of `idle_text` aims at."""
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class _LoggedMetric(NamedTuple):
-    """In the place of a torchmetrics object."""
+    """Stands for a torchmetrics object that was logged."""
 
     attribute: str
     forward_cache: Tensor | None
 
 
 class StepLog:
-    """Stands in the place of `log` while micro-batches run.
+    """Replaces `log` of a module while micro-batches run.
 
     Args:
-        module: whose `log` it is.
+        module: whose `log` is replaced.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -51,7 +52,7 @@ class StepLog:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """In the place of the module's `log`."""
+        """Context in which it replaces the module's `log`."""
         attributes = self._module.__dict__
         before = attributes.get("log")
         attributes["log"] = self._note
@@ -64,7 +65,7 @@ class StepLog:
                 attributes["log"] = before
 
     def begin_micro_batch(self, is_last_stage: bool) -> None:
-        """Called before each of them, on each stage."""
+        """Called before each micro-batch, on each stage."""
         self._counts.clear()
         self.is_last_stage = is_last_stage
 
@@ -78,8 +79,8 @@ class StepLog:
         self._counts[name] += 1
         if isinstance(value, Metric):
             value = _LoggedMetric(self._name_of(value, name), value._forward_cache)
-        elif isinstance(value, dict):  # by name, in Lightning; it has its word to say of others
-            value = {each: _as_tensor(number, name) for each, number in value.items()}
+        elif isinstance(value, dict):  # Lightning checks what is in it
+            value = {key_in_value: _as_tensor(number, name) for key_in_value, number in value.items()}
         else:
             value = _as_tensor(value, name)
         self._calls.setdefault(key, []).append((value, arguments))
@@ -94,7 +95,7 @@ class StepLog:
         )
 
     def take(self) -> list[tuple[str, Any, dict[str, Any]]]:
-        """Name, value over all micro-batches and other arguments of each call; then it is empty."""
+        """Returns name, value over all micro-batches and other arguments of each call, and clears the record."""
         calls = [
             (name, _combined([value for value, _ in noted], noted[0][1].get("reduce_fx", "mean")), _arguments(noted))
             for (name, _), noted in self._calls.items()
@@ -103,7 +104,7 @@ class StepLog:
         return calls
 
     def replay(self, calls: list[tuple[str, Any, dict[str, Any]]]) -> None:
-        """Logs for good."""
+        """Calls the module's real `log` with what `take` has returned on the last stage."""
         for name, value, arguments in calls:
             if isinstance(value, _LoggedMetric):
                 metric: Any = self._module.get_submodule(value.attribute)
@@ -125,13 +126,13 @@ def _as_tensor(value: Any, name: str) -> Any:
 
 def _combined(values: list[Any], reduce_fx: Any) -> Any:
     first = values[0]
-    if isinstance(first, _LoggedMetric):  # that of the whole batch is not known
+    if isinstance(first, _LoggedMetric):  # the mean of the micro-batches, since the value of the batch is not known
         caches = [value.forward_cache for value in values if isinstance(value.forward_cache, Tensor)]
         return _LoggedMetric(first.attribute, torch.stack(caches).mean(0) if caches else None)
     if isinstance(first, dict):
         return {name: _combined([value[name] for value in values], reduce_fx) for name in first}
     if len(values) == 1 or not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-        return first  # Lightning says what is wrong with others
+        return first  # Lightning raises an error for other values
     stacked = torch.stack([value.reshape(()) for value in values])
     stacked = stacked if stacked.is_floating_point() else stacked.double()
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
@@ -139,48 +140,52 @@ def _combined(values: list[Any], reduce_fx: Any) -> Any:
 
 
 def _arguments(noted: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
-    """Those of the first call, with the samples of all."""
+    """Returns the arguments of the first call, with the number of samples of all calls."""
     arguments = dict(noted[0][1])
     if arguments.get("batch_size") is not None:
         arguments["batch_size"] = sum(int(each["batch_size"]) for _, each in noted)
     return arguments
 
 
-def share_metrics(module: LightningModule, sharing: Sharing, is_last: bool, runs: Callable[[], bool]) -> None:
-    """Has the torchmetrics objects of `module` compute on the last stage.
+def share_metrics(module: LightningModule, sharing: TreeBroadcast, is_last: bool, runs: Callable[[], bool]) -> None:
+    """Makes `compute` of the module's torchmetrics objects return the last stage's result on all stages.
 
     Args:
         module: changed in place.
-        sharing: from the last stage to the others.
+        sharing: broadcasts from the last stage.
         is_last: whether this rank has the last stage.
-        runs: whether micro-batches are being run: what a step computes then is the stage's own.
+        runs: whether micro-batches are running: then `compute` is not shared.
     """
     for metric in module.modules():
-        if isinstance(metric, Metric) and not isinstance(metric.compute, _Computed):
-            metric.compute = _Computed(metric.compute, sharing, is_last, runs)  # type: ignore[method-assign]
+        if isinstance(metric, Metric) and not isinstance(metric.compute, _SharedCompute):
+            metric.compute = _SharedCompute(metric.compute, sharing, is_last, runs)  # type: ignore[method-assign]
 
 
 def unshare_metrics(module: LightningModule) -> None:
-    """Has them compute as before."""
+    """Restores `compute` of the module's torchmetrics objects."""
     for metric in module.modules():
-        if isinstance(metric, Metric) and isinstance(metric.compute, _Computed):
+        if isinstance(metric, Metric) and isinstance(metric.compute, _SharedCompute):
             metric.compute = metric.compute.alone  # type: ignore[method-assign]
 
 
-class _Computed:
-    """A metric's `compute`, told to all stages."""
+class _SharedCompute:
+    """A metric's `compute` that broadcasts the last stage's result."""
 
-    def __init__(self, compute: Callable[[], Any], sharing: Sharing, is_last: bool, runs: Callable[[], bool]) -> None:
+    def __init__(
+        self, compute: Callable[[], Any], sharing: TreeBroadcast, is_last: bool, runs: Callable[[], bool]
+    ) -> None:
         self.alone, self._sharing, self._is_last, self._runs = compute, sharing, is_last, runs
 
     def __call__(self) -> Any:
         if self._runs():
             return self.alone()
-        return self._sharing.of(self.alone() if self._is_last else None)
+        return self._sharing.broadcast(self.alone() if self._is_last else None)
 
 
-def idle_text(schedule: str, num_ranks: int, num_micro_batches: int, batch_size: int, chunks: int, idle: float) -> str:
-    """Says in words how long the ranks of a pipeline were idle, and what would make it less.
+def idle_text(
+    schedule: str, num_ranks: int, num_micro_batches: int, batch_size: int, per_rank: int, idle: float
+) -> str:
+    """Describes how long the ranks of a pipeline were idle, and the number of micro-batches that would reduce it.
 
     With p ranks, c stages on each and m micro-batches the schedule alone leaves a rank idle for (p - 1) / (c m + p - 1)
     of the time; `zero-bubble` fills most of that.
@@ -190,26 +195,27 @@ def idle_text(schedule: str, num_ranks: int, num_micro_batches: int, batch_size:
         num_ranks: of one pipeline.
         num_micro_batches: of a full batch.
         batch_size: samples of a rank's full batch.
-        chunks: stages on each rank.
-        idle: the share of a full batch's time that was measured, 0 to 1.
+        per_rank: stages on each rank.
+        idle: the measured idle share of a full batch's time, 0 to 1.
     """
     waits = num_ranks - 1
-    share = waits / (chunks * num_micro_batches + waits)
+    share = waits / (per_rank * num_micro_batches + waits)
     ranks = "the one rank was" if num_ranks == 1 else f"the {num_ranks} ranks were"
     parts = f"{num_micro_batches} micro-batch{'' if num_micro_batches == 1 else 'es'}"
     text = f"pipeline ({schedule}): {ranks} idle for {idle:.0%} of the time of a full batch of {parts}"
     if schedule == "zero-bubble" or num_ranks == 1:
         return f"{text}."
     text += f"; {share:.0%} is what that number of them costs."
-    # As many as make it that small; in whole numbers, lest rounding adds one.
-    enough = -(-waits * round(1 / _SMALL_SHARE - 1) // chunks)
+    # The number of micro-batches for `_SMALL_SHARE`; in whole numbers, so that rounding does not add one.
+    enough = -(-waits * round(1 / _SMALL_SHARE - 1) // per_rank)
     if num_micro_batches >= enough:
         return f"{text} The rest comes from stages that are not equally expensive, and from sending."
     # torch's schedules of several stages per rank run them in rounds of as many micro-batches as there are ranks.
-    divisors = (n for n in range(enough, batch_size + 1) if batch_size % n == 0 and (chunks == 1 or n % num_ranks == 0))
+    unit = 1 if per_rank == 1 else num_ranks
+    divisors = (n for n in range(enough, batch_size + 1) if batch_size % n == 0 and n % unit == 0)
     number = next(divisors, None)
     if number is None:
         return (
             f"{text} To make it {_SMALL_SHARE:.0%}, give a rank batches that divide by microbatches={enough} or more."
         )
-    return f"{text} microbatches={number} would make it {waits / (chunks * number + waits):.0%}."
+    return f"{text} microbatches={number} would make it {waits / (per_rank * number + waits):.0%}."

@@ -1,8 +1,8 @@
-"""The losses and weights of the micro-batches of a batch, on the last stage.
+"""Combines the losses and weights of the micro-batches of a batch, on the last stage.
 
-A batch counts as the mean of its micro-batches; or, where `training_step` returns ``{"loss": mean, "weight": count}``,
-each of them counts as it says. The sum of these is known after the last forward, when most backwards are over: the
-gradients are then those of the sum of all losses times their weights, which the loop divides.
+The loss of a batch is the mean over its micro-batches; or, where `training_step` returns ``{"loss": mean, "weight":
+count}``, the mean weighted by these counts. The sum of the weights is known after the last forward, when most backward
+passes are over: so the gradients are those of the sum of losses times weights, which the loop divides.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ class Losses:
     """The losses and weights of the micro-batches of one batch.
 
     Args:
-        weigh: says what a micro-batch counts for, given its weight; given None, what the batch's mean loss does.
+        weigh: maps a micro-batch's weight to the factor on its loss; None maps to the factor on the batch's mean loss.
         number: of micro-batches.
     """
 
@@ -28,10 +28,13 @@ class Losses:
         self._weights: list[Tensor] = []
 
     def add(self, output: Any) -> Tensor:
-        """The scalar of which backward is to be run, for a micro-batch's output of `training_step`.
+        """Adds a micro-batch; returns the scalar to run backward on.
+
+        Args:
+            output: of `training_step`.
 
         Raises:
-            ValueError: it has no loss, or a weight and those before it had none, or the other way round.
+            ValueError: it has no loss; or some micro-batches have a weight, and others have none.
         """
         loss, weight = _loss(output), output.get("weight") if isinstance(output, Mapping) else None
         if self._means and (weight is None) == bool(self._weights):
@@ -43,13 +46,13 @@ class Losses:
         if weight is None:
             self._means.append(loss.detach())
             return loss * (counts / self._number)
-        loss = loss.masked_fill(counts == 0, 0.0)  # the mean of nothing is not a number
+        loss = loss.masked_fill(counts == 0, 0.0)  # the mean over zero samples is NaN
         self._means.append(loss.detach())
         self._weights.append(counts)
         return loss * counts
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
-        """The batch's mean loss, and its weight, if `training_step` has said one."""
+        """Returns the batch's mean loss, and its weight, or None if `training_step` returned no weights."""
         means = torch.stack(self._means)
         if not self._weights:
             return means.mean(), None
@@ -59,7 +62,7 @@ class Losses:
 
 
 def _loss(output: Any) -> Tensor:
-    """The loss in what `training_step` returned for a micro-batch."""
+    """Returns the loss in an output of `training_step`."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ValueError(

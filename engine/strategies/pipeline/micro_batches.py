@@ -1,8 +1,8 @@
-"""Warnings of modules for which a batch in micro-batches is not what it is in one piece, as far as can be found out.
+"""Warnings for modules that compute something else when a batch is cut into micro-batches, as far as detectable.
 
-BatchNorm normalises by the samples that it sees at a time. What else a forward writes into a buffer (the vectors of a
-spectral norm) is written for each micro-batch. And a loss that is no mean over the samples (it compares
-them with each other, as in CLIP, or divides by a number of tokens) is not the mean of its micro-batches' losses.
+BatchNorm normalises over each micro-batch. Other buffers that a forward writes (the vectors of a spectral norm) are
+written once for each micro-batch. And a loss that is not a mean over samples (it compares samples, as in CLIP, or
+divides by a number of tokens) is not the mean of the micro-batches' losses.
 """
 
 import dataclasses
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...loop.undo import Undo
-from .batches import batch_size_of, rows_of
-from .notes import Key
-from .part import Part
+from ..._compat.torch import _BatchNorm
+from ...loop.step_snapshot import StepSnapshot
+from .attribute_writes import Key
+from .batches import batch_size_of, take_rows
 from .shapes import Shapes
-from .share import Place
+from .stage_module import StageModule
+from .tree_broadcast import TensorSlot
 
-__all__ = ["batch_norm_text", "buffers_text", "loss_text"]
+__all__ = ["batch_norm_warning", "buffers_warning", "loss_warning"]
 
 _ONE = "microbatches=1 with schedule=gpipe is as in one process (one stage works at a time)"
 
 
-def batch_norm_text(module: nn.Module, number: int, size: int) -> str | None:
-    """A warning of BatchNorm that is trained; None if there is none, or but one micro-batch.
+def batch_norm_warning(module: nn.Module, number: int, size: int) -> str | None:
+    """Returns a warning about BatchNorm layers in training mode; None without them, or with one micro-batch.
 
     Args:
-        module: whose parts are looked at.
+        module: whose sub-modules are searched.
         number: of micro-batches.
         size: samples of the batch.
     """
@@ -47,12 +47,12 @@ def batch_norm_text(module: nn.Module, number: int, size: int) -> str | None:
     )
 
 
-def buffers_text(module: nn.Module, written: Iterable[Key], number: int) -> str | None:
-    """A warning of buffers that a step writes, those of BatchNorm aside; None if there are none.
+def buffers_warning(module: nn.Module, written: Iterable[Key], number: int) -> str | None:
+    """Returns a warning about buffers that a step writes, except those of BatchNorm; None without such buffers.
 
     Args:
         module: whose buffers they are.
-        written: what a step writes.
+        written: the attributes that a step writes.
         number: of micro-batches.
     """
     parts = dict(module.named_modules())
@@ -71,55 +71,59 @@ def buffers_text(module: nn.Module, written: Iterable[Key], number: int) -> str 
     )
 
 
-def loss_text(part: Part, step: Callable[[Any], Any], batch: Any, number: int) -> str | None:
-    """Tries out whether the loss of two micro-batches at once is the mean of theirs.
+def loss_warning(part: StageModule, step: Callable[[Any], Any], batch: Any, number: int) -> str | None:
+    """Tests whether the loss of two micro-batches together is the mean of their losses.
 
-    Runs the last stage four times without gradients and in eval mode, with random numbers in the place of what it
-    would receive.
+    Runs the last stage four times without gradients and in eval mode, with random numbers in place of the activations
+    that it would receive.
 
     Args:
         part: the last stage, after a trial run.
-        step: of the module, given a batch.
-        batch: the whole one.
+        step: runs the module's step on a batch.
+        batch: the whole batch.
         number: of micro-batches.
 
     Returns:
-        A warning; None if it is so, or if that can't be tried out: what the stage receives has not one row for each
-        sample, the step draws random numbers, or it fails with such activations.
+        A warning; None if the loss is the mean, or if this can't be tested: the activations do not have one row for
+        each sample, the step draws random numbers, or it fails with such activations.
     """
-    cut, job, width = part.cut, part.cut.job, batch_size_of(batch) // number
+    partitioned, job, width = part.partitioned, part.partitioned.job, batch_size_of(batch) // number
     assert job is not None
     sent = job.shapes.sent(part.stage - 1)
     if number == 1 or not all(t.is_floating_point() and t.dim() and t.shape[0] == width for t in sent):
         return None
     numbers = [torch.randn((2 * width, *t.shape[1:]), dtype=torch.float32) for t in sent]
-    modes, written, undo = [(m, m.training) for m in cut.module.modules()], cut.written, Undo(cut.module, random=False)
-    found = []
+    modes, written, snapshot = (
+        [(m, m.training) for m in partitioned.module.modules()],
+        partitioned.written,
+        StepSnapshot(partitioned.module, random=False),
+    )
+    results = []
     try:
-        cut.written = None
+        partitioned.written = None
         for module, _ in modes:
             module.training = False
         both, first, second = slice(0, 2 * width), slice(0, width), slice(width, 2 * width)
         for seed, rows in enumerate((first, first, second, both)):
             shapes = _of_size(job.shapes, width, rows.stop - rows.start)
-            run = functools.partial(_run, step, rows_of(batch, rows))
-            cut.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes)
+            run = functools.partial(_run, step, take_rows(batch, rows))
+            partitioned.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes)
             with torch.no_grad():
-                received = (t[rows].to(cut.device, shape.dtype) for t, shape in zip(numbers, sent, strict=True))
-                found.append(_loss_and_weight(part(*received, index=torch.tensor([seed]))))
-    except Exception:  # it may be the numbers; the batch itself is yet to come
+                received = (t[rows].to(partitioned.device, shape.dtype) for t, shape in zip(numbers, sent, strict=True))
+                results.append(_loss_and_weight(part(*received, index=torch.tensor([seed]))))
+    except Exception:  # perhaps because of the random activations; the batch itself comes later
         return None
     finally:
-        cut.job, cut.written, cut.failure = job, written, None
-        cut.filled.clear()
+        partitioned.job, partitioned.written, partitioned.failure = job, written, None
+        partitioned.filled.clear()
         for module, mode in modes:
             module.training = mode
-        undo.undo()
-    again, *parts, (whole, _) = found
+        snapshot.undo()
+    again, *parts, (whole, _) = results
     if again != parts[0]:  # the step draws random numbers, such as noise
         return None
     mean = sum(loss * weight for loss, weight in parts) / (sum(weight for _, weight in parts) or 1.0)
-    # Sums in 16 bit differ by more than that.
+    # In 16 bit, sums differ by more.
     if abs(whole - mean) <= (1e-3 if torch.float32 in {t.dtype for t in sent} else 3e-2) * abs(whole) + 1e-6:
         return None
     return (
@@ -140,12 +144,12 @@ def _finish(index: int, output: Any) -> Any:
 
 
 def _of_size(shapes: Shapes, width: int, size: int) -> Shapes:
-    """Those of micro-batches of `size` samples, not `width`."""
+    """Returns the shapes for micro-batches of `size` samples instead of `width`."""
 
-    def resized(place: Place) -> Place:
+    def resized(place: TensorSlot) -> TensorSlot:
         return place._replace(shape=(size, *place.shape[1:])) if place.shape[:1] == (width,) else place
 
-    units = {number: apply_to_collection(form, Place, resized) for number, form in shapes.units.items()}
+    units = {number: apply_to_collection(form, TensorSlot, resized) for number, form in shapes.units.items()}
     return dataclasses.replace(shapes, units=units)
 
 

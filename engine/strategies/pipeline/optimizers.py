@@ -1,4 +1,4 @@
-"""Optimizers that step each parameter by itself, which a pipeline stage can do, and those that need all of them."""
+"""Checks that an optimizer steps each parameter by itself: a pipeline stage does not have the others."""
 
 import copy
 from collections import OrderedDict
@@ -11,13 +11,13 @@ from torch.optim import LBFGS, Optimizer
 
 __all__ = ["check_optimizer"]
 
-_OTHERS = (100.0, 1.0, 10.0, 100.0, 10.0, 1.0), (1.0, 100.0, 30.0, 1.0, 30.0, 10.0)
-"""Sizes of gradients in some steps: a common factor of all steps would cancel under Adam."""
+_FACTORS = (100.0, 1.0, 10.0, 100.0, 10.0, 1.0), (1.0, 100.0, 30.0, 1.0, 30.0, 10.0)
+"""Factors on the gradients of other parameters, by step. They vary: a common factor would cancel under Adam."""
 _REMEDY = "choose another optimizer, or another strategy, such as 'ddp' or 'fsdp'."
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Checks that a step of one parameter does not depend on the others, by trying a copy on small tensors.
+    """Checks that the step of a parameter does not depend on others, by steps of a copy on small tensors.
 
     Raises:
         ValueError: it does, as with a norm of all gradients (LAMB, SAM) or a common estimate (Prodigy).
@@ -29,10 +29,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
     if type(optimizer).__module__.startswith("torch.optim."):
         return
-    numbers = [number for number, group in enumerate(optimizer.param_groups) if group["params"]]
+    groups = [index for index, group in enumerate(optimizer.param_groups) if group["params"]]
     try:
         with torch.random.fork_rng(devices=[]):
-            is_alone = all(_is_alone(optimizer, number) for number in numbers[:2])
+            is_independent = all(_is_independent(optimizer, group) for group in groups[:2])
     except Exception as error:
         rank_zero_warn(
             f"a pipeline stage steps its own parameters alone, and whether {name} gives the same result then could not"
@@ -40,7 +40,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             " with a norm of all gradients."
         )
         return
-    if not is_alone:
+    if not is_independent:
         raise ValueError(
             f"{name} steps a parameter by what it knows of others too, such as a norm of all gradients, but a pipeline"
             f" stage has only its own: switch that off, if it is an option of {name} (and set gradient_clip_val of the"
@@ -48,28 +48,28 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def _is_alone(optimizer: Optimizer, number: int) -> bool:
-    some, others = (_stepped(optimizer, number, sizes) for sizes in _OTHERS)
-    return torch.allclose(some, others, rtol=1e-3, atol=0)
+def _is_independent(optimizer: Optimizer, group: int) -> bool:
+    first, second = (_movement(optimizer, group, factors) for factors in _FACTORS)
+    return torch.allclose(first, second, rtol=1e-3, atol=0)
 
 
-def _stepped(optimizer: Optimizer, number: int, others: tuple[float, ...]) -> Tensor:
-    """Returns how far the first parameter of a group moves in steps in which all others' gradients have these sizes."""
+def _movement(optimizer: Optimizer, group: int, factors: tuple[float, ...]) -> Tensor:
+    """Returns how far the first parameter of a group moves when the gradients of all others have these factors."""
     torch.manual_seed(0)
-    copies = {id(p): _small(p) for group in optimizer.param_groups for p in group["params"]}
-    first = copies[id(optimizer.param_groups[number]["params"][0])]
+    copies = {id(p): _small(p) for each in optimizer.param_groups for p in each["params"]}
+    first = copies[id(optimizer.param_groups[group]["params"][0])]
     before = first.detach().clone()
-    known: dict[int, Any] = dict(copies)
-    copied = known[id(optimizer)] = object.__new__(type(optimizer))
-    attributes = {name: copy.deepcopy(each, known) for name, each in vars(optimizer).items() if name not in _LEFT_OUT}
+    memo: dict[int, Any] = dict(copies)
+    copied = memo[id(optimizer)] = object.__new__(type(optimizer))
+    attributes = {name: copy.deepcopy(each, memo) for name, each in vars(optimizer).items() if name not in _LEFT_OUT}
     copied.__dict__.update(attributes, **{name: OrderedDict() for name in _LEFT_OUT[1:]})
-    for step, size in enumerate(others):
+    for step, factor in enumerate(factors):
 
-        def closure(step: int = step, size: float = size) -> Tensor:
-            source = torch.Generator().manual_seed(step)
+        def closure(step: int = step, factor: float = factor) -> Tensor:
+            generator = torch.Generator().manual_seed(step)
             for parameter in copies.values():
-                noise = torch.rand(parameter.shape, generator=source, dtype=parameter.dtype)
-                parameter.grad = (7.0 if parameter is first else size) * (noise + parameter.detach())
+                noise = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.grad = (7.0 if parameter is first else factor) * (noise + parameter.detach())
             return torch.ones(())
 
         type(optimizer).step(copied, closure)  # type: ignore[arg-type]
@@ -77,12 +77,12 @@ def _stepped(optimizer: Optimizer, number: int, others: tuple[float, ...]) -> Te
 
 
 _LEFT_OUT = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes of an optimizer: a scheduler puts its own in the place of `step`."""
+"""Attributes of an optimizer that are not copied: a scheduler sets `step`, and hooks are the user's."""
 
 
 def _small(parameter: Tensor) -> nn.Parameter:
     size = (4 if parameter.dim() < 3 else 2,) * parameter.dim()
     count = torch.Size(size).numel()
-    # In double precision, since optimizers that find their own learning rate begin with tiny steps.
+    # In double precision: optimizers that estimate their learning rate begin with tiny steps.
     content = torch.arange(1, count + 1, dtype=torch.float64) / count
     return nn.Parameter(content.view(size), parameter.requires_grad)

@@ -1,8 +1,8 @@
-"""The plan that cuts a module into pipeline stages and says which stage holds which parameter.
+"""Plans pipeline stages: cuts a module into stages, and says which stages hold a parameter.
 
 The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class, or
 else of its longest `Sequential`, or `ModuleDict` of one class. Neighbouring units form a stage, balanced by the number
-of parameters. What lies outside of the units belongs to the stage of the unit registered before it, or to the first;
+of parameters. A module outside of the units belongs to the stage of the unit registered before it, or to the first;
 torchmetrics objects belong to the last. Parameters of the modules that contain the units, such as a class token, and
 those that several stages share are held by each of these stages.
 """
@@ -15,21 +15,21 @@ from torch import nn
 from torchmetrics import Metric
 
 from ..units import block_lists, check_inside
-from .remote import RemoteTensor
+from .remote_parameters import RemoteTensor
 
-__all__ = ["Plan", "leave_out", "plan_stages"]
+__all__ = ["StagePlan", "plan_stages", "replace_absent"]
 
-_SAY = "give the module a method pipeline_stages() that returns its parts, one list of sub-modules for each stage"
+_REMEDY = "give the module a method pipeline_stages() that returns its parts, one list of sub-modules for each stage"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The plan that cuts a module into pipeline stages."""
+class StagePlan:
+    """The stages of a module, and the stages that hold each sub-module and parameter."""
 
     stages: tuple[tuple[nn.Module, ...], ...]
     """The units of each stage, in the order of their calls."""
     modules: dict[nn.Module, tuple[int, ...]]
-    """For each sub-module, the stages that hold what is its own: one, but for those around the units."""
+    """For each sub-module, the stages that hold its own parameters: one, or several for modules that contain units."""
     holders: dict[nn.Parameter, tuple[int, ...]]
     """For each parameter, the stages that hold it."""
 
@@ -39,32 +39,38 @@ class Plan:
         return len(self.stages)
 
 
-def plan_stages(module: nn.Module, num_stages: int) -> Plan:
-    """Cuts `module`, or does as its ``pipeline_stages()`` says.
+def plan_stages(module: nn.Module, num_stages: int) -> StagePlan:
+    """Plans the stages of `module`: those of its ``pipeline_stages()``, or balanced ones.
 
     Raises:
-        ValueError: there are no units, or fewer than stages; or ``pipeline_stages()`` returned something else.
+        ValueError: the module has no units, or fewer than stages; or ``pipeline_stages()`` returned an invalid value.
     """
     if callable(getattr(module, "pipeline_stages", None)):
-        stages = _given(module, num_stages)
+        stages = _user_stages(module, num_stages)
     else:
         name, units = _units(module)
         if len(units) < num_stages:
             raise ValueError(
                 f"{type(module).__name__} can't be cut into {num_stages} stages: its longest list of blocks, {name!r},"
-                f" has {len(units)}. Ask for at most {len(units)}, or {_SAY}."
+                f" has {len(units)}. Ask for at most {len(units)}, or {_REMEDY}."
             )
         stages = _balanced(units, _outside(module, units), num_stages)
-    modules = dict(_placed(module, stages))
+    modules = dict(_assign_modules(module, stages))
     holders: dict[nn.Parameter, dict[int, None]] = defaultdict(dict)
     for part, places in modules.items():
         for parameter in part.parameters(recurse=False):
             holders[parameter].update(dict.fromkeys(places))
-    return Plan(stages, modules, {parameter: tuple(sorted(places)) for parameter, places in holders.items()})
+    return StagePlan(stages, modules, {parameter: tuple(sorted(places)) for parameter, places in holders.items()})
 
 
-def leave_out(module: nn.Module, plan: Plan, absent: Collection[nn.Parameter]) -> None:
-    """Puts shapes on the meta device in the places of parameters that other stages hold, under the same names."""
+def replace_absent(module: nn.Module, plan: StagePlan, absent: Collection[nn.Parameter]) -> None:
+    """Replaces parameters that only other stages hold by shapes on the meta device, under the same names.
+
+    Args:
+        module: changed in place.
+        plan: changed in place: the shapes replace the parameters there, too.
+        absent: the parameters.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     shapes = {parameter: RemoteTensor.parameter(parameter, names[parameter]) for parameter in absent}
     for part in module.modules():
@@ -75,7 +81,7 @@ def leave_out(module: nn.Module, plan: Plan, absent: Collection[nn.Parameter]) -
         plan.holders[shape] = plan.holders.pop(parameter)
 
 
-def _given(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, ...], ...]:
+def _user_stages(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, ...], ...]:
     kind = type(module).__name__
     stages = tuple(tuple(stage) for stage in module.pipeline_stages())  # type: ignore[operator]
     if len(stages) != num_stages or not all(stages):
@@ -96,32 +102,32 @@ def _given(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, ...], .
 
 
 def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The name of the container of the blocks, and the blocks."""
-    rows = [(name, list(part)) for name, part in module.named_modules() if isinstance(part, nn.Sequential)]
-    # Of an encoder and a decoder of one length the latter: its blocks are given what the encoder has returned.
-    for candidates in (block_lists(module)[::-1], rows, block_lists(module, (nn.ModuleDict,))[::-1]):
-        name, blocks = max(candidates, key=lambda row: len(row[1]), default=("", []))
+    """Returns the name of the container of the blocks, and the blocks."""
+    sequentials = [(name, list(part)) for name, part in module.named_modules() if isinstance(part, nn.Sequential)]
+    # Of an encoder and a decoder of equal length, the decoder: its blocks take the encoder's output as an argument.
+    for candidates in (block_lists(module)[::-1], sequentials, block_lists(module, (nn.ModuleDict,))[::-1]):
+        name, blocks = max(candidates, key=lambda candidate: len(candidate[1]), default=("", []))
         units = list(dict.fromkeys(blocks))
         if len(units) > 1:
             return name, units
     raise ValueError(
         f"{type(module).__name__} has no repeated blocks that a pipeline could be cut at, no ModuleList or ModuleDict"
-        f" of one class and no Sequential: {_SAY}."
+        f" of one class and no Sequential: {_REMEDY}."
     )
 
 
 def _balanced(
     units: Sequence[nn.Module], outside: tuple[int, int], num_stages: int
 ) -> tuple[tuple[nn.Module, ...], ...]:
-    """Runs of units with the least sum of squares of their numbers of parameters."""
-    # One more for each unit: those without parameters are dealt evenly, too.
+    """Cuts the units into runs with the least sum of squared numbers of parameters, by dynamic programming."""
+    # One more for each unit: units without parameters are balanced, too.
     sizes = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
     sizes[0] += outside[0]
     sizes[-1] += outside[1]
     total = [0]
     for size in sizes:
         total.append(total[-1] + size)
-    # best[k][n]: of the first n units in k stages, the cost and where the last of these stages begins.
+    # best[k][n]: for the first n units in k stages, the least cost, and where the last of these stages begins.
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(1, num_stages + 1):
         ends = range(stage, len(units) - num_stages + stage + 1)
@@ -138,27 +144,27 @@ def _balanced(
 
 
 def _outside(module: nn.Module, units: Sequence[nn.Module]) -> tuple[int, int]:
-    """Number of parameters before and after the units."""
+    """Returns the numbers of parameters before and after the units."""
     sizes = [0, 0]
     inside = {part for unit in units for part in unit.modules()}
-    for part, places in _placed(module, (tuple(units[:1]), tuple(units[1:]))):
+    for part, places in _assign_modules(module, (tuple(units[:1]), tuple(units[1:]))):
         if part not in inside:
             for place in places:
                 sizes[place] += sum(p.numel() for p in part.parameters(recurse=False))
     return sizes[0], sizes[1]
 
 
-def _placed(
+def _assign_modules(
     module: nn.Module, stages: tuple[tuple[nn.Module, ...], ...]
 ) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
-    """Each sub-module, with the stages that hold what is its own."""
+    """Yields each sub-module with the stages that hold its own parameters."""
     of_unit = {unit: index for index, stage in enumerate(stages) for unit in stage}
     seen: set[nn.Module] = set()
     present = 0
 
     def visit(part: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
         nonlocal present
-        if isinstance(part, Metric):  # updated where the outputs are; one's hash is that of its present state
+        if isinstance(part, Metric):  # on the last stage; no key of a dict, since its hash changes with its state
             inner = (each for each in part.modules() if not isinstance(each, Metric))
             yield from ((each, (len(stages) - 1,)) for each in inner)
             return

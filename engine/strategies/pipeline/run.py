@@ -1,8 +1,8 @@
-"""Runs steps of a module through the stages of a pipeline, and brings what the last stage found to all of them.
+"""Runs steps of a module through the stages of a pipeline, and broadcasts the last stage's results to all of them.
 
-Random numbers: the ranks of a pipeline have a common stream, and each batch takes one number of it, from which each
-micro-batch has a stream of its own. What a step draws before its units, such as the noise that its loss needs again, is
-the same on all stages; what the units of a stage draw (dropout) is that stage's own.
+Random numbers: the ranks of a pipeline have a common stream. Each batch draws one number from it, which seeds a stream
+for each micro-batch. Numbers that a step draws before its units, such as noise that its loss needs again, are equal on
+all stages; the units of a stage (dropout) draw from the stage's own stream.
 """
 
 from collections import OrderedDict
@@ -17,71 +17,132 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ...checkpoint.rng import get_random_state, seed_all, set_random_state
-from ...compression import Wire
-from ...host_group import HostGroup
-from ...loop.undo import Undo
-from .absent import CutError
-from .batches import batch_size_of, merged, split_batch
-from .failures import described
+from ...compression import CountingGroup
+from ...distributed.object_group import ObjectGroup
+from ...loop.step_snapshot import StepSnapshot
+from .batches import batch_size_of, merge_outputs, split_batch
+from .failures import describe_failure
 from .loans import lend, loans_between, loans_text, return_gradients
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
-from .micro_batches import batch_norm_text, buffers_text, loss_text
-from .part import Cut, Job, Part
+from .micro_batches import batch_norm_warning, buffers_warning, loss_warning
+from .remote_values import CutError
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
 from .shapes import Shapes
-from .share import Sharing, take_apart
+from .stage_module import PartitionedModule, StageModule, StepJob
+from .tree_broadcast import TreeBroadcast, flatten_tree
 
 __all__ = ["Runner"]
 
-_MOST_SHAPES = 8
-"""Kinds of batches whose schedules, which hold on to memory, are kept."""
+_MAX_SCHEDULES = 8
+"""The number of kinds of batches whose schedules are kept; a schedule keeps memory."""
+
+
+class _Work:
+    """The micro-batches of one batch: runs the step on them, and collects outputs or losses on the last stage.
+
+    Args:
+        runner: that runs it.
+        name: of the step.
+        context: entered around the step.
+        arguments: of the step, the batch first.
+        weigh: of `Losses`; None for forward only.
+    """
+
+    def __init__(
+        self,
+        runner: "Runner",
+        name: str,
+        context: Callable[[], AbstractContextManager[Any]],
+        arguments: tuple[Any, ...],
+        weigh: Callable[[Any], Tensor] | None,
+    ) -> None:
+        self.name, self.trains = name, weigh is not None
+        self.batch, *self._others = arguments
+        self.size = batch_size_of(self.batch)
+        self.num_micro_batches = num_micro_batches(self.size, runner.most_micro_batches)
+        self.micro_batches = split_batch(self.batch, self.num_micro_batches)
+        self.log = StepLog(runner.module)
+        self._step = getattr(runner.module, name)
+        self._outputs: dict[int, Any] = {}
+        self._losses = None if weigh is None else Losses(weigh, self.num_micro_batches)
+        self._last_stage, self._device = runner.partitioned.plan.num_stages - 1, runner.partitioned.device
+        self._seed = int(torch.randint(2**62, ()))
+        self.job = StepJob(
+            step=lambda index: self.step(self.micro_batches[index]),
+            begin=self._begin,
+            resume=lambda index, stage: seed_all(self._seed, index, 1 + stage),
+            finish=self._finish,
+            context=context,
+            shapes=Shapes(),
+            micro_batch=f"a micro-batch of {self.size // self.num_micro_batches} of the batch's {self.size} samples",
+        )
+
+    def step(self, samples: Any) -> Any:
+        """Runs the step on some samples of the batch."""
+        return self._step(samples, *self._others)
+
+    def _begin(self, index: int, stage: int) -> None:
+        self.log.begin_micro_batch(stage == self._last_stage)
+        seed_all(self._seed, index)
+
+    def _finish(self, index: int, output: Any) -> Tensor:
+        if self._losses is not None:
+            return self._losses.add(output)
+        self._outputs[index] = output
+        return torch.zeros((), device=self._device)
+
+    def result(self) -> Any:
+        """Returns the merged outputs; or, if it trains, the batch's mean loss and its weight. On the last stage."""
+        if self._losses is not None:
+            return self._losses.mean()
+        return merge_outputs([self._outputs[index] for index in range(self.num_micro_batches)])
 
 
 class Runner:
-    """The stages of this rank.
+    """Runs the steps of a module on the stages of this rank.
 
     Args:
         module: whose steps are run.
-        cut: the same module, with units that know of stages.
-        parts: those of this rank.
+        partitioned: the same module, partitioned into stages.
+        stages: of this rank.
         group: the ranks of this pipeline.
         hosts: a gloo group of the same ranks.
         schedule: name of the flag.
-        num_micro_batches: that a batch is cut into, if it divides.
+        num_micro_batches: of a batch, if this divides its size.
     """
 
     def __init__(
         self,
         module: LightningModule,
-        cut: Cut,
-        parts: Sequence[Part],
+        partitioned: PartitionedModule,
+        stages: Sequence[StageModule],
         *,
         group: Any,
         hosts: Any,
         schedule: str,
         num_micro_batches: int,
     ) -> None:
-        self._module, self._cut, self._parts = module, cut, parts
+        self.module, self.partitioned, self._stages = module, partitioned, stages
         self._group, self._hosts = group, hosts
-        self._schedule, self._num_micro_batches = schedule, num_micro_batches
-        self._size = dist.get_world_size(group)
-        self._is_last = any(part.is_last for part in parts)
-        self._sharing = Sharing(group, hosts, self._size - 1, cut.device)
-        self._ready: OrderedDict[Any, tuple[Any, Shapes]] = OrderedDict()
-        self._noted: set[tuple[str, bool]] = set()
-        """Steps, in training or not, of which it is known what they write."""
+        self._schedule, self.most_micro_batches = schedule, num_micro_batches
+        self._num_ranks = dist.get_world_size(group)
+        self._is_last = any(stage.is_last for stage in stages)
+        self._sharing = TreeBroadcast(group, hosts, self._num_ranks - 1, partitioned.device)
+        self._schedules: OrderedDict[Any, tuple[Any, Shapes]] = OrderedDict()
+        self._recorded: set[tuple[str, bool]] = set()
+        """The steps, each in training mode or not, whose writes are recorded."""
         self._first: dict[tuple[str, bool], Shapes] = {}
-        """The shapes that the first batch of each step has shown. In that batch the last stage had a trial run, too."""
-        self.clock = Clock(cut.device)
-        self.wire = Wire(group)
-        """Counts what stages hand over."""
-        self.tries_loss = True
-        """Whether the last stage may run by itself for once."""
+        """The shapes of the first batch of each step. In that batch the last stage had a trial run, too."""
+        self.clock = Clock(partitioned.device)
+        self.wire = CountingGroup(group)
+        """Counts the bytes that stages send each other."""
+        self.checks_loss = True
+        """Whether `loss_warning` may run the last stage by itself."""
         self._num_full = 0
-        """Micro-batches of a full batch: the most that one was cut into."""
+        """The number of micro-batches of a full batch: the most that a batch was cut into."""
         self._full_size = 0
-        share_metrics(module, self._sharing, self._is_last, lambda: cut.job is not None)
+        share_metrics(module, self._sharing, self._is_last, lambda: partitioned.job is not None)
 
     def run(
         self,
@@ -90,198 +151,187 @@ class Runner:
         arguments: tuple[Any, ...],
         weigh: Callable[[Any], Tensor] | None = None,
     ) -> Any:
-        """Runs a step of the module, and logs what it logged.
+        """Runs a step of the module, and logs its values.
 
         Args:
             name: of the step.
             context: entered around it.
             arguments: of the step, the batch first.
-            weigh: of `Losses`, to run backward too; None for forward alone.
+            weigh: of `Losses`, to run backward too; None for forward only.
 
         Returns:
-            What the step returned for the whole batch; or with `weigh` the batch's mean loss, and the weight that the
+            The step's merged output for the whole batch; or with `weigh` the batch's mean loss, and the weight that the
             step gave it, or None. On all ranks.
         """
-        batch, *others = arguments
-        size = batch_size_of(batch)
-        number = num_micro_batches(size, self._num_micro_batches)
-        batches = split_batch(batch, number)
-        step, log = getattr(self._module, name), StepLog(self._module)
-        outputs: dict[int, Any] = {}
-        losses = None if weigh is None else Losses(weigh, number)
-        seed = int(torch.randint(2**62, ()))
+        work = _Work(self, name, context, arguments, weigh)
+        is_new = self._record_writes(name)
+        with self._running(work.job, work.log):
+            schedule = self._schedule_for(work)
+            loans = loans_between(self.module, self.partitioned.plan, work.job.shapes.borrowed, self._num_ranks)
+            lend(loans, self.partitioned.borrowed, self.wire, self.partitioned.device)
+            warning = self._first_batch_warning(work) if is_new and work.trains else None
+            work.log.take()  # discards the values of the trial run
+            for stage in self._stages:
+                stage.borrowed = torch.nn.ParameterList(self.partitioned.borrowed)
+            self._run_schedule(schedule, work)
+            if work.trains:
+                return_gradients(loans, self.partitioned.borrowed, self.wire, self.partitioned.device)
+        return self._share(work, warning)
 
-        def begin(index: int, stage: int) -> None:
-            log.begin_micro_batch(stage == self._cut.plan.num_stages - 1)
-            seed_all(seed, index)
+    def _record_writes(self, name: str) -> bool:
+        """Has the attributes that a step writes recorded, if they are not known yet; returns whether they are not."""
+        kind = name, self.module.training
+        is_new = kind not in self._recorded and self.partitioned.plan.num_stages > 1
+        self._recorded.add(kind)
+        self.partitioned.written = {} if is_new else None
+        return is_new
 
-        def finish(index: int, output: Any) -> Tensor:
-            if losses is not None:
-                return losses.add(output)
-            outputs[index] = output
-            return torch.zeros((), device=self._cut.device)
+    def _first_batch_warning(self, work: _Work) -> str | None:
+        """Warns of BatchNorm; returns the last stage's warning about the loss, which all ranks are to know."""
+        if text := batch_norm_warning(self.module, work.num_micro_batches, work.size):
+            rank_zero_warn(text)
+        if not (self._is_last and self.checks_loss):
+            return None
+        return loss_warning(self._stages[-1], work.step, work.batch, work.num_micro_batches)
 
-        job = Job(
-            step=lambda index: step(batches[index], *others),
-            begin=begin,
-            resume=lambda index, stage: seed_all(seed, index, 1 + stage),
-            finish=finish,
-            context=context,
-            shapes=Shapes(),
-            micro_batch=f"a micro-batch of {size // number} of the batch's {size} samples",
-        )
-        kind = name, self._module.training
-        is_new = kind not in self._noted and self._cut.plan.num_stages > 1
-        self._noted.add(kind)
-        self._cut.written = {} if is_new else None
-        with self._running(job, log):
-            schedule = self._schedule_for(name, job, batches[0], number, weigh is not None)
-            loans = loans_between(self._module, self._cut.plan, job.shapes.borrowed, self._size)
-            lend(loans, self._cut.borrowed, self.wire, self._cut.device)
-            warning = None
-            if is_new and weigh is not None:
-                if text := batch_norm_text(self._module, number, size):
-                    rank_zero_warn(text)
-                if self._is_last and self.tries_loss:
-                    warning = loss_text(self._parts[-1], lambda samples: step(samples, *others), batch, number)
-            log.take()  # what a trial run has logged
-            if weigh is not None:
-                self._full_size = max(self._full_size, size)
-            for part in self._parts:
-                part.borrowed = torch.nn.ParameterList(self._cut.borrowed)
-            self._step(schedule, number, weigh is not None)
-            if weigh is not None:
-                return_gradients(loans, self._cut.borrowed, self.wire, self._cut.device)
-        result: Any = None
-        if self._is_last:
-            result = merged([outputs[index] for index in range(number)]) if losses is None else losses.mean()
-        last = self._cut.plan.num_stages - 1
-        written = self._cut.written.get(last) if self._cut.written else None
-        self._cut.written = None
-        said = (result, log.take(), written, warning) if self._is_last else None
-        result, calls, written, warning = self._sharing.of(said)
+    def _share(self, work: _Work, warning: str | None) -> Any:
+        """Broadcasts from the last stage: the result, the logged values, a warning, the attributes that were written.
+
+        Args:
+            work: that is done.
+            warning: of the last stage, shown on rank 0.
+
+        Returns:
+            The result, on all ranks.
+        """
+        partitioned, last = self.partitioned, self.partitioned.plan.num_stages - 1
+        written = partitioned.written.get(last) if partitioned.written else None
+        partitioned.written = None
+        value = (work.result(), work.log.take(), written, warning) if self._is_last else None
+        result, calls, written, warning = self._sharing.broadcast(value)
         if warning is not None:
             rank_zero_warn(warning)
         if written is not None:
-            self._cut.readers.learn(name, last, written, last + 1)
-            self._cut.buffer_stages.update(self._cut.readers.buffer_stages())
-            text = None if weigh is None else buffers_text(self._module, self._cut.readers.written, number)
-            if text is not None:
+            partitioned.guard.learn(work.name, last, written, last + 1)
+            partitioned.buffer_stages.update(partitioned.guard.buffer_stages())
+            if work.trains and (
+                text := buffers_warning(self.module, partitioned.guard.written, work.num_micro_batches)
+            ):
                 rank_zero_warn(text)
-        log.replay(calls)
+        work.log.replay(calls)
         return result
 
     @contextmanager
-    def _running(self, job: Job, log: StepLog) -> Any:
-        random = get_random_state()
-        self._cut.job, self._cut.failure = job, None
+    def _running(self, job: StepJob, log: StepLog) -> Any:
+        random_state = get_random_state()
+        self.partitioned.job, self.partitioned.failure = job, None
         try:
             with log.attached():
                 yield
         except RuntimeError:
-            if self._cut.failure is None:
+            if self.partitioned.failure is None:
                 raise
-            raise self._cut.failure from None  # torch's schedules hide it behind one of their own
+            raise self.partitioned.failure from None  # torch's schedules wrap it
         finally:
-            self._cut.job = self._cut.failure = None
-            self._cut.filled.clear()
-            self._cut.borrowed.clear()
-            for part in self._parts:
-                part.borrowed = None
-            set_random_state(random)
+            self.partitioned.job = self.partitioned.failure = None
+            self.partitioned.filled.clear()
+            self.partitioned.borrowed.clear()
+            for stage in self._stages:
+                stage.borrowed = None
+            set_random_state(random_state)
 
-    def _step(self, schedule: Any, number: int, trains: bool) -> None:
-        numbers = torch.arange(number)
-        target = {"target": numbers} if trains and self._is_last else {}
-        if trains and number > self._num_full:
-            self._num_full = number
-            self.clock.forget()  # of shorter batches
-        is_full = trains and number == self._num_full
-        self.clock.step(lambda: schedule.step(index=numbers, return_outputs=False, **target), counts=is_full)
+    def _run_schedule(self, schedule: Any, work: _Work) -> None:
+        number = work.num_micro_batches
+        indices = torch.arange(number)
+        target = {"target": indices} if work.trains and self._is_last else {}
+        if work.trains:
+            self._full_size = max(self._full_size, work.size)
+            if number > self._num_full:
+                self._num_full = number
+                self.clock.forget()  # the times of shorter batches
+        is_full = work.trains and number == self._num_full
+        self.clock.step(lambda: schedule.step(index=indices, return_outputs=False, **target), counts=is_full)
 
-    def _schedule_for(self, name: str, job: Job, batch: Any, number: int, trains: bool) -> Any:
-        """The schedule of batches like this one; the first of its kind makes a trial run."""
-        kinds = tuple((tensor.shape, tensor.dtype) for tensor in take_apart(batch)[1])
-        modes = trains, self._module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        key = name, number, modes, kinds
-        if key in self._ready:
-            self._ready.move_to_end(key)
-            schedule, job.shapes = self._ready[key]
+    def _schedule_for(self, work: _Work) -> Any:
+        """Returns the schedule for batches of these shapes; the first such batch makes a trial run."""
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in flatten_tree(work.micro_batches[0])[1])
+        modes = work.trains, self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        key = work.name, work.num_micro_batches, modes, shapes
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            schedule, work.job.shapes = self._schedules[key]
             return schedule
-        self._try(name, job)
-        num_stages = self._cut.plan.num_stages
-        stages = [
-            Stage(
-                part,
-                part.stage,
-                num_stages,
-                self._cut.device,
-                input_args=job.shapes.sent(part.stage - 1) if part.stage else (),
-                output_args=torch.empty((), device="meta") if part.is_last else job.shapes.sent(part.stage),
-                group=self._group,
-                clock=self.clock,
-                wire=self.wire,
-            )
-            for part in self._parts
-        ]
-        schedule = make_schedule(self._schedule, stages, number, trains=trains)
-        self._ready[key] = schedule, job.shapes
-        if len(self._ready) > _MOST_SHAPES:
-            self._ready.popitem(last=False)
+        self._trial_run(work.name, work.job)
+        stages = [self._torch_stage(stage, work.job.shapes) for stage in self._stages]
+        schedule = make_schedule(self._schedule, stages, work.num_micro_batches, trains=work.trains)
+        self._schedules[key] = schedule, work.job.shapes
+        if len(self._schedules) > _MAX_SCHEDULES:
+            self._schedules.popitem(last=False)
         return schedule
 
-    def _try(self, name: str, job: Job) -> None:
-        """Runs a micro-batch through one stage after the other, for the shapes of what they hand over.
+    def _torch_stage(self, stage: StageModule, shapes: Shapes) -> Stage:
+        return Stage(
+            stage,
+            stage.stage,
+            self.partitioned.plan.num_stages,
+            self.partitioned.device,
+            input_args=shapes.sent(stage.stage - 1) if stage.stage else (),
+            output_args=torch.empty((), device="meta") if stage.is_last else shapes.sent(stage.stage),
+            group=self._group,
+            clock=self.clock,
+            wire=self.wire,
+        )
 
-        Under FSDP2 parameters that it has gathered stay so for the batch itself: the ranks that share them may know
-        their batches' shapes already, and gather them but once.
+    def _trial_run(self, name: str, job: StepJob) -> None:
+        """Runs a micro-batch through one stage after the other, to learn the shapes that they send each other.
+
+        Under FSDP2 the parameters that it has gathered stay gathered for the batch itself: the ranks that share them
+        may know their batches' shapes already, and gather only once.
         """
-        if self._cut.plan.num_stages == 1:
+        if self.partitioned.plan.num_stages == 1:
             return
-        kind, last = (name, self._module.training), self._cut.plan.num_stages - 1
+        kind, last = (name, self.module.training), self.partitioned.plan.num_stages - 1
         if (first := self._first.get(kind)) is not None:
-            job.tries_last = False
+            job.trial_has_last_stage = False
             job.shapes.used[last] = dict(first.used.get(last, {}))
             job.shapes.borrowed[last] = list(first.borrowed.get(last, []))
-        parts = {part.stage: part for part in self._parts}
-        undo = Undo(self._module, random=False)
+        own_stages = {stage.stage: stage for stage in self._stages}
+        snapshot = StepSnapshot(self.module, random=False)
         try:
-            for stage in range(self._cut.plan.num_stages):
+            for stage in range(self.partitioned.plan.num_stages):
                 failure: Exception | None = None
-                if stage in parts:
+                if stage in own_stages:
                     try:
-                        parts[stage].try_out()
+                        own_stages[stage].try_out()
                     except Exception as error:
                         failure = error
-                self._tell(name, stage, job, failure)
+                self._broadcast_findings(name, stage, job, failure)
         finally:
-            undo.undo()
+            snapshot.undo()
         job.shapes.carry()
         if first is None:
             self._first[kind] = job.shapes
-            if (text := loans_text(self._module, self._cut.plan, job.shapes.borrowed)) is not None:
+            if (text := loans_text(self.module, self.partitioned.plan, job.shapes.borrowed)) is not None:
                 rank_zero_info(text)
 
-    def _tell(self, name: str, stage: int, job: Job, failure: Exception | None) -> None:
-        """Tells all ranks what a stage has found out."""
-        rank, shapes = stage % self._size, job.shapes
-        said: list[Any] = [None]
+    def _broadcast_findings(self, name: str, stage: int, job: StepJob, failure: Exception | None) -> None:
+        """Broadcasts what the trial run of a stage has found, its failure included, and adds it to the job's shapes."""
+        rank, shapes = stage % self._num_ranks, job.shapes
+        message: list[Any] = [None]
         if dist.get_rank(self._group) == rank:
             offered = [t if t is None else (t.shape, t.dtype, t.requires_grad) for t in shapes.offered.get(stage, [])]
-            problem = failure and described(failure, stage, job.micro_batch)
-            written = self._cut.written.get(stage) if self._cut.written else None
-            found = [
-                known.get(stage) for known in (shapes.needed, shapes.starts, shapes.made, shapes.used, shapes.borrowed)
-            ]
-            said = [(shapes.units, offered, found, written, problem)]
-        dist.broadcast_object_list(said, dist.get_global_rank(self._group, rank), group=self._hosts)
+            problem = failure and describe_failure(failure, stage, job.micro_batch)
+            written = self.partitioned.written.get(stage) if self.partitioned.written else None
+            tables = (shapes.needed, shapes.starts, shapes.made, shapes.used, shapes.borrowed)
+            message = [(shapes.units, offered, [table.get(stage) for table in tables], written, problem)]
+        dist.broadcast_object_list(message, dist.get_global_rank(self._group, rank), group=self._hosts)
         if failure is not None:
             raise failure
-        units, offered, (needed, start, made, used, borrowed), written, problem = said[0]
+        units, offered, (needed, start, made, used, borrowed), written, problem = message[0]
         if problem is not None:
             raise CutError(problem)
         if written is not None:
-            self._cut.readers.learn(name, stage, written, self._cut.plan.num_stages)
+            self.partitioned.guard.learn(name, stage, written, self.partitioned.plan.num_stages)
         shapes.units.update(units)
         shapes.starts[stage], shapes.made[stage] = start, made
         shapes.used[stage], shapes.borrowed[stage] = used or {}, borrowed or []
@@ -290,9 +340,9 @@ class Runner:
             for form in offered
         ]
         if stage:
-            before = len(shapes.offered[stage - 1])
-            if needed is None or any(index >= before for index in needed):
-                unit = self._cut.name_of(self._cut.plan.stages[stage][0])
+            num_offered = len(shapes.offered[stage - 1])
+            if needed is None or any(index >= num_offered for index in needed):
+                unit = self.partitioned.name_of(self.partitioned.plan.stages[stage][0])
                 raise CutError(
                     f"the step calls {unit!r} with other arguments on pipeline stage {stage}, which runs it, than on"
                     f" stage {stage - 1}: have it not depend on values or modules of one stage how that is called, or"
@@ -301,15 +351,15 @@ class Runner:
             shapes.needed[stage] = needed
 
     def close(self) -> None:
-        """Takes away what was attached to the module."""
-        self._cut.readers.close()
-        unshare_metrics(self._module)
+        """Removes from the module what was attached to it."""
+        self.partitioned.guard.close()
+        unshare_metrics(self.module)
 
-    def report(self, hosts: HostGroup) -> None:
-        """Logs the share of a full batch's time in which the ranks were idle; all of the pipeline call it together."""
-        times = hosts.gathered(self.clock.seconds())
+    def report(self, hosts: ObjectGroup) -> None:
+        """Logs the share of a full batch's time in which the ranks were idle; all ranks of the pipeline call it."""
+        times = hosts.all_gather_object(self.clock.seconds())
         total = sum(seconds for _, seconds in times)
         if total:
             idle = 1 - sum(busy for busy, _ in times) / total
-            chunks = self._cut.plan.num_stages // self._size
-            rank_zero_info(idle_text(self._schedule, self._size, self._num_full, self._full_size, chunks, idle))
+            per_rank = self.partitioned.plan.num_stages // self._num_ranks
+            rank_zero_info(idle_text(self._schedule, self._num_ranks, self._num_full, self._full_size, per_rank, idle))

@@ -1,10 +1,10 @@
-"""The order in which a rank runs its stages: torch's own schedules, and a clock in them.
+"""Schedules, the order in which a rank runs its stages: those of torch, with a clock.
 
 `gpipe` (arXiv:1811.06965): all forwards, then all backwards. `1f1b` (arXiv:1806.03377, flushed): the same bubble, with
 activations of at most `stages` micro-batches. `interleaved` (arXiv:2104.04473): several smaller stages per rank, which
 divides the bubble by their number. `zero-bubble` (arXiv:2401.10241, ZB1P): weight gradients fill the bubble.
 
-Imported before the process group is started: see `launch.py`.
+Imported before the process group is started: see `launch/process_launchers.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleLoopedBFS
 
-from ...compression.wire import Sent, Wire, mark, seconds_between
+from ...compression.counting_group import CountingGroup, TrafficKey, seconds_between, timestamp
 
 __all__ = ["Clock", "Stage", "make_schedule", "num_micro_batches"]
 
@@ -24,21 +24,21 @@ _MULTI: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble":
 
 
 def num_micro_batches(size: int, wanted: int) -> int:
-    """The largest number of equal micro-batches of `size` samples that is not above `wanted`."""
+    """Returns the largest number of equal micro-batches of `size` samples that is at most `wanted`."""
     return next(number for number in range(min(size, wanted), 0, -1) if size % number == 0)
 
 
 def make_schedule(name: str, stages: Sequence["Stage"], num_micro_batches: int, *, trains: bool) -> Any:
-    """The schedule of that name; the nearest one that can do as few micro-batches as a short batch makes.
+    """Returns the schedule of that name; for a short batch, the nearest one that can run so few micro-batches.
 
     Args:
         name: of the flag.
-        stages: this rank's.
-        num_micro_batches: that are run.
-        trains: backward as well.
+        stages: of this rank.
+        num_micro_batches: of the batch.
+        trains: whether backward runs as well.
     """
     num_ranks = stages[0].group_size
-    # What torch's schedules of several stages per rank ask for.
+    # torch's schedules with several stages per rank require this.
     is_even = num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
     arguments: dict[str, Any] = {"loss_fn": _loss if trains else None, "scale_grads": False}
     if name in _MULTI or len(stages) > 1:
@@ -49,7 +49,7 @@ def make_schedule(name: str, stages: Sequence["Stage"], num_micro_batches: int, 
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage's output is the loss."""
+    """Returns the last stage's output, which is the loss."""
     return output
 
 
@@ -57,8 +57,8 @@ class Clock:
     """Measures how long this rank computes, and how long its schedules take.
 
     Args:
-        device: whose time it is.
-        steps: which schedules are measured, from the first number to before the second.
+        device: that computes.
+        steps: the range of the measured schedules: the first one, and the one after the last.
     """
 
     def __init__(self, device: torch.device, steps: tuple[int, int] = (2, 22)) -> None:
@@ -66,82 +66,87 @@ class Clock:
         self._first, self._last = steps
         self._num_steps = 0
         self.is_running = False
-        """Whether the present schedule is measured."""
+        """Whether the current schedule is measured."""
         self._spans: list[tuple[Any, Any]] = []
         self._steps: list[tuple[Any, Any]] = []
 
     def step(self, run: Callable[[], Any], *, counts: bool) -> None:
-        """Runs a schedule, which counts as one of those that are to be measured, or does not."""
+        """Runs a schedule.
+
+        Args:
+            run: runs it.
+            counts: whether it is one of those that are measured.
+        """
         self.is_running = counts and self._first <= self._num_steps < self._last
-        start = mark(self._device)
+        start = timestamp(self._device)
         run()
         if self.is_running:
-            self._steps.append((start, mark(self._device)))
+            self._steps.append((start, timestamp(self._device)))
         self.is_running = False
         self._num_steps += counts
 
     def forget(self) -> None:
-        """Begins anew, with none measured."""
+        """Forgets all measurements and starts to count from 0."""
         self._num_steps = 0
         self._spans.clear()
         self._steps.clear()
 
     def span(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Computes a part of it."""
+        """Runs and measures a part of a schedule in which this rank computes; returns its result."""
         if not self.is_running:
             return compute(*args, **kwargs)
-        start = mark(self._device)
+        start = timestamp(self._device)
         result = compute(*args, **kwargs)
-        self._spans.append((start, mark(self._device)))
+        self._spans.append((start, timestamp(self._device)))
         return result
 
     def seconds(self) -> tuple[float, float]:
-        """Computing, and in all; waits for the device."""
+        """Returns the seconds in which this rank computed, and those of all schedules; waits for the device."""
         busy, total = (sum(seconds_between(*each) for each in spans) for spans in (self._spans, self._steps))
         return busy, total
 
 
 class Stage(PipelineStage):
-    """torch's, with a clock and a count of what is sent."""
+    """torch's `PipelineStage`, with a clock and a count of the bytes sent."""
 
     clock: Clock
 
-    def __init__(self, part: nn.Module, *args: Any, clock: Clock, wire: Wire, **kwargs: Any) -> None:
+    def __init__(self, part: nn.Module, *args: Any, clock: Clock, wire: CountingGroup, **kwargs: Any) -> None:
         super().__init__(part, *args, **kwargs)
         self.clock = clock
         self._wire = wire
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduces gradients under FSDP2, where there are some."""
+        """Reduces gradients under FSDP2, if backward runs."""
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
-    # torch: before a schedule's first step, for what it computes to find out shapes; ours are given.
+    # torch: it clears gradients and frees parameters after it has run the stage to infer shapes; ours are given.
     def _post_metadata_inference_cleanup(self) -> None:
-        """Leaves gradients of the batches before, and gathered parameters, as they are under FSDP2."""
+        """Does nothing: under FSDP2, gradients of earlier batches and gathered parameters stay."""
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Activations to the next stage, counted."""
+        """Returns the sends of activations to the next stage, and counts their bytes."""
         return self._counted("send_activations", super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Their gradients to the previous one, counted."""
+        """Returns the sends of gradients to the previous stage, and counts their bytes."""
         return self._counted("send_gradients", super().get_bwd_send_ops(bwd_chunk_id))
 
     def _counted(self, name: str, sends: list[Any]) -> list[Any]:
         if sends:
-            self._wire.sent[Sent(name, self.stage_index)] += sum(send.tensor.nbytes for send in sends)
+            self._wire.sent[TrafficKey(name, self.stage_index)] += sum(send.tensor.nbytes for send in sends)
         return sends
 
-    # torch: what all schedules call, of PipelineStage's base.
+    # torch: all schedules call these methods of PipelineStage's base class.
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a micro-batch."""
+        """Runs forward of a micro-batch, and measures it."""
         return self.clock.span(super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Backward of a micro-batch."""
+        """Runs backward of a micro-batch, and measures it."""
         return self.clock.span(super().backward_one_chunk, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the gradients of weights, where backward does that as a step of its own."""
+        """Computes the gradients of weights, where the schedule does this apart from backward, and measures it."""
         return self.clock.span(super().backward_weight_one_chunk, *args, **kwargs)

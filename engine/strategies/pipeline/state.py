@@ -1,4 +1,4 @@
-"""The state of a module whose parts are on the stages of a pipeline."""
+"""Gathers the state of a module from the stages of a pipeline."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from .plan import Plan
+from .plan import StagePlan
 
-__all__ = ["buffer_stages", "on_first_stage"]
+__all__ = ["buffer_stages", "gather_state"]
 
 
-def buffer_stages(module: nn.Module, plan: Plan) -> dict[str, int]:
-    """Maps each name of a buffer to the stage whose values of it count: all stages have one."""
+def buffer_stages(module: nn.Module, plan: StagePlan) -> dict[str, int]:
+    """Maps the name of each buffer to the stage whose values are saved: all stages have the buffer."""
     stages = {}
     for name, part in module.named_modules(remove_duplicate=False):
         # Metrics are updated on the last stage.
@@ -24,27 +24,27 @@ def buffer_stages(module: nn.Module, plan: Plan) -> dict[str, int]:
     return stages
 
 
-def on_first_stage(
-    state: dict[str, Any], owners: dict[str, int], group: Any, *, speaks: bool, device: torch.device
+def gather_state(
+    state: dict[str, Any], owners: dict[str, int], group: Any, *, sends: bool, device: torch.device
 ) -> dict[str, Any]:
-    """Whole tensors of all stages, in host memory, on the first rank of a pipeline; all ranks call it.
+    """Gathers the tensors of all stages, whole and in host memory, on the first rank of a pipeline; all ranks call it.
 
     Args:
         state: a state dict of the module, as this rank has it.
-        owners: by name, the rank of the pipeline that has a tensor's values; the first has all others.
+        owners: for each name the rank of the pipeline that has the values; names that are missing are the first's.
         group: the ranks of this pipeline.
-        speaks: whether this pipeline brings its tensors together: one of several does.
+        sends: whether this pipeline gathers its tensors: one of several pipelines does.
         device: on which tensors are sent.
     """
     rank, whole = dist.get_rank(group), {}
     for name, value in state.items():
-        tensor = value.full_tensor() if isinstance(value, DTensor) else value  # by all ranks
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value  # a collective of all ranks
         owner = owners.get(name, 0)
-        if speaks and owner > 0 and rank == owner:
+        if sends and owner > 0 and rank == owner:
             dist.send(tensor.contiguous(), dist.get_global_rank(group, 0), group=group)
-        if speaks and owner > 0 and rank == 0:
+        if sends and owner > 0 and rank == 0:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             dist.recv(tensor, dist.get_global_rank(group, owner), group=group)
-        if speaks and rank == 0:
+        if sends and rank == 0:
             whole[name] = tensor.cpu() if isinstance(tensor, Tensor) else tensor
     return whole

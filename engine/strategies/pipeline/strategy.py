@@ -1,18 +1,19 @@
-"""`pp`, `pp+ddp`, `pp+fsdp`: the module's blocks in stages, one after the other, micro-batches in all of them at once.
+"""`pp`, `pp+ddp`, `pp+fsdp`: the module's blocks form pipeline stages, which work on several micro-batches at once.
 
-On `torch.distributed.pipelining` (https://docs.pytorch.org/docs/stable/distributed.pipelining.html), which sends,
-receives and runs backward. The module is not traced: each stage runs the module's own step, see `part.py`.
-With p stages and m micro-batches of equal cost a rank is idle for (p - 1) / (m + p - 1) of the time.
+Uses `torch.distributed.pipelining` (https://docs.pytorch.org/docs/stable/distributed.pipelining.html) to send, receive
+and run backward. The module is not traced: each stage runs the module's own step, see `stage_module.py`. With p stages
+and m micro-batches of equal cost a rank is idle for (p - 1) / (m + p - 1) of the time.
 
-Communication per batch and rank, for stages that hand over A bytes a batch:
+Communication per batch and rank, for stages that send A bytes of activations a batch:
 1. forward: A to the next stage, in m parts;
 2. backward: A to the previous stage, in m parts;
-3. loss, logged values and outputs, broadcast from the last stage: see `share.py`;
-4. per optimizer step: what is tied between stages, and the average of `pp+ddp`: see `gradients.py`. `pp+fsdp`:
-   an all-gather of the stage's parameters and a reduce-scatter of its gradients per batch.
-Once for each new shape of a batch: a trial forward pass, to tell all stages what they will receive.
+3. loss, logged values and outputs, broadcast from the last stage: see `tree_broadcast.py`;
+4. per optimizer step: gradients of parameters that stages share, and the average of `pp+ddp`: see `gradients.py`.
+   `pp+fsdp`: an all-gather of the stage's parameters and a reduce-scatter of its gradients per batch.
+Once for each new shape of a batch: a trial forward pass, in which all stages learn what they will receive.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -27,21 +28,21 @@ from torch.utils.data import DataLoader
 
 from ...checkpoint.rng import get_random_state, set_random_state
 from ...choices import Axis
-from ...compression import CommHook, Plain, Wire
+from ...compression import AllReduceHook, CommHook, CountingGroup
+from ...distributed.equal_ranks import give_value, tell_device
+from ...distributed.object_group import ObjectGroup
 from ...flags import Layout
-from ...host_group import HostGroup
-from ..equal_ranks import give_value, tell_device
-from ..materialize import materialize
+from ...initialization.materialize import materialize
+from ...initialization.stored_weights import read_stored
+from ..fsdp.comm import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
 from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
-from ..stored_weights import read_stored
-from ..unit_hooks import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
 from ..units import named_blocks, shard_units
-from .gradients import SpreadGradients
+from .gradients import StageGradients
 from .optimizers import check_optimizer
-from .part import Cut, Part
-from .plan import Plan, leave_out, plan_stages
-from .state import buffer_stages, on_first_stage
+from .plan import StagePlan, plan_stages, replace_absent
+from .stage_module import PartitionedModule, StageModule
+from .state import buffer_stages, gather_state
 
 __all__ = ["Pipeline"]
 
@@ -55,39 +56,35 @@ class Pipeline(MeshStrategy):
         comm_hook: how `pp+ddp` averages gradients over the pipelines.
     """
 
-    state_is_spread = True
-    schedules_itself = True
-    why_no_repeat = "a pipeline"
-    state_is_sharded = True
-    gathers_state = False
-    hands_out_shards = False
-    """Whether optimizer state is handed out as each rank has it."""
-    compile: Callable[..., Any] | None = None
-    """Compiles a function; None for no compilation."""
+    capabilities = dataclasses.replace(
+        MeshStrategy.capabilities,
+        optimizer_state_partitioned=True,
+        runs_own_schedule=True,
+        state_is_sharded=True,
+        gathers_state=False,
+        recomputes_blocks=True,  # within each stage
+        unsupported_repeat="a pipeline",
+    )
     compiles_units = True
-    """Whole steps, which a stage leaves in the middle, are never compiled."""
-
-    recompute: Callable[[nn.Module], None] | None = None
-    """Has a block's forward computed again in backward; None: not so."""
-    recomputes_blocks = True
-    """Whether the strategy applies `recompute` by itself, which it does within the parts of the module."""
+    """True: whole steps are never compiled, since a stage leaves the step in the middle."""
 
     def __init__(self, options: PPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
-        # Not with this module, since it takes a second; before there are processes that would all wait for it.
+        # Imported here, since it takes a second; not later, when all processes would wait for it.
         from . import run
 
         self._runner_class = run.Runner
         self.options = options
-        self.evaluates_in_inference_mode = not isinstance(options, PPFSDPOptions)
+        if isinstance(options, PPFSDPOptions):
+            self.capabilities = dataclasses.replace(self.capabilities, evaluates_in_inference_mode=False)
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
-        self._counted: Plain | None = None
-        self._shards: Wire | None = None
+        self._counting_hook: AllReduceHook | None = None
+        self._shard_group: CountingGroup | None = None
         self._runner: Any = None
-        self._tied: dict[tuple[int, ...], Wire] = {}
-        self._cut: Cut | None = None
-        self._parts: list[Part] = []
+        self._tied: dict[tuple[int, ...], CountingGroup] = {}
+        self._partitioned: PartitionedModule | None = None
+        self._parts: list[StageModule] = []
         self._holders: dict[str, tuple[int, ...]] = {}
         self._buffer_owners: dict[str, int] = {}
 
@@ -100,13 +97,13 @@ class Pipeline(MeshStrategy):
         return "shard" if isinstance(self.options, PPFSDPOptions) else None
 
     def derive_layout(self, world_size: int) -> Layout:
-        """Stages outermost; what is left out is derived."""
+        """Returns the layout: the axis `pp` outermost; sizes that the options leave out are derived."""
         options, axis = self.options, self._second_axis
         if axis is None:
-            layout = Layout.derive(world_size, rest="pp", pp=options.stages)
+            layout = Layout.derive(world_size, rest="pp", pp=options.pipeline_size)
         else:
             size = getattr(options, axis)
-            stages = min(2, world_size) if size is None and options.stages is None else options.stages
+            stages = min(2, world_size) if size is None and options.pipeline_size is None else options.pipeline_size
             rest: Axis = "pp" if stages is None else axis
             layout = Layout.derive(world_size, rest=rest, **{"pp": stages, axis: size})
         microbatches = options.microbatches
@@ -123,12 +120,12 @@ class Pipeline(MeshStrategy):
 
     @property
     def _stage_rank(self) -> int:
-        """This rank's place in its pipeline."""
+        """The number of this rank within its pipeline."""
         return self.global_rank // self.data_size
 
     @property
     def num_stages(self) -> int:
-        """Stages of a pipeline."""
+        """Number of stages of a pipeline."""
         return self.layout.pp * self.options.stages_per_rank
 
     @property
@@ -137,7 +134,7 @@ class Pipeline(MeshStrategy):
         return ("pp",) if self._second_axis is None else ("pp", self._second_axis)
 
     def setup_environment(self) -> None:
-        """Starts the process groups, those of the pipeline too."""
+        """Starts the process groups, including those of the pipelines."""
         super().setup_environment()
         assert self._device_mesh is not None
         self._group = self._device_mesh["pp"].get_group()
@@ -145,29 +142,29 @@ class Pipeline(MeshStrategy):
         if dist.get_backend(self._group) != "gloo":
             pipelines = [list(range(first, self.world_size, self.data_size)) for first in range(self.data_size)]
             self._hosts, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=self._timeout, backend="gloo")
-        self._stage_ranks = HostGroup(self._hosts)
+        self._stage_ranks = ObjectGroup(self._hosts)
 
-    # --- what can be said before there are processes
+    # --- checks before processes start
 
     def check_module(self, module: nn.Module) -> None:
         """Checks that `module` can be trained in stages.
 
         Raises:
-            ValueError: it can't.
+            ValueError: it optimizes manually, or can't be cut into stages.
         """
         if not getattr(module, "automatic_optimization", True):
             raise ValueError(
                 f"{type(module).__name__} optimizes by hand, but a pipeline runs forward and backward of several"
                 " micro-batches at once: use automatic optimization, or choose another strategy, such as 'fsdp'."
             )
-        if not is_overridden("configure_model", module):  # else there is more to come
+        if not is_overridden("configure_model", module):  # which may add blocks
             self._check_plan(module, plan_stages(module, self.num_stages))
 
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
-        """Checks what else the flags ask for.
+        """Checks the flags against the strategy.
 
         Raises:
-            ValueError: it can't be done in stages.
+            ValueError: a flag can't be honoured in stages.
         """
         super().check_run(compiles=compiles, callbacks=callbacks)
         if self._layer_sync is not None:
@@ -187,7 +184,7 @@ class Pipeline(MeshStrategy):
             )
 
     def check_loader(self, dataloader: Any) -> None:
-        """See `LayoutStrategy`."""
+        """See `DistributedStrategy`."""
         size, number = getattr(dataloader, "batch_size", None), self.options.microbatches
         if isinstance(dataloader, DataLoader) and isinstance(size, int) and number is not None and size % number:
             raise ValueError(
@@ -195,7 +192,7 @@ class Pipeline(MeshStrategy):
                 " leave out microbatches."
             )
 
-    def _check_plan(self, module: nn.Module, plan: Plan) -> None:
+    def _check_plan(self, module: nn.Module, plan: StagePlan) -> None:
         if not isinstance(self.options, PPFSDPOptions):
             return
         for name, part in module.named_modules():
@@ -209,21 +206,21 @@ class Pipeline(MeshStrategy):
     # --- the module
 
     def setup(self, trainer: Trainer) -> None:
-        """Cuts the module, unless an earlier `fit` has, and creates the optimizers."""
+        """Partitions the module, unless an earlier `fit` has, and creates the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._cut is None or self._cut.module is not self.model:
+        if self._partitioned is None or self._partitioned.module is not self.model:
             if fitting and self.before_split is not None:
                 self.before_split(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
-            self._cut_up(self.model)
-        tell_device(self.model, self.root_device)  # Lightning brings metrics that were logged to the CPU after a run
+            self._partition(self.model)
+        tell_device(self.model, self.root_device)  # Lightning moves metrics that were logged to the CPU after a run
         self.barrier()
         if fitting:
-            # Dropout aside, all stages of a pipeline shall draw the same numbers.
-            set_random_state(self._stage_ranks.gathered(get_random_state())[0])
+            # All stages of a pipeline draw the same numbers, except in their units (dropout).
+            set_random_state(self._stage_ranks.all_gather_object(get_random_state())[0])
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 check_optimizer(optimizer)
@@ -233,14 +230,14 @@ class Pipeline(MeshStrategy):
         if fitting:
             self._start_gradients()
 
-    def _cut_up(self, model: nn.Module) -> None:
-        """Gives every rank rank 0's values of what it holds; all else stays behind as a shape."""
+    def _partition(self, model: nn.Module) -> None:
+        """Partitions the module: each rank gets rank 0's values of what it holds, and shapes for the rest."""
         materialize(model)
         plan = plan_stages(model, self.num_stages)
         self._check_plan(model, plan)
         size, rank = self.layout.pp, self._stage_rank
         on_rank = {p: tuple(sorted({stage % size for stage in stages})) for p, stages in plan.holders.items()}
-        # Tied ones under each of their names, as a state dict has them.
+        # Tied parameters under each of their names, as in a state dict.
         names = model.named_parameters(remove_duplicate=False)
         self._holders = {name: on_rank[parameter] for name, parameter in names}
         self._buffer_owners = {name: stage % size for name, stage in buffer_stages(model, plan).items()}
@@ -248,14 +245,14 @@ class Pipeline(MeshStrategy):
         for tensor in (*model.parameters(), *model.buffers()):
             if is_absent := isinstance(tensor, nn.Parameter) and rank not in on_rank[tensor]:
                 absent.add(tensor)
-            if tensor.is_meta:  # to be read from a file
+            if tensor.is_meta:  # `read_stored` reads it from a file
                 continue
             value = tensor.data.to(self.root_device).contiguous()
             dist.broadcast(value, src=0)
             if not is_absent:
                 give_value(tensor, value)
         read_stored(model, self.root_device, leave=absent)
-        leave_out(model, plan, absent)
+        replace_absent(model, plan, absent)
         own_stages = range(rank, self.num_stages, size)
         own_units = [unit for stage in own_stages for unit in plan.stages[stage]]
         if self.recompute is not None:
@@ -266,101 +263,107 @@ class Pipeline(MeshStrategy):
         if self.compile is not None:
             for unit in own_units:
                 unit.forward = self.compile(unit.forward)
-        lends = not isinstance(self.options, PPFSDPOptions)  # whose parameters are whole on their own stage only
-        self._cut = Cut(model, plan, self.root_device, own_stages, lends=lends)
-        self._parts = [Part(self._cut, stage) for stage in own_stages]
+        lends = not isinstance(self.options, PPFSDPOptions)  # under FSDP2 the holder has no whole parameters to lend
+        self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends)
+        self._parts = [StageModule(self._partitioned, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             units = set(shard_units(model))
             for part in self._parts:
                 self._shard(part, units)
 
-    def _shard(self, part: Part, units: set[nn.Module]) -> None:
+    def _shard(self, part: StageModule, units: set[nn.Module]) -> None:
         mesh = self.device_mesh["shard"]
         ignored = {parameter for parameter in part.parameters() if parameter.is_meta}
-        for unit in [unit for unit in part.modules() if unit in units]:  # in one order on all ranks
+        for unit in [unit for unit in part.modules() if unit in units]:  # in the same order on all ranks
             fully_shard(unit, mesh=mesh, reshard_after_forward=False)
         # torch: the stage reduces gradients and frees the whole parameters when the last micro-batch is done.
         fully_shard(part, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
 
     def _start_runner(self) -> None:
-        assert self._cut is not None
+        assert self._partitioned is not None
         assert self.lightning_module is not None
         self._runner = self._runner_class(
             self.lightning_module,
-            self._cut,
+            self._partitioned,
             self._parts,
             group=self._group,
             hosts=self._hosts,
             schedule=self.options.schedule,
             num_micro_batches=self.options.microbatches or 2 * self.layout.pp,
         )
-        # Not where that gathers parameters, or compiles for another size.
-        self._runner.tries_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
+        # Not where this would gather parameters, or compile for another batch size.
+        self._runner.checks_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
 
     def _start_gradients(self) -> None:
         model, size = self.model, self.data_size
         assert model is not None
         self._tied = {}
         for holders in sorted({ranks for ranks in self._holders.values() if len(ranks) > 1}):
-            places = [[rank * size + place for rank in holders] for place in range(size)]
-            made = [dist.new_group(ranks, timeout=self._timeout) for ranks in places]  # by all ranks, in one order
+            by_pipeline = [[rank * size + pipeline for rank in holders] for pipeline in range(size)]
+            # All ranks create all groups, in the same order.
+            groups = [dist.new_group(ranks, timeout=self._timeout) for ranks in by_pipeline]
             if self._stage_rank in holders:
-                self._tied[holders] = Wire(made[self.data_rank])
+                self._tied[holders] = CountingGroup(groups[self.data_rank])
         parameters = dict(model.named_parameters())
-        self._gradients = SpreadGradients(
+        self._gradients = StageGradients(
             parameters, self._holders, self._group, self._stage_ranks, self._tied, self.root_device
         )
         self.precision_plugin.norm_of = self._gradients.norm  # type: ignore[attr-defined]
         if isinstance(self.options, PPDDPOptions) and size > 1:
-            self._counted = Plain() if self.comm_hook is None else None
+            self._counting_hook = AllReduceHook() if self.comm_hook is None else None
             hook = self.averaging
             assert hook is not None
-            hook.begin(model, Wire(self._device_mesh["replicate"].get_group()), self.loss_scaler)  # type: ignore[index]
+            hook.begin(model, CountingGroup(self._device_mesh["replicate"].get_group()), self.loss_scaler)  # type: ignore[index]
         if isinstance(self.options, PPFSDPOptions) and self.counts_traffic:
-            self._shards = Wire(self._device_mesh["shard"].get_group())  # type: ignore[index]
+            self._shard_group = CountingGroup(self._device_mesh["shard"].get_group())  # type: ignore[index]
             for index, (unit, _) in enumerate(unit for part in self._parts for unit in fsdp_units(part, size)):
-                unit.set_custom_all_gather(CountedAllGather(self._shards, index))
-                unit.set_custom_reduce_scatter(CountedReduceScatter(self._shards, index))
+                unit.set_custom_all_gather(CountedAllGather(self._shard_group, index))
+                unit.set_custom_reduce_scatter(CountedReduceScatter(self._shard_group, index))
 
     @property
-    def wires(self) -> list[Wire]:
-        """Those of the gradients, of what stages hand over, and of FSDP2's own collectives where they are counted."""
+    def wires(self) -> list[CountingGroup]:
+        """The groups that count gradients, activations between stages, and FSDP2's collectives if they are counted."""
         if self._runner is None:
             return []
-        return [*super().wires, self._runner.wire, *self._tied.values(), *([self._shards] if self._shards else [])]
+        return [
+            *super().wires,
+            self._runner.wire,
+            *self._tied.values(),
+            *([self._shard_group] if self._shard_group else []),
+        ]
 
     @property
     def averaging(self) -> CommHook | None:
         """The comm hook that averages gradients over the pipelines; None with one pipeline, or if they are sharded."""
-        return self.comm_hook or self._counted
+        return self.comm_hook or self._counting_hook
 
     # --- steps
 
     def run_schedule(
         self, arguments: tuple[Any, ...], weigh: Callable[[Any], Tensor], synchronises: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward and backward of a batch.
+        """Runs forward and backward of a batch.
 
         Args:
             arguments: of `training_step`.
-            weigh: says what a micro-batch counts for, given its weight; given None, what the batch's mean loss does.
-            synchronises: whether the gradients of the window are complete then.
+            weigh: see `Losses`.
+            synchronises: whether this batch ends its accumulation window, so that gradients are summed and averaged.
 
         Returns:
-            The mean loss; and its weight, if `training_step` has said one: then the gradients are those of the loss
-            times this. On all ranks.
+            The mean loss; and its weight, or None if `training_step` returned none. With a weight, the gradients are
+            those of the loss times the weight. On all ranks.
         """
-        found = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
+        losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
         if synchronises:
             self._gradients.synchronise(self.averaging, self.data_ranks)
-        return found
+        return losses
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward alone."""
+        """Runs the module's step, forward only."""
         return self._runner.run("training_step", self.precision_plugin.train_step_context, args)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module's returns for the whole batch, on all ranks."""
+        """Returns the output of the module's step for the whole batch, on all ranks."""
         return self._runner.run("validation_step", self.precision_plugin.val_step_context, args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -372,17 +375,17 @@ class Pipeline(MeshStrategy):
         return self._runner.run("predict_step", self.precision_plugin.predict_step_context, args)
 
     def on_train_end(self) -> None:
-        """Says how long the ranks were idle."""
+        """Logs how long the ranks were idle."""
         super().on_train_end()
         self._runner.report(self._stage_ranks)
 
     def end_evaluation(self) -> None:
-        """As under `fsdp`."""
+        """Frees gathered parameters, as under `fsdp`."""
         for part in self._parts:
             reshard(part)
 
     def teardown(self) -> None:
-        """Called at the end of a run."""
+        """Removes from the module what was attached to it."""
         if self._runner is not None:
             self._runner.close()
         super().teardown()
@@ -390,22 +393,22 @@ class Pipeline(MeshStrategy):
     # --- checkpoints
 
     def keeps_state_of(self, parameter: Tensor) -> bool:
-        """This rank's stages' parameters."""
+        """Whether a parameter is one of this rank's stages."""
         return not parameter.is_meta
 
     def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict of the module, with buffers that another stage writes as shapes alone."""
-        if self._cut is None:  # the process that has started the ranks, and has what they have brought back
+        """Returns a state dict of the module, with shapes in place of buffers that another stage writes."""
+        if self._partitioned is None:  # the process that has started the ranks, which returned their state to it
             return state
-        owners = self._cut.owners(self._buffer_owners, self.layout.pp)
+        owners = self._partitioned.owners(self._buffer_owners, self.layout.pp)
         others = {name for name, rank in owners.items() if rank != self._stage_rank}
         return {name: value.to("meta") if name in others else value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of an optimizer, as this rank has it.
+        """Returns this rank's part of an optimizer's state.
 
         Raises:
-            ValueError: for a `CheckpointIO` of the user's, which gets rank 0's alone.
+            ValueError: there is a `CheckpointIO` of the user, which would get rank 0's part only.
         """
         if not self.hands_out_shards:
             raise ValueError(
@@ -415,9 +418,9 @@ class Pipeline(MeshStrategy):
         return optimizer.state_dict()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights, on rank 0, in host memory; all ranks call it."""
+        """Returns all weights on rank 0, in host memory; all ranks call it."""
         assert self.lightning_module is not None
         owners = {name: ranks[0] for name, ranks in self._holders.items()}
-        owners |= self._cut.owners(self._buffer_owners, self.layout.pp)  # type: ignore[union-attr]
+        owners |= self._partitioned.owners(self._buffer_owners, self.layout.pp)  # type: ignore[union-attr]
         state = self.lightning_module.state_dict()
-        return on_first_stage(state, owners, self._group, speaks=self.data_rank == 0, device=self.root_device)
+        return gather_state(state, owners, self._group, sends=self.data_rank == 0, device=self.root_device)

@@ -1,8 +1,8 @@
-"""Plain values and tensors as bytes, and back: what ranks of `ps` say to each other. Nothing that is opened is run.
+"""Serialises plain values and tensors that ranks of `ps` send to each other. No code runs when they are read.
 
-A JSON tree, in which what JSON has no word for is ``{"tag": content}``, and behind it the bytes of the tensors. Records
-of ours (dataclasses and named tuples of `polyphase`) and exceptions go by name; a class that this process doesn't have
-already is never looked up.
+The format is a JSON tree, in which a value without a JSON type is ``{"tag": content}``, followed by the bytes of the
+tensors. Records (dataclasses and named tuples of `polyphase`) and exceptions are named by their class; a class whose
+module is not loaded already is never imported.
 """
 
 import builtins
@@ -17,32 +17,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["pack", "unpack"]
 
 _LENGTH = struct.Struct("<Q")
-_OURS = "polyphase."
+_PACKAGE = "polyphase."
 
 
-def packed(value: Any) -> bytes:
-    """A value as bytes.
+def pack(value: Any) -> bytes:
+    """Serialises a value.
 
     Args:
-        value: tensors, numpy arrays, numbers, text, bytes, paths, dtypes, None, exceptions, records of ours; and lists,
-            tuples, sets and dicts of them.
+        value: tensors, numpy arrays, numbers, text, bytes, paths, dtypes, None, exceptions, records of `polyphase`; and
+            lists, tuples, sets and dicts of them.
 
     Raises:
-        TypeError: something else is in it; names its class.
+        TypeError: it holds a value of another class; names the class.
     """
     buffers: list[bytes] = []
     tree = json.dumps(_tree(value, buffers)).encode()
     return b"".join([_LENGTH.pack(len(tree)), tree, *buffers])
 
 
-def unpacked(content: bytes) -> Any:
-    """The value that `packed` was given; tensors are on the CPU.
+def unpack(content: bytes) -> Any:
+    """Returns the value that `pack` was given; tensors are on the CPU.
 
     Raises:
-        ValueError: `packed` has not made it.
+        ValueError: the bytes are not from `pack`.
     """
     try:
         (length,) = _LENGTH.unpack_from(content)
@@ -57,7 +57,7 @@ def _tree(value: Any, buffers: list[bytes]) -> Any:
         return [_tree(each, buffers) for each in values]
 
     if value is None or isinstance(value, (bool, int, float, str)):
-        # The values of subclasses (numpy's numbers, Lightning's enumerations).
+        # Subclasses too (numpy's numbers, Lightning's enumerations), as plain values.
         return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
     if isinstance(value, list):
         return of(value)
@@ -105,9 +105,9 @@ def _refusal(value: Any) -> str:
 
 
 def _is_record(kind: Any) -> bool:
-    # Of all that a peer can name, only what takes values and keeps them.
+    # A peer can name any class: only those that do nothing but keep their values are made.
     is_record = isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
-    return is_record and kind.__module__.startswith(_OURS)
+    return is_record and kind.__module__.startswith(_PACKAGE)
 
 
 def _field_names(kind: Any) -> list[str]:
@@ -115,15 +115,15 @@ def _field_names(kind: Any) -> list[str]:
 
 
 def _class(module: str, name: str) -> Any:
-    """A class by name, if its module is loaded; None if there is none."""
+    """Returns a class by name if its module is loaded, else None."""
     return getattr(sys.modules.get(module), name, None) if "." not in name else None
 
 
 class _Reader:
-    """Reads a tree.
+    """Turns a JSON tree back into a value.
 
     Args:
-        buffers: the bytes behind it.
+        buffers: the bytes of its tensors, one after the other.
     """
 
     def __init__(self, buffers: memoryview) -> None:
@@ -172,27 +172,27 @@ class _Reader:
         return frozenset(self._tuple(content))
 
     def _dtype(self, content: Any) -> torch.dtype:
-        found = getattr(torch, str(content), None)
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, str(content), None)
+        if not isinstance(dtype, torch.dtype):
             raise ValueError(f"no dtype {content!r}")
-        return found
+        return dtype
 
     def _path(self, content: Any) -> PurePath:
         return Path(content)
 
     def _error(self, content: Any) -> BaseException:
         module, name, text = map(str, content)
-        kind = _class(module, name) if module == builtins.__name__ or module.startswith(_OURS) else None
+        kind = _class(module, name) if module == builtins.__name__ or module.startswith(_PACKAGE) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(text)
-            except TypeError:  # one that wants more than a text
+            except TypeError:  # its constructor takes more than a text
                 pass
         return RuntimeError(f"{name}: {text}")
 
     def _record(self, content: Any) -> Any:
         module, name, names, values = content
-        kind = _class(str(module), str(name)) if str(module).startswith(_OURS) else None
+        kind = _class(str(module), str(name)) if str(module).startswith(_PACKAGE) else None
         if kind is None or not _is_record(kind) or kind.__module__ != module or names != _field_names(kind):
             raise ValueError(f"no record {module}.{name} of {names}")
         return kind(**dict(zip(names, (self.value(each) for each in values), strict=True)))

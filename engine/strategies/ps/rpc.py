@@ -1,12 +1,12 @@
-"""The wire of `ps`: `torch.distributed.rpc` over TCP, on the loopback interface unless an address is named.
+"""Remote calls of `ps`: `torch.distributed.rpc` over TCP, on the loopback interface unless an address is named.
 
 https://docs.pytorch.org/docs/stable/rpc.html. Three things differ from a plain `init_rpc`:
 
 - the ranks find each other by the store of the job, so no further port is opened for that;
-- a message can name the functions of `ALLOWED` and nothing else, where torch would call whatever a pickle names;
-- a call of a rank to itself is a call.
+- a message can call the functions of `ALLOWED` only, where torch would call whatever a pickle names;
+- a call of a rank to itself is an ordinary function call.
 
-There is no password: whoever reaches the port can push gradients, or end the run. So it must not be a public one.
+There is no password: whoever reaches the port can push gradients, or end the run. So the port must not be public.
 """
 
 import atexit
@@ -25,36 +25,37 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import rpc
 
-# torch: the module by whose `_unpickler` everything that arrives is opened.
+# torch: its `_unpickler` reads each message.
 from torch.distributed.rpc import internal
 from torch.futures import Future
 
+from ...distributed.waits import waiting
 from ...phases import waits
 
 __all__ = ["ALLOWED", "Connection", "interface_of"]
 
 ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {}
-"""The functions that a message may call, by module and name; each module that serves adds its own."""
+"""The functions that a message may call, by module and name; each module adds its own."""
 
 _SCHEME = "polyphase"
 _TICK_S = 0.2
-"""The time after which a waiting rank looks again whether it still has to wait."""
+"""The period in which a waiting rank checks its deadline."""
 _THREADS = 4
-"""That answer the others; none of them ever waits."""
-_PATIENCE_S = 30.0
-"""The time that the ranks wait for each other at the end, once all are there."""
+"""Threads that answer calls of other ranks; none of them blocks."""
+_SHUTDOWN_S = 30.0
+"""The longest time that the ranks wait for each other to shut down, once all have asked for it."""
 _numbers = itertools.count()
-"""Numbers the connections of this process, which are those of all ranks."""
+"""Numbers the connections of this process: the same numbers on all ranks."""
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface of this machine that has `address`.
+    """Returns the name of the network interface of this machine that has `address`.
 
     Args:
         address: an IP address, a network that it is in ("10.0.0.0/24"), or the name of an interface.
 
     Raises:
-        ValueError: there is none.
+        ValueError: this machine has no such interface.
     """
     interfaces = psutil.net_if_addrs()
     if address in interfaces:
@@ -65,8 +66,8 @@ def interface_of(address: str) -> str:
         network = None
     here = {
         each.address.partition("%")[0]: name
-        for name, addresses in interfaces.items()
-        for each in addresses
+        for name, entries in interfaces.items()
+        for each in entries
         if each.family in (socket.AF_INET, socket.AF_INET6)
     }
     for own, name in here.items():
@@ -80,30 +81,30 @@ def interface_of(address: str) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Opens messages that consist of tensors, plain values, and functions of `ALLOWED`."""
+    """Reads messages of tensors, plain values, exceptions, and functions of `ALLOWED`; refuses all else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
             return ALLOWED[module, name]
         if (module, name) == ("builtins", "getattr"):
             return _receiver_of
-        found = super().find_class(module, name) if module in ("builtins", *_TORCHS) else None
-        if module in _TORCHS and name in _TORCHS[module]:
-            return found
-        if isinstance(found, type) and issubclass(found, Exception):
-            return found
+        value = super().find_class(module, name) if module in ("builtins", *_TORCH_NAMES) else None
+        if module in _TORCH_NAMES and name in _TORCH_NAMES[module]:
+            return value
+        if isinstance(value, type) and issubclass(value, Exception):
+            return value
         raise pickle.UnpicklingError(f"a message names {module}.{name}, which is not among what ps may be asked for")
 
 
-# torch: a call, an answer that is an exception, a place for a tensor; and what its own start-up calls.
-_TORCHS = {
+# torch: the classes of a call, of an exception as answer and of a tensor's slot; and the calls of its own start-up.
+_TORCH_NAMES = {
     internal.__name__: ("PythonUDF", "RemoteException", "_InternalRPCPickler"),
     "torch.distributed.rpc.api": ("_gather_to_leader", "_broadcast_to_followers"),
 }
 
 
 def _receiver_of(owner: Any, name: str) -> Any:
-    """In place of `getattr`, by which a pickle would get at everything."""
+    """Replaces `getattr`, by which a pickle could reach everything."""
     if (owner, name) != (internal._InternalRPCPickler, "_tensor_receiver"):
         raise pickle.UnpicklingError(f"a message asks for {name!r} of {owner!r}")
     return internal._InternalRPCPickler._tensor_receiver
@@ -122,10 +123,10 @@ dist.register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
 class Connection:
-    """This rank's connection to the others, which are started at the same time and may be lost one by one.
+    """This rank's connection to the other ranks, which start together and may be lost one by one.
 
     Args:
-        timeout_s: how long a call may take.
+        timeout_s: the longest time of a call, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -139,104 +140,113 @@ class Connection:
             init_method=f"{_SCHEME}://",
             num_worker_threads=_THREADS,
             rpc_timeout=timeout_s,
-            # torch: TCP alone. All else is for one machine, for InfiniBand, or for tensors on GPUs: messages are on the
-            # CPU, and what is for GPUs would take some of their memory.
+            # torch: TCP alone. Other transports are for one machine, InfiniBand, or tensors on GPUs: messages are on
+            # the CPU, and a transport for GPUs would take some of their memory.
             _transports=["uv"],
             _channels=["basic"],
         )
         internal._unpickler = _Unpickler
         with warnings.catch_warnings():
-            # torch 2.13 of what it does itself in there.
+            # torch 2.13 warns of its own call.
             warnings.filterwarnings("ignore", "You are using a Backend .* as a ProcessGroup")
             rpc.init_rpc(_name(self.rank), rank=self.rank, world_size=self.world_size, rpc_backend_options=options)
         atexit.register(self._end)
 
     @property
     def is_open(self) -> bool:
-        """Whether the others can be asked for anything: a rank that fails ends its process group."""
+        """Whether the other ranks can be called: a rank that fails ends its process group."""
         return dist.is_initialized() and not self.is_ended
 
     @property
-    def living(self) -> list[int]:
+    def surviving(self) -> list[int]:
         """The ranks that are not lost."""
         return [rank for rank in range(self.world_size) if rank not in self.lost]
 
     def call(self, rank: int, function: Callable[..., Future], *arguments: Any) -> Future:
-        """Has `function`, one of `ALLOWED`, called on a rank.
+        """Calls a function on a rank.
 
         Args:
             rank: may be this one.
-            function: decorated by `rpc.functions.async_execution`.
+            function: one of `ALLOWED`, decorated by `rpc.functions.async_execution`.
             *arguments: tensors on the CPU and plain values.
         """
         if rank == self.rank:
             return function(*arguments)
         return rpc.rpc_async(_name(rank), function, args=arguments, timeout=self.timeout_s)
 
-    def late(self, calls: dict[int, Future], patience_s: float) -> list[int]:
-        """The ranks that have not answered their calls after so long."""
+    def late_ranks(self, calls: dict[int, Future], patience_s: float) -> list[int]:
+        """Waits for the answers for at most `patience_s`; returns the ranks that have not answered by then."""
         deadline = time.monotonic() + patience_s
         return [rank for rank, call in calls.items() if not _done(call).wait(max(0.0, deadline - time.monotonic()))]
 
     @waits
     def wait(self, calls: dict[int, Future], what: str) -> dict[int, Any]:
-        """The answers to calls, by rank.
+        """Waits for the answers to calls; returns them by rank.
+
+        Args:
+            calls: by rank.
+            what: the ranks were asked, for messages: "for its share of the parameters".
 
         Raises:
             RuntimeError: a rank can't be reached, or did not answer in time; names it.
         """
         deadline = time.monotonic() + self.timeout_s
         answers = {}
-        for rank, future in calls.items():
-            # Not by Future.wait, in which no signal is handled and which knows no deadline.
-            is_there = _done(future)
-            while not is_there.wait(_TICK_S):
-                if time.monotonic() >= deadline:
-                    raise RuntimeError(f"rank {rank} was asked {what}, and has not answered in {self.timeout_s:g} s.")
-            try:
-                answers[rank] = future.value()
-            except RuntimeError as failure:
-                raise RuntimeError(f"rank {rank} was asked {what}, and could not answer: {failure}") from failure
+        with waiting("a call to another rank"):
+            for rank, future in calls.items():
+                # Not by Future.wait, which handles no signal and has no timeout.
+                has_answered = _done(future)
+                while not has_answered.wait(_TICK_S):
+                    if time.monotonic() >= deadline:
+                        raise RuntimeError(
+                            f"rank {rank} was asked {what}, and has not answered in {self.timeout_s:g} s."
+                        )
+                try:
+                    answers[rank] = future.value()
+                except RuntimeError as failure:
+                    raise RuntimeError(f"rank {rank} was asked {what}, and could not answer: {failure}") from failure
         return answers
 
     def close(self) -> None:
-        """Ends it, when none of the living ranks needs another any more; all of them call it."""
+        """Ends the connection when no surviving rank needs another any more; all surviving ranks call it."""
         atexit.unregister(self._end)
-        is_whole = self.is_open and self._part()
+        is_complete = self.is_open and self._agree_to_close()
         with suppress(RuntimeError):  # a rank was lost only now
-            # torch: waits for all ranks there ever were, and without that complains of those that end first.
-            rpc.shutdown(graceful=is_whole, timeout=min(self.timeout_s, _PATIENCE_S))
+            # torch: a graceful shutdown waits for all ranks that were started, lost ones too; without it, torch
+            # complains of the ranks that end first.
+            rpc.shutdown(graceful=is_complete, timeout=min(self.timeout_s, _SHUTDOWN_S))
         self.is_ended = True
         internal._unpickler = pickle.Unpickler
 
-    def _part(self) -> bool:
-        """Waits until all living ranks are here, and says whether they are all there ever were.
+    def _agree_to_close(self) -> bool:
+        """Waits until all surviving ranks close; returns whether no rank was lost.
 
-        Rank 0 decides that: the others may not have heard of a loss yet, or hear of it just now. It has the store, so
-        it leaves when they have heard.
+        Rank 0 decides whether one was: the others may learn of a loss later, or just now. Rank 0 has the store, so it
+        leaves when all have read its answer.
         """
         store: Any = dist.PrefixStore(f"polyphase/rpc/parting/{self._number}", _store())
         with suppress(RuntimeError):  # the store is gone, with rank 0
             store.set(f"here/{self.rank}", "")
             if self.rank == 0:
-                self._await(store, lambda: [f"here/{rank}" for rank in self.living])
+                self._await_keys(store, lambda: [f"here/{rank}" for rank in self.surviving])
                 store.set("who", "some" if self.lost else "all")
             else:
-                self._await(store, lambda: ["who"])
-            is_whole = store.get("who") == b"all"
+                self._await_keys(store, lambda: ["who"])
+            is_complete = store.get("who") == b"all"
             store.set(f"heard/{self.rank}", "")
             if self.rank == 0:
-                self._await(store, lambda: [f"heard/{rank}" for rank in self.living])
-            return is_whole
+                self._await_keys(store, lambda: [f"heard/{rank}" for rank in self.surviving])
+            return is_complete
         return False
 
-    def _await(self, store: Any, keys: Callable[[], list[str]]) -> None:
-        """Waits until the store has them; ranks may be lost meanwhile."""
+    def _await_keys(self, store: Any, keys: Callable[[], list[str]]) -> None:
+        """Waits until the store has all keys; `keys` is asked again each time, since ranks may be lost meanwhile."""
         deadline = time.monotonic() + self.timeout_s
-        while not store.check(keys()):
-            if time.monotonic() > deadline:
-                raise RuntimeError("the other ranks don't end")
-            time.sleep(_TICK_S / 10)
+        with waiting("the end of the parameter server"):
+            while not store.check(keys()):
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the other ranks don't end")
+                time.sleep(_TICK_S / 10)
 
     def _end(self) -> None:
         if not self.is_ended:
@@ -244,7 +254,7 @@ class Connection:
 
 
 def _done(future: Future) -> threading.Event:
-    """Is set when `future` has a value, or an error."""
+    """Returns an event that is set once `future` has a value, or an error."""
     event = threading.Event()
     future.add_done_callback(lambda _: event.set())
     return event

@@ -1,19 +1,20 @@
-"""The server of `ps`: keeps a share of the parameters, collects gradients, steps, and says who may go on.
+"""The server of `ps`: keeps a share of the parameters, collects gradients, steps, and bounds the staleness of workers.
 
 Two rules, both from the literature:
 
 - **when it steps**: once as many gradients have arrived as there are workers, whoever sent them, with their mean
-  (n-softsync with n = 1: Zhang et al. 2016, arXiv:1511.05950). So that a step has as many samples as one of `ddp`, and
+  (n-softsync with n = 1: Zhang et al. 2016, arXiv:1511.05950). So a step has as many samples as a step of `ddp`, and
   learning rate, momenta and weight decay mean the same. (Downpour SGD, Dean et al. 2012, applies each gradient by
-  itself: under Adam, which does not care for the size of a gradient, that would go as many times as far.)
-- **who may go on**: a worker that has pushed c gradients gets parameters as soon as every living worker has pushed
-  c - staleness (stale synchronous parallel, Ho et al. 2013). With a staleness of 0 a step has one gradient of each
-  worker, summed in the order of their ranks, and nobody goes on before it is done: synchronous training.
+  itself: with Adam, whose update does not depend on the gradient's scale, this multiplies the step by the number of
+  workers.)
+- **which worker continues**: a worker that has pushed c gradients gets parameters as soon as every surviving worker has
+  pushed c - staleness (stale synchronous parallel, Ho et al. 2013). With a staleness of 0 a step has one gradient of
+  each worker, summed in the order of their ranks, and no worker continues before it is done: synchronous training.
 
-A worker that need not wait waits a little all the same, for the step that its own gradient is in: the delay that
-workers of one speed have without that, two thirds of a step for three of them, costs a small GPT some of its loss.
+A worker within the bound still waits a little for the step that has its own gradient. Without this wait, workers of
+equal speed are late by two thirds of a step (with three workers), which costs a small GPT some of its loss.
 
-A rank that was lost is not waited for, and those of its gradients that wait for a step are dropped.
+The server does not wait for a rank that was lost, and drops those of its gradients that wait for a step.
 """
 
 import threading
@@ -27,22 +28,31 @@ from torch.futures import Future
 from .rpc import ALLOWED
 from .shard import Shard
 
-__all__ = ["Server", "exchange", "hurry", "install", "pull", "push", "refresh", "state"]
+__all__ = ["Server", "exchange", "install_server", "pull", "push", "refresh", "release_early", "state"]
 
 
 class _Push(NamedTuple):
+    """The gradients of one worker."""
+
     rank: int
     gradients: list[Tensor]
+    """Flat buffers, see `Packing`."""
     present: list[bool]
+    """Whether each parameter has a gradient."""
     settings: list[dict[str, Any]]
-    most: float | None
+    """Settings of the optimizer's groups, see `settings_of`."""
+    clip_value: float | None
+    """The largest absolute value of an element; None for no clipping by value."""
 
 
 class _Pull(NamedTuple):
-    which: int
+    """A request of one worker for parameters."""
+
+    optimizer_index: int
     rank: int
     parameters: Future
     patient: bool
+    """Whether it waits for the step that has the worker's last gradient."""
 
 
 class _Queue:
@@ -52,33 +62,33 @@ class _Queue:
         self.shard = shard
         self._needs_copies = copies
         self.pushes: list[_Push] = []
-        self.held: list[dict[str, Any]] | None = None
-        """Settings of a step whose gradients are ready, and wait for the norm of all shards' gradients."""
+        self.held_settings: list[dict[str, Any]] | None = None
+        """Settings of a step that waits for the norm over all shards' gradients; None if no step waits."""
         self.norms: list[Future] = []
         self.copies: list[Tensor] | None = None
-        """Copies of the parameters, for the workers that ask for them."""
+        """Copies of the parameters as they are since the last step; None until a worker asks for them."""
 
-    def complete(self, *, holds: bool) -> float:
-        """Makes the mean of what waits the gradients, and steps unless it `holds`; returns the square of their norm."""
+    def average(self, *, holds: bool) -> float:
+        """Averages the pushes into the shard's gradients, and steps unless it `holds`; returns their squared norm."""
         last = self.pushes[-1]
-        self.pushes.sort(key=lambda each: each.rank)  # a sum of floats depends on its order
-        total = self.shard.set_gradients([(each.gradients, each.present) for each in self.pushes])
+        self.pushes.sort(key=lambda push: push.rank)  # a sum of floats depends on its order
+        squared_norm = self.shard.set_gradients([(push.gradients, push.present) for push in self.pushes])
         self.pushes = []
-        if last.most is not None:
-            self.shard.clip_by_value(last.most)
-        self.held = last.settings
+        if last.clip_value is not None:
+            self.shard.clip_by_value(last.clip_value)
+        self.held_settings = last.settings
         if not holds:
             self.step(1.0)
-        return total
+        return squared_norm
 
     def step(self, scale: float) -> None:
-        """The step that was held, if no other worker has asked for it yet."""
-        if self.held is not None:
-            self.shard.step(self.held, scale)
-            self.held = self.copies = None
+        """Does the step that was held, unless the pull of another worker already has."""
+        if self.held_settings is not None:
+            self.shard.step(self.held_settings, scale)
+            self.held_settings = self.copies = None
 
     def parameters(self) -> list[Tensor]:
-        """Copies, the same for all who ask between two steps, where the next may come while they are being sent."""
+        """Returns the flat buffers of the parameters: copies, if the next step may come while they are being sent."""
         if not self._needs_copies:
             return self.shard.buffers
         if self.copies is None:
@@ -87,156 +97,155 @@ class _Queue:
 
 
 class Server:
-    """One rank's share.
+    """The server of one rank: its shards of the optimizers, and the queues of gradients for them.
 
     Args:
-        shards: one of each optimizer; None where this server has none of its parameters.
-        workers: their ranks.
-        staleness: by how many gradients a worker may be ahead of the slowest.
+        shards: one for each optimizer; None where this server has none of its parameters.
+        workers: the ranks that train.
+        staleness: the number of gradients that a worker may be ahead of the slowest.
     """
 
     def __init__(self, shards: list[Shard | None], workers: list[int], staleness: int) -> None:
-        # Synchronous workers have all got them before any pushes again.
+        # With staleness 0 all workers have received the parameters before one pushes again: no copies are needed.
         self._queues = [None if shard is None else _Queue(shard, copies=staleness > 0) for shard in shards]
         self._staleness = staleness
         self._lock = threading.RLock()
-        self._done = dict.fromkeys(workers, 0)
-        self._hurried: dict[int, int] = {}
+        self._num_pushed = dict.fromkeys(workers, 0)
+        self._released: dict[int, int] = {}
+        """The number of the push up to which a worker waits no longer, by rank; see `release_early`."""
         self._waiting: list[_Pull] = []
-        self._seen: Counter[int] = Counter()
+        self._staleness_counts: Counter[int] = Counter()
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of parameters, their copies and optimizer state that it holds; without waiting gradients."""
+        """The bytes of parameters, their copies and optimizer state on this server, without queued gradients."""
         queues = [queue for queue in self._queues if queue is not None]
         copies = [copy for queue in queues for copy in queue.copies or ()]
         return sum(queue.shard.held_bytes for queue in queues) + sum(copy.nbytes for copy in copies)
 
     def staleness(self) -> dict[int, int]:
-        """The number of times a worker got parameters, by the gradients the slowest was behind it."""
+        """Maps a staleness, in gradients, to the number of pulls that had it."""
         with self._lock:
-            return dict(self._seen)
+            return dict(self._staleness_counts)
 
-    def push(self, which: int, what: _Push, *, holds: bool = False) -> Future:
-        """Takes gradients.
+    def push(self, optimizer_index: int, what: _Push, *, holds: bool = False) -> Future:
+        """Queues the gradients of a worker.
 
         Args:
-            which: optimizer.
-            what: is pushed.
-            holds: the step waits until the norm of all shards' gradients is known, and comes with a `pull`.
+            optimizer_index: position of the optimizer in the trainer's list.
+            what: the gradients.
+            holds: hold the step until the norm over all shards' gradients is known: until a `pull`.
 
         Returns:
-            The square of the norm of this shard's mean gradient, once it is known; if it `holds`, else 0.
+            The squared norm of this shard's mean gradient, once it is known; 0 unless it `holds`.
         """
         norm: Future = Future()
-        queue = self._queue(which)
+        queue = self._queue(optimizer_index)
         with self._lock:
             self._check(what.rank)
             queue.pushes.append(what)
-            self._done[what.rank] += 1
+            self._num_pushed[what.rank] += 1
             if holds:
                 queue.norms.append(norm)
         if not holds:
             norm.set_result(0.0)
-        self._go_on()
+        self._advance()
         return norm
 
-    def pull(self, which: int, rank: int, scale: float = 1.0, *, patient: bool = False) -> Future:
-        """Parameters for a worker's next gradient, once it may go on.
+    def pull(self, optimizer_index: int, rank: int, scale: float = 1.0, *, patient: bool = False) -> Future:
+        """Asks for the parameters for a worker's next gradient.
 
         Args:
-            which: optimizer.
+            optimizer_index: position of the optimizer in the trainer's list.
             rank: of the worker.
-            scale: of the gradients of a step that was held.
-            patient: wait for the step that the worker's last gradient is in, or for a `hurry`.
+            scale: factor on the gradients of a step that was held.
+            patient: wait for the step that has the worker's last gradient, or for `release_early`.
 
         Returns:
-            The buffers.
+            The flat buffers of the parameters, once the staleness bound lets the worker continue.
         """
         parameters: Future = Future()
         with self._lock:
             self._check(rank)
-            self._queue(which).step(scale)
-            self._waiting.append(_Pull(which, rank, parameters, patient))
-        self._go_on()
+            self._queue(optimizer_index).step(scale)
+            self._waiting.append(_Pull(optimizer_index, rank, parameters, patient))
+        self._advance()
         return parameters
 
-    def hurry(self, rank: int, number: int) -> None:
-        """Lets a worker go on as soon as the bound allows it.
+    def release_early(self, rank: int, number: int) -> None:
+        """Ends the patience of a worker's pull: it is answered as soon as the staleness bound allows it.
 
         Args:
             rank: of the worker.
             number: of its pushes so far. This message may overtake the last of them.
         """
         with self._lock:
-            self._hurried[rank] = number
-        self._go_on()
+            self._released[rank] = number
+        self._advance()
 
-    def refresh(self, which: int) -> list[Tensor]:
-        """Parameters as they are when all workers have stopped pushing: a step of what is left over comes first."""
-        queue = self._queue(which)
+    def refresh(self, optimizer_index: int) -> list[Tensor]:
+        """Steps with the gradients that are still queued and returns the parameters; called when no worker pushes."""
+        queue = self._queue(optimizer_index)
         with self._lock:
             if queue.pushes:
-                queue.complete(holds=False)
+                queue.average(holds=False)
             return queue.parameters()
 
-    def state(self, which: int) -> list[dict[str, Any]]:
-        """The optimizer's state of each parameter."""
+    def state(self, optimizer_index: int) -> list[dict[str, Any]]:
+        """Returns the optimizer's state of each parameter of this server."""
         with self._lock:
-            return self._queue(which).shard.state()
+            return self._queue(optimizer_index).shard.state()
 
     def lose(self, ranks: list[int]) -> None:
-        """Goes on without these."""
+        """Continues without ranks that were lost, and drops their queued gradients and pulls."""
         with self._lock:
             for rank in ranks:
-                self._done.pop(rank, None)
+                self._num_pushed.pop(rank, None)
             for queue in filter(None, self._queues):
-                queue.pushes = [each for each in queue.pushes if each.rank not in ranks]
-            self._waiting = [each for each in self._waiting if each.rank not in ranks]
-        self._go_on()
+                queue.pushes = [push for push in queue.pushes if push.rank not in ranks]
+            self._waiting = [pull for pull in self._waiting if pull.rank not in ranks]
+        self._advance()
 
     def _check(self, rank: int) -> None:
-        if rank not in self._done:
+        if rank not in self._num_pushed:
             raise RuntimeError(f"rank {rank} was taken for lost, and the others have gone on without it")
 
-    def _queue(self, which: int) -> _Queue:
-        queue = self._queues[which]
+    def _queue(self, optimizer_index: int) -> _Queue:
+        queue = self._queues[optimizer_index]
         assert queue is not None
         return queue
 
-    def _go_on(self) -> None:
-        """Does the steps that are due, and lets those go on who may."""
+    def _advance(self) -> None:
+        """Does the steps that are due, and answers the pulls that have waited long enough."""
         answers: list[tuple[Future, Any]] = []
         with self._lock:
             for queue in filter(None, self._queues):
-                if queue.pushes and len(queue.pushes) >= len(self._done):
-                    total = queue.complete(holds=bool(queue.norms))
-                    answers += [(norm, total) for norm in queue.norms]
+                if queue.pushes and len(queue.pushes) >= len(self._num_pushed):
+                    squared_norm = queue.average(holds=bool(queue.norms))
+                    answers += [(norm, squared_norm) for norm in queue.norms]
                     queue.norms = []
-            slowest = min(self._done.values(), default=0)
-            still = []
+            slowest = min(self._num_pushed.values(), default=0)
+            still_waiting = []
             for pull in self._waiting:
-                behind, queue = self._done[pull.rank] - slowest, self._queue(pull.which)
-                is_patient = pull.patient and self._hurried.get(pull.rank, 0) < self._done[pull.rank]
-                if behind > self._staleness or (is_patient and any(e.rank == pull.rank for e in queue.pushes)):
-                    still.append(pull)
+                num_ahead, queue = self._num_pushed[pull.rank] - slowest, self._queue(pull.optimizer_index)
+                is_patient = pull.patient and self._released.get(pull.rank, 0) < self._num_pushed[pull.rank]
+                if num_ahead > self._staleness or (is_patient and any(push.rank == pull.rank for push in queue.pushes)):
+                    still_waiting.append(pull)
                 else:
-                    self._seen[behind] += 1
+                    self._staleness_counts[num_ahead] += 1
                     answers.append((pull.parameters, queue.parameters()))
-            self._waiting = still
+            self._waiting = still_waiting
         for future, value in answers:  # not under the lock, since it sends
             future.set_result(value)
 
 
-_served: dict[str, Server] = {}
-"""This process's."""
+_servers: list[Server] = []
+"""The server of this process, if it has one."""
 
 
-def install(server: Server | None) -> None:
-    """Makes `server` the one that answers here; None for no one."""
-    _served.clear()
-    if server is not None:
-        _served["here"] = server
+def install_server(server: Server | None) -> None:
+    """Makes `server` answer the calls of other ranks to this process; None: no server does."""
+    _servers[:] = [] if server is None else [server]
 
 
 def _answered(value: Any) -> Future:
@@ -246,43 +255,43 @@ def _answered(value: Any) -> Future:
 
 
 @rpc.functions.async_execution
-def push(which: int, *what: Any) -> Future:
-    """`Server.push` of gradients that are held; arguments: those of `_Push`."""
-    return _served["here"].push(which, _Push(*what), holds=True)
+def push(optimizer_index: int, *what: Any) -> Future:
+    """Calls `Server.push` with a step that is held; the arguments are the fields of `_Push`."""
+    return _servers[0].push(optimizer_index, _Push(*what), holds=True)
 
 
 @rpc.functions.async_execution
-def pull(which: int, rank: int, scale: float) -> Future:
-    """`Server.pull`."""
-    return _served["here"].pull(which, rank, scale)
+def pull(optimizer_index: int, rank: int, scale: float) -> Future:
+    """Calls `Server.pull`."""
+    return _servers[0].pull(optimizer_index, rank, scale)
 
 
 @rpc.functions.async_execution
-def exchange(which: int, *what: Any) -> Future:
-    """A push and the patient pull that follows it, in one message."""
-    server, pushed = _served["here"], _Push(*what)
-    server.push(which, pushed)
-    return server.pull(which, pushed.rank, patient=True)
+def exchange(optimizer_index: int, *what: Any) -> Future:
+    """Pushes, and pulls patiently, in one message; the arguments are the fields of `_Push`."""
+    server, gradients = _servers[0], _Push(*what)
+    server.push(optimizer_index, gradients)
+    return server.pull(optimizer_index, gradients.rank, patient=True)
 
 
 @rpc.functions.async_execution
-def hurry(rank: int, number: int) -> Future:
-    """`Server.hurry`."""
-    _served["here"].hurry(rank, number)
+def release_early(rank: int, number: int) -> Future:
+    """Calls `Server.release_early`."""
+    _servers[0].release_early(rank, number)
     return _answered(None)
 
 
 @rpc.functions.async_execution
-def refresh(which: int) -> Future:
-    """`Server.refresh`."""
-    return _answered(_served["here"].refresh(which))
+def refresh(optimizer_index: int) -> Future:
+    """Calls `Server.refresh`."""
+    return _answered(_servers[0].refresh(optimizer_index))
 
 
 @rpc.functions.async_execution
-def state(which: int) -> Future:
-    """`Server.state`."""
-    return _answered(_served["here"].state(which))
+def state(optimizer_index: int) -> Future:
+    """Calls `Server.state`."""
+    return _answered(_servers[0].state(optimizer_index))
 
 
-for function in (push, pull, exchange, hurry, refresh, state):
+for function in (push, pull, exchange, release_early, refresh, state):
     ALLOWED[__name__, function.__name__] = function

@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Packing", "Shard", "dealt", "settings_of"]
+__all__ = ["Packing", "Shard", "partition", "settings_of"]
 
 
-def dealt(sizes: list[list[int]], num_servers: int) -> list[list[list[int]]]:
-    """Deals whole parameters to servers, the largest first, each to the server that has least.
+def partition(sizes: list[list[int]], num_servers: int) -> list[list[list[int]]]:
+    """Assigns whole parameters to servers, the largest first, each to the server with the fewest bytes.
 
-    Whole ones, since not every optimizer treats the elements of a parameter apart.
+    Parameters stay whole, since not every optimizer works element by element.
 
     Args:
         sizes: bytes of each parameter of each optimizer.
         num_servers: number of servers.
 
     Returns:
-        For each server and each optimizer, the numbers of its parameters.
+        For each server and each optimizer, the indices of its parameters.
     """
     shares: list[list[list[int]]] = [[[] for _ in sizes] for _ in range(num_servers)]
-    loads = [0] * num_servers
-    places = [(of, number) for of, parameters in enumerate(sizes) for number in range(len(parameters))]
-    for of, number in sorted(places, key=lambda place: -sizes[place[0]][place[1]]):
-        server = loads.index(min(loads))
-        loads[server] += sizes[of][number]
-        shares[server][of].append(number)
-    return [[sorted(numbers) for numbers in share] for share in shares]
+    loads_bytes = [0] * num_servers
+    parameters = [(optimizer, index) for optimizer, row in enumerate(sizes) for index in range(len(row))]
+    for optimizer, index in sorted(parameters, key=lambda parameter: -sizes[parameter[0]][parameter[1]]):
+        server = loads_bytes.index(min(loads_bytes))
+        loads_bytes[server] += sizes[optimizer][index]
+        shares[server][optimizer].append(index)
+    return [[sorted(indices) for indices in share] for share in shares]
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups as plain values: what schedulers change."""
+    """Returns the settings of an optimizer's groups (learning rate, ...) as plain values; schedulers change them."""
     return [
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if _is_plain(value)}
         for group in optimizer.param_groups
@@ -48,93 +48,92 @@ def _is_plain(value: Any) -> bool:
 
 
 class Packing:
-    """Tensors in one buffer per dtype, as they are sent.
+    """Packs tensors into one flat buffer per dtype, as they are sent.
 
     Args:
-        tensors: whose shapes and dtypes those to be packed have.
+        tensors: any tensors of the shapes and dtypes that are to be packed.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
-        self._numbers: dict[torch.dtype, list[int]] = defaultdict(list)
-        for number, tensor in enumerate(tensors):
-            self._numbers[tensor.dtype].append(number)
+        self._indices: dict[torch.dtype, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(tensors):
+            self._indices[tensor.dtype].append(index)
 
-    def packed(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Copies of the tensors in buffers on the CPU; zeros in place of None."""
+    def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Copies the tensors into 1-d buffers on the CPU; zeros in place of None."""
         device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
 
-        def flat(number: int, dtype: torch.dtype) -> Tensor:
-            tensor = tensors[number]
+        def flat(index: int, dtype: torch.dtype) -> Tensor:
+            tensor = tensors[index]
             if tensor is None:
-                return torch.zeros(self._shapes[number].numel(), dtype=dtype, device=device)
+                return torch.zeros(self._shapes[index].numel(), dtype=dtype, device=device)
             return tensor.detach().reshape(-1)
 
-        return [
-            torch.cat([flat(number, dtype) for number in numbers]).cpu() for dtype, numbers in self._numbers.items()
-        ]
+        return [torch.cat([flat(index, dtype) for index in indices]).cpu() for dtype, indices in self._indices.items()]
 
-    def unpacked(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Views of the buffers, in the order of the tensors."""
+    def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Returns views of the buffers, in the shapes and the order of the tensors."""
         views: list[Tensor] = [torch.empty(0)] * len(self._shapes)
-        for buffer, numbers in zip(buffers, self._numbers.values(), strict=True):
-            sizes = [self._shapes[number].numel() for number in numbers]
-            for number, part in zip(numbers, buffer.split(sizes), strict=True):
-                views[number] = part.view(self._shapes[number])
+        for buffer, indices in zip(buffers, self._indices.values(), strict=True):
+            sizes = [self._shapes[index].numel() for index in indices]
+            for index, part in zip(indices, buffer.split(sizes), strict=True):
+                views[index] = part.view(self._shapes[index])
         return views
 
 
 class Shard:
-    """Some of an optimizer's parameters, on the CPU, with an optimizer of the same kind and settings for them.
+    """A server's copies of some of an optimizer's parameters, on the CPU, with an optimizer of the same class for them.
 
     Args:
-        optimizer: of the module; its state of these parameters is taken over.
-        parameters: those of the shard.
+        optimizer: of the module; its state of these parameters is copied.
+        parameters: of the shard, as the module has them.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         self.packing = Packing(parameters)
-        self.buffers = self.packing.packed(parameters)
-        self.parameters = [view.requires_grad_() for view in self.packing.unpacked(self.buffers)]
+        self.buffers = self.packing.pack(parameters)
+        self.parameters = [view.requires_grad_() for view in self.packing.unpack(self.buffers)]
         counterparts = dict(zip(parameters, self.parameters, strict=True))
-        self._optimizer, self._group_numbers = _restricted(optimizer, counterparts)
+        self._optimizer, self._group_indices = _optimizer_of(optimizer, counterparts)
 
     @torch.no_grad()
     def set_gradients(self, pushed: list[tuple[list[Tensor], list[bool]]]) -> float:
-        """Makes the mean of what workers pushed the gradients.
+        """Makes the mean of the pushed gradients the gradients of the shard.
 
         Args:
-            pushed: of each push the buffers of gradients, and which parameters have one. One that only some have is
-                zero for the others, as under ddp.
+            pushed: for each push the buffers of gradients, and whether each parameter has one. A gradient that only
+                some pushes have is zero in the others, as under ddp.
 
         Returns:
-            The square of their 2-norm.
+            The squared 2-norm of the gradients.
         """
         means = [torch.stack(each).mean(0) if len(each) > 1 else each[0] for each in _columns(pushed)]
-        has_one = [any(each) for each in zip(*(present for _, present in pushed), strict=True)]
-        total = 0.0
-        for parameter, gradient, present in zip(self.parameters, self.packing.unpacked(means), has_one, strict=True):
+        has_gradient = [any(each) for each in zip(*(present for _, present in pushed), strict=True)]
+        squared_norm = 0.0
+        gradients = self.packing.unpack(means)
+        for parameter, gradient, present in zip(self.parameters, gradients, has_gradient, strict=True):
             parameter.grad = gradient if present else None
-            total += float(torch.linalg.vector_norm(gradient)) ** 2 if present else 0.0
-        return total
+            squared_norm += float(torch.linalg.vector_norm(gradient)) ** 2 if present else 0.0
+        return squared_norm
 
-    def clip_by_value(self, most: float) -> None:
-        """Clamps each element of the gradients."""
-        torch.nn.utils.clip_grad_value_(self.parameters, most)
+    def clip_by_value(self, clip_value: float) -> None:
+        """Clamps each element of the gradients to [-clip_value, clip_value]."""
+        torch.nn.utils.clip_grad_value_(self.parameters, clip_value)
 
     @torch.no_grad()
     def step(self, settings: list[dict[str, Any]], scale: float = 1.0) -> None:
-        """One step of the optimizer.
+        """Does one step of the optimizer.
 
         Args:
             settings: of the groups of the worker's optimizer, see `settings_of`.
-            scale: what the gradients are multiplied by, to clip them.
+            scale: factor on the gradients, to clip them by their norm.
         """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
-        for group, number in zip(self._optimizer.param_groups, self._group_numbers, strict=True):
-            for key, value in settings[number].items():
+        for group, index in zip(self._optimizer.param_groups, self._group_indices, strict=True):
+            for key, value in settings[index].items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
@@ -149,7 +148,7 @@ class Shard:
         return sum(tensor.nbytes for tensor in (*self.buffers, *states) if isinstance(tensor, Tensor))
 
     def state(self) -> list[dict[str, Any]]:
-        """The optimizer's state of each parameter, as it is now."""
+        """Returns a copy of the optimizer's state of each parameter."""
         return [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in each.items()}
             for each in (self._optimizer.state.get(parameter, {}) for parameter in self.parameters)
@@ -160,22 +159,22 @@ def _columns(pushed: list[tuple[list[Tensor], list[bool]]]) -> list[tuple[Tensor
     return list(zip(*(buffers for buffers, _ in pushed), strict=True))
 
 
-def _restricted(optimizer: Optimizer, counterparts: dict[Tensor, Tensor]) -> tuple[Optimizer, list[int]]:
-    """An optimizer of the same class and settings for some of the parameters; and the numbers of its groups."""
+def _optimizer_of(optimizer: Optimizer, counterparts: dict[Tensor, Tensor]) -> tuple[Optimizer, list[int]]:
+    """Returns an optimizer of the same class and state for the counterparts, and the indices of its groups."""
     groups = [
-        (number, {**group, "params": [counterparts[p] for p in group["params"] if p in counterparts]})
-        for number, group in enumerate(optimizer.param_groups)
+        (index, {**group, "params": [counterparts[p] for p in group["params"] if p in counterparts]})
+        for index, group in enumerate(optimizer.param_groups)
     ]
-    groups = [(number, group) for number, group in groups if group["params"]]
-    # Not by its constructor, of which nothing is known. torch: a scheduler puts a `step` of its own into the instance.
+    groups = [(index, group) for index, group in groups if group["params"]]
+    # Without its constructor, whose arguments are not known. torch: a scheduler sets `step` on the instance.
     new: Any = object.__new__(type(optimizer))
     new.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     new.param_groups = [{key: _own(value) for key, value in group.items()} for _, group in groups]
     new.state = defaultdict(dict)
-    for given, own in counterparts.items():
-        if given in optimizer.state:
-            new.state[own] = {key: _own(value) for key, value in optimizer.state[given].items()}
-    return new, [number for number, _ in groups]
+    for original, counterpart in counterparts.items():
+        if original in optimizer.state:
+            new.state[counterpart] = {key: _own(value) for key, value in optimizer.state[original].items()}
+    return new, [index for index, _ in groups]
 
 
 def _own(value: Any) -> Any:

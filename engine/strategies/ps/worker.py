@@ -1,11 +1,11 @@
-"""A worker of `ps`: pushes its gradients to the servers, and gets parameters from them.
+"""A worker of `ps`: pushes its gradients to the servers, and pulls parameters from them.
 
-P bytes of parameters that are trained, of which another rank's server has the share Q:
+Communication per step, where the servers of other ranks have Q bytes of the parameters:
 1. push: the Q bytes of gradients, one message per server;
-2. pull: the Q bytes of parameters, in the answer (blocks until the staleness bound lets this worker go on);
-   where that would be sooner than the step that its gradient is in, a message without content after its patience ends.
-Where the norm of the mean gradient is needed, to clip it, 1 and 2 are messages of their own, and 1 blocks until all
-workers have pushed.
+2. pull: the Q bytes of parameters, in the answer (blocks until the staleness bound lets this worker continue). The
+   server waits for the step that has this worker's gradient; when the worker's patience ends, it sends an empty message
+   that ends this wait.
+To clip by the norm of the mean gradient, 1 and 2 are separate messages, and 1 blocks until all workers have pushed.
 """
 
 import time
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .rpc import Connection
-from .server import Server, exchange, hurry, pull, push, refresh, state
-from .shard import Packing, Shard, dealt, settings_of
+from .server import Server, exchange, pull, push, refresh, release_early, state
+from .shard import Packing, Shard, partition, settings_of
 
 __all__ = ["Clipping", "Worker"]
 
@@ -28,31 +28,34 @@ _NEW_SHARE = 0.1
 
 
 class Clipping(NamedTuple):
-    """The way in which the mean gradient is clipped."""
+    """How the mean gradient is clipped."""
 
-    by: str
+    algorithm: str
     """``"norm"`` or ``"value"``."""
-    most: float
+    limit: float
+    """The largest norm, or the largest absolute value of an element."""
 
 
 class _Share(NamedTuple):
-    """Those of an optimizer's parameters that one server holds."""
+    """The parameters of one optimizer that one server holds."""
 
     server: int
-    numbers: list[int]
+    """The rank of the server."""
+    indices: list[int]
+    """Indices of the parameters within the optimizer."""
     parameters: list[Tensor]
     packing: Packing
 
 
 class Worker:
-    """Trains what an optimizer was made for, at the servers.
+    """Has the servers do the steps of this rank's optimizers.
 
     Args:
         connection: to the other ranks.
         optimizers: of the module: their parameters, settings and state.
-        num_servers: the first ranks, which share the parameters.
-        patience: how long to wait for the step that a gradient is in, as a share of the time that it took to compute;
-            from then on, older parameters will do.
+        num_servers: ranks 0 to ``num_servers - 1`` serve the parameters.
+        patience: how long to wait for the step that has the pushed gradient, as a share of the time that the gradient
+            took to compute; after that, older parameters are taken.
     """
 
     def __init__(
@@ -67,25 +70,25 @@ class Worker:
         self._parameters = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
         sizes = [[p.numel() * p.element_size() for p in parameters] for parameters in self._parameters]
         self._shares: list[list[_Share]] = [[] for _ in optimizers]
-        for server, share in enumerate(dealt(sizes, num_servers)):
-            for of, numbers in enumerate(share):
-                parameters = [self._parameters[of][number] for number in numbers]
+        for server, share in enumerate(partition(sizes, num_servers)):
+            for optimizer_index, indices in enumerate(share):
+                parameters = [self._parameters[optimizer_index][index] for index in indices]
                 if parameters:
-                    self._shares[of].append(_Share(server, numbers, parameters, Packing(parameters)))
+                    self._shares[optimizer_index].append(_Share(server, indices, parameters, Packing(parameters)))
 
-    def serve(self, staleness: int) -> Server | None:
-        """The server of this rank's share; None if it has none."""
-        mine = [next((s for s in shares if s.server == self._connection.rank), None) for shares in self._shares]
-        if not any(mine):
+    def make_server(self, staleness: int) -> Server | None:
+        """Returns the server of this rank; None if this rank serves no parameters."""
+        own_shares = [next((s for s in shares if s.server == self._connection.rank), None) for shares in self._shares]
+        if not any(own_shares):
             return None
         shards = [
             None if share is None else Shard(optimizer, share.parameters)
-            for share, optimizer in zip(mine, self._optimizers, strict=True)
+            for share, optimizer in zip(own_shares, self._optimizers, strict=True)
         ]
-        return Server(shards, self._connection.living, staleness)
+        return Server(shards, self._connection.surviving, staleness)
 
     def step(self, optimizer: Optimizer, clipping: Clipping | None) -> Tensor | None:
-        """Pushes the gradients, and waits for the parameters that the next ones are to be computed with.
+        """Pushes the gradients, and waits for the parameters of the next forward pass.
 
         Returns:
             The norm of the mean gradient before it was clipped; None unless it was clipped by its norm.
@@ -94,36 +97,36 @@ class Worker:
             RuntimeError: a server can't be reached, or the optimizer has other parameters than at the start.
         """
         self._note_time()
-        which = self._optimizers.index(optimizer)
-        if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._parameters[which]):
+        optimizer_index = self._optimizers.index(optimizer)
+        if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._parameters[optimizer_index]):
             raise RuntimeError(
                 "the optimizer has got other parameters while training, which under `ps` have no server: give it all of"
                 " them at the start, those to be trained later with requires_grad=False."
             )
-        connection, shares = self._connection, self._shares[which]
+        connection, shares = self._connection, self._shares[optimizer_index]
         settings = settings_of(optimizer)
-        by_norm = clipping is not None and clipping.by == "norm"
-        most = clipping.most if clipping is not None and not by_norm else None
+        by_norm = clipping is not None and clipping.algorithm == "norm"
+        clip_value = clipping.limit if clipping is not None and not by_norm else None
         calls = {}
-        for share in shares:
+        for share in shares:  # phase 1
             present = [p.grad is not None for p in share.parameters]
-            gradients = share.packing.packed([p.grad for p in share.parameters])
+            gradients = share.packing.pack([p.grad for p in share.parameters])
             function = push if by_norm else exchange
-            what = (which, connection.rank, gradients, present, settings, most)
+            arguments = (optimizer_index, connection.rank, gradients, present, settings, clip_value)
             self._num_pushes[share.server] += 1
-            calls[share.server] = connection.call(share.server, function, *what)
+            calls[share.server] = connection.call(share.server, function, *arguments)
         norm = None
         if by_norm:
             assert clipping is not None
             squares = connection.wait(calls, "for the norm of its share of the mean gradient")
-            total = sum(squares.values()) ** 0.5
-            norm = torch.tensor(total)
-            # As torch.nn.utils.clip_grad_norm_ has it.
-            scale = min(1.0, clipping.most / (total + 1e-6))
-            calls = {s.server: connection.call(s.server, pull, which, connection.rank, scale) for s in shares}
-        for server in connection.late(calls, self._patience * self._compute_s):
-            connection.call(server, hurry, connection.rank, self._num_pushes[server])
-        self._take(which, connection.wait(calls, "for its share of the parameters"))
+            total_norm = sum(squares.values()) ** 0.5
+            norm = torch.tensor(total_norm)
+            # As torch.nn.utils.clip_grad_norm_ computes it.
+            scale = min(1.0, clipping.limit / (total_norm + 1e-6))
+            calls = {s.server: connection.call(s.server, pull, optimizer_index, connection.rank, scale) for s in shares}
+        for server in connection.late_ranks(calls, self._patience * self._compute_s):
+            connection.call(server, release_early, connection.rank, self._num_pushes[server])
+        self._update_parameters(optimizer_index, connection.wait(calls, "for its share of the parameters"))  # phase 2
         self._began = time.monotonic()
         return norm
 
@@ -132,23 +135,23 @@ class Worker:
         self._compute_s += (took_s - self._compute_s) * (_NEW_SHARE if self._compute_s else 1.0)
 
     def refresh(self) -> None:
-        """Gets the parameters as they are; all ranks call it when none pushes."""
-        for which, shares in enumerate(self._shares):
-            calls = {share.server: self._connection.call(share.server, refresh, which) for share in shares}
-            self._take(which, self._connection.wait(calls, "for its share of the parameters"))
+        """Pulls the current parameters; all ranks call it when none pushes."""
+        for index, shares in enumerate(self._shares):
+            calls = {share.server: self._connection.call(share.server, refresh, index) for share in shares}
+            self._update_parameters(index, self._connection.wait(calls, "for its share of the parameters"))
 
-    def state_of(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        """An optimizer's state at the servers, by the number of the parameter."""
-        which = self._optimizers.index(optimizer)
-        shares = self._shares[which]
-        calls = {share.server: self._connection.call(share.server, state, which) for share in shares}
-        states = self._connection.wait(calls, "for its share of the optimizer's state")
-        found = {n: each for s in shares for n, each in zip(s.numbers, states[s.server], strict=True) if each}
-        return dict(sorted(found.items()))
+    def states_of(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """Gets an optimizer's state from the servers, by the index of the parameter."""
+        optimizer_index = self._optimizers.index(optimizer)
+        shares = self._shares[optimizer_index]
+        calls = {share.server: self._connection.call(share.server, state, optimizer_index) for share in shares}
+        answers = self._connection.wait(calls, "for its share of the optimizer's state")
+        states = {i: each for s in shares for i, each in zip(s.indices, answers[s.server], strict=True) if each}
+        return dict(sorted(states.items()))
 
     @torch.no_grad()
-    def _take(self, which: int, buffers: dict[int, list[Tensor]]) -> None:
-        for share in self._shares[which]:
-            # To an accelerator one copy of each buffer, rather than one of each parameter.
-            here = [buffer.to(share.parameters[0].device) for buffer in buffers[share.server]]
-            torch._foreach_copy_(share.parameters, share.packing.unpacked(here))
+    def _update_parameters(self, optimizer_index: int, buffers: dict[int, list[Tensor]]) -> None:
+        for share in self._shares[optimizer_index]:
+            # One copy to the accelerator for each buffer, rather than one for each parameter.
+            on_device = [buffer.to(share.parameters[0].device) for buffer in buffers[share.server]]
+            torch._foreach_copy_(share.parameters, share.packing.unpack(on_device))

@@ -1,11 +1,11 @@
-"""Experts whose weights are 3-D parameters, [expert, out, in], as those of Mixtral in transformers.
+"""Splits experts whose weights are 3-D parameters, [expert, out, in], such as those of Mixtral in transformers.
 
-Every rank has some hidden units of each expert: of ``gate_up_proj``, the gate and the way up side by side, its rows of
-both, of ``down_proj`` its columns. It runs the module's own forward with these as plain tensors, and gets a part of the
-sum that is the output: one all-reduce forward, and one backward for each input that has a gradient.
+Every rank has some hidden units of each expert: rows of both halves of ``gate_up_proj`` (gate and up projection, side
+by side), and columns of ``down_proj``. It runs the module's own forward on these, as plain tensors; the outputs of the
+ranks are summed. Communication: one all-reduce in forward, and one in backward for each input that has a gradient.
 
-A structure does not tell in which order such parameters hold their numbers (some interleave gate and up), so they are
-split only where the model says so: by the `_tp_plan` that transformers gives to its models.
+The shapes do not show in which order such parameters hold their elements (some models interleave gate and up), so they
+are split only where the model says so: by the `_tp_plan` that transformers gives to its models.
 """
 
 import functools
@@ -19,26 +19,22 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 # torch: the placement of several blocks of rows on each rank.
-from torch.distributed.tensor.placement_types import _StridedShard
-
-# torch: has a module use other tensors as its parameters.
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
-
-from .styles import distributed, entering, to_plain
+# torch: runs a module with other tensors in the place of its parameters.
+from ..._compat.torch import _reparametrize_module, _StridedShard, tree_map_only
+from .styles import dtensor_parameter, to_plain, to_replica
 
 __all__ = ["Experts", "find_experts"]
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _STYLES = {_UP: "packed_colwise", _DOWN: "rowwise"}
-"""Names that a plan of transformers has for the cuts that are made here."""
+"""The styles of transformers' plans that are split here."""
 
 
 class Experts(ParallelStyle):
-    """A module with the parameters ``gate_up_proj`` [experts, 2 hidden, in] and ``down_proj`` [experts, out, hidden].
+    """Splits a module with ``gate_up_proj`` [experts, 2 hidden, in] and ``down_proj`` [experts, out, hidden].
 
     Args:
-        by_sequence: activations between the split parts are DTensors, and so is the output.
+        by_sequence: activations between the split layers are DTensors, and so is the output.
     """
 
     def __init__(self, by_sequence: bool = False) -> None:
@@ -50,29 +46,29 @@ class Experts(ParallelStyle):
         up, down = module.get_parameter(_UP), module.get_parameter(_DOWN)
         own_rows = up.detach().unflatten(1, (2, size, -1))[:, :, rank].flatten(1, 2).clone()
         own_columns = down.detach().unflatten(2, (size, -1))[:, :, rank].clone()
-        module.register_parameter(_UP, distributed(up, own_rows, device_mesh, _StridedShard(1, split_factor=2)))
-        module.register_parameter(_DOWN, distributed(down, own_columns, device_mesh, Shard(2)))
+        module.register_parameter(_UP, dtensor_parameter(up, own_rows, device_mesh, _StridedShard(1, split_factor=2)))
+        module.register_parameter(_DOWN, dtensor_parameter(down, own_columns, device_mesh, Shard(2)))
         module.forward = functools.partial(self._forward, module, module.forward, device_mesh)
         return module
 
     def _forward(
         self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any
     ) -> Any:
-        def inside(tensor: Tensor) -> Tensor:
-            replica = entering(tensor, mesh)
+        def local_input(tensor: Tensor) -> Tensor:
+            replica = to_replica(tensor, mesh)
             return replica.to_local(grad_placements=[Partial()]) if isinstance(replica, DTensor) else replica
 
-        args, kwargs = tree_map_only(Tensor, inside, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, local_input, (args, kwargs))
         parameters: Any = module.named_parameters()  # DTensors
         own = {name: parameter.to_local() for name, parameter in parameters}
         with _reparametrize_module(module, own):
             output = forward(*args, **kwargs)
         whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-        return entering(whole, mesh) if self.by_sequence else to_plain(whole)
+        return to_replica(whole, mesh) if self.by_sequence else to_plain(whole)
 
 
 def find_experts(module: nn.Module, num_ranks: int) -> Iterator[tuple[str, str]]:
-    """Names of such modules by the plans of transformers, each with why it is left whole, or nothing."""
+    """Yields the names of the expert modules in transformers' plans, each with the reason not to split it, or ""."""
     for path, model in module.named_modules():
         plan = getattr(model, "_tp_plan", None)
         if not isinstance(plan, Mapping):
@@ -87,8 +83,8 @@ def _why_whole(part: nn.Module, plan: Mapping[str, Any], pattern: str, num_ranks
     shapes = {key: parameter.shape for key, parameter in part.named_parameters()}
     styles = {key: plan.get(f"{pattern}.{key}") for key in shapes}
     if styles != _STYLES or any(len(shape) != 3 for shape in shapes.values()):
-        found = ", ".join(f"{key} {style!r}" for key, style in styles.items())
-        return f"transformers' plan for its parameters is not known here ({found})"
+        plan_text = ", ".join(f"{key} {style!r}" for key, style in styles.items())
+        return f"transformers' plan for its parameters is not known here ({plan_text})"
     hidden = shapes[_DOWN][2]
     if shapes[_UP][1] != 2 * hidden:
         return f"{_UP} has {shapes[_UP][1]} rows for {hidden} hidden units"

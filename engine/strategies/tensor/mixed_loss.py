@@ -1,7 +1,7 @@
-"""A loss that adds plain tensors to parameters that are split, such as a penalty over `self.parameters()`.
+"""Handles losses that add plain tensors to split parameters, such as a penalty over `self.parameters()`.
 
-Outside of regions activations are plain tensors and split parameters are DTensors. Their sum is a DTensor, and so is
-the gradient that autograd hands to both; the plain part of the graph has to get a plain one.
+Outside of regions activations are plain tensors and split parameters are DTensors. Their sum is a DTensor, and autograd
+gives both a DTensor as gradient; the plain part of the graph needs a plain tensor.
 """
 
 from typing import Any
@@ -9,29 +9,30 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+
+from ..._compat.torch import tree_map_only
 
 __all__ = ["give_plain_gradients"]
 
-# autograd: the nodes at which a DTensor becomes a plain tensor (`_Leave` of styles.py, torch's to_local), or one a
-# DTensor (torch's from_local); what is below them has the gradients that it needs.
+# autograd: the nodes that turn a DTensor into a plain tensor (`_Leave` of styles.py, torch's to_local) or back (torch's
+# from_local). They convert the gradients, too, so the graph below them needs nothing.
 _IS_SPLIT = {"_LeaveBackward": False, "_ToTorchTensorBackward": False, "_FromTorchTensorBackward": True}
 
 
 def give_plain_gradients(loss: Any) -> None:
-    """Has the plain tensors that `loss` was made of get plain gradients; nothing is done for a plain `loss`.
+    """Hooks the graph of `loss` so that its plain tensors get plain gradients; does nothing if `loss` is plain.
 
     Args:
-        loss: what a step returns: a tensor, or any nested value with some.
+        loss: the output of a step: a tensor, or a nested value with tensors.
     """
-    tree_map_only(DTensor, _look_through, loss)
+    tree_map_only(DTensor, _hook_plain_inputs, loss)
 
 
-def _look_through(loss: DTensor) -> None:
+def _hook_plain_inputs(loss: DTensor) -> None:
     if loss.grad_fn is None:
         return
     is_split: dict[Node, bool] = {}
-    """Whether the output of a node is a DTensor: some input of it was one."""
+    """Whether the output of a node is a DTensor: one of its inputs was."""
     hooked: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(loss.grad_fn, False)]
     while stack:

@@ -1,20 +1,22 @@
-"""`tp`, `fsdp+tp` and `hsdp+tp`: each layer split over ranks that have the same samples, by a plan.
+"""`tp`, `fsdp+tp` and `hsdp+tp`: the layers of a module split over ranks that have the same samples.
 
-torch's DTensor and `parallelize_module`
-(https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html), by the plan of `plan.py`. With `fsdp` or
-`hsdp`, the parts are cut into shards as well, over the ranks that have other samples: a mesh with the axis `tp`
-innermost, where links are fastest.
+Uses torch's DTensor and `parallelize_module`
+(https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html) with the plan of `plan.py`. Under `fsdp+tp` and
+`hsdp+tp` FSDP2 shards the split parameters over the ranks with other samples: the axis `tp` of the mesh is innermost,
+where links are fastest.
 
-Communication per micro-batch over the T ranks of `tp`, with activations of A bytes: 1. forward: an all-reduce of A for
-each MLP, each attention, and the embedding; an all-gather of the logits; 2. backward: an all-reduce of A for each MLP,
-each attention, and the output layer. Each waits: nothing else can be done meanwhile. With `sequence_parallel`, an
-all-gather and a reduce-scatter in the place of each all-reduce. 3. per optimizer step: an all-reduce of the gradient of
-each parameter that all ranks have whole and use for a part of the work (norms of heads; with `sequence_parallel` all
-norms). Other parameters that are whole get the same gradient on all ranks. Then those of `fsdp` or `hsdp`, with 1/T of
-the bytes.
+Communication per micro-batch over the T ranks of `tp`, with activations of A bytes:
+1. forward: an all-reduce of A for each MLP, each attention, and the embedding; an all-gather of the logits;
+2. backward: an all-reduce of A for each MLP, each attention, and the output layer. Each blocks: nothing overlaps it.
+   With `sequence_parallel`, an all-gather and a reduce-scatter in the place of each all-reduce;
+3. per optimizer step: an all-reduce of the gradient of each replicated parameter that each rank uses for a part of the
+   work (norms of heads; with `sequence_parallel` all norms). Other replicated parameters get the same gradient on all
+   ranks.
+Then the collectives of `fsdp` or `hsdp`, with 1/T of the bytes.
 """
 
 import contextlib
+import dataclasses
 import logging
 import traceback
 import warnings
@@ -27,26 +29,34 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-
-# torch: it begins to draw the numbers of DTensors with this, or else sets all ranks to the state of the first.
-from torch.distributed.tensor._random import manual_seed
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
+# torch: this starts its random numbers for DTensors; without it, torch gives all ranks the state of the first one.
+from ..._compat.torch import manual_seed
 from ...checkpoint import get_random_state, set_random_state
 from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
-from ...loop.undo import Undo
-from ..fsdp import FSDP
+from ...loop.step_snapshot import StepSnapshot
+from ..fsdp.strategy import FSDP
 from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
-from ..pipeline.absent import is_users
+from ..pipeline.remote_values import is_users
 from .mixed_loss import give_plain_gradients
+from .operator_rules import install_operator_rules, restore_operator_rules
 from .plan import Plan, make_plan
-from .styles import MisfitError, Region, cause_of, raised_by_dtensor, refuse_second_backward, replicate, to_plain
-from .whole import compute_whole, hooks_of
+from .replicated_region import compute_replicated, hooks_of
+from .styles import (
+    MisfitError,
+    ParallelRegion,
+    cause_of,
+    is_raised_by_dtensor,
+    refuse_second_backward,
+    replicate,
+    to_plain,
+)
 
-# torch: it finds two all-gathers in a row worth a warning, where whole weights are asked for at the end of a run.
+# torch: it warns of two all-gathers in a row, which the whole weights at the end of a run need.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 __all__ = ["TensorParallel"]
@@ -62,19 +72,22 @@ class TensorParallel(FSDP):
     """
 
     options: Any
-    why_no_repeat = "tensor parallelism"
-    why_not_counted = "has its collectives made by DTensor"
+    capabilities = dataclasses.replace(
+        FSDP.capabilities,
+        unsupported_repeat="tensor parallelism",
+        unsupported_counting="has its collectives made by DTensor",
+    )
 
     def __init__(self, options: Any, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)
         self._styles: dict[nn.Module, Any] = {}
         self._applied: dict[nn.Module, tuple[Any, set[int]]] = {}
-        """Styles, and the keys of the hooks that they have registered."""
+        """The style of each split sub-module, and the keys of the hooks that it has registered."""
         self._has_run: set[str] = set()
-        """Names of steps that go with the plan."""
+        """Names of steps that have run with the plan, without an error."""
         self._while_running = contextlib.ExitStack()
         self._is_inner = False
-        self._whole: list[Any] = []
+        self._replicated: list[Any] = []
 
     def __repr__(self) -> str:
         name = {TPOptions: "tp", FSDPTPOptions: "fsdp+tp", HSDPTPOptions: "hsdp+tp"}[type(self.options)]
@@ -85,7 +98,7 @@ class TensorParallel(FSDP):
         return not isinstance(self.options, TPOptions)
 
     def derive_layout(self, world_size: int) -> Layout:
-        """The axis `tp` as the options have it, and the others as `fsdp` and `hsdp` have them."""
+        """Returns the layout: `tp` from the options, the other axes as `fsdp` and `hsdp` derive them."""
         options, tp = self.options, self.options.tp
         if isinstance(options, TPOptions):
             return Layout.derive(world_size, rest="tp", tp=tp)
@@ -101,7 +114,7 @@ class TensorParallel(FSDP):
     def check_module(self, module: nn.Module) -> None:
         """Raises ValueError if `module` can't be split, before any process starts."""
         super().check_module(module)
-        if next(module.parameters(), None) is not None:  # else it is built later, in `configure_model`
+        if next(module.parameters(), None) is not None:  # without parameters it is built later, in `configure_model`
             self._make_plan(module)
 
     def _make_plan(self, module: nn.Module) -> Plan:
@@ -126,32 +139,34 @@ class TensorParallel(FSDP):
         return any(isinstance(p, DTensor) for p in model.parameters())
 
     def setup(self, trainer: Trainer) -> None:
-        """Splits the module, unless an earlier `fit` has, and creates the optimizers on the parts."""
+        """Splits the module, unless an earlier `fit` has, and creates the optimizers of the split parameters."""
+        install_operator_rules()
+        self._while_running.callback(restore_operator_rules)
         super().setup(trainer)
-        self._draw_alike()
+        self._equalise_random_state()
         assert self.model is not None
         self.hand_out_data_group(self.model)
-        parts = [p for p in self.model.parameters() if isinstance(p, DTensor)]
-        self._whole = [] if self._shards else [p for p in parts if p.placements == (Replicate(),)]
+        parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
+        self._replicated = [] if self._shards else [p for p in parameters if p.placements == (Replicate(),)]
         if self.options.loss_parallel:
             self._while_running.enter_context(loss_parallel())
 
     def teardown(self) -> None:
-        """Puts torch's settings back."""
+        """Restores torch's settings."""
         self._while_running.close()
         super().teardown()
 
-    def _draw_alike(self) -> None:
-        """Ranks with the same samples draw the same random numbers: what is whole on all of them stays the same."""
+    def _equalise_random_state(self) -> None:
+        """Gives ranks with the same samples one random state, so that replicated activations stay equal."""
         if self.root_device.type == "cuda":
-            torch.cuda.init()  # what follows takes its state along, if there is one
-        # torch: said of tensors of shape [1] that meet a DTensor, which are to count as replicas.
+            torch.cuda.init()  # so that the random state below has that of the device
+        # torch: a warning about plain tensors of shape [1] that meet a DTensor; they count as replicas, as wanted.
         warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1 and ndim!=0")
         state = [get_random_state()]
         if self.root_device.type == "cuda":
-            # Else torch would have all ranks draw alike, whatever their samples. It seeds all that the state holds.
+            # Without this, torch gives all ranks one state, those with other samples too.
             manual_seed(0, self.device_mesh)
-        else:  # torch: there it draws the numbers for a DTensor as for any tensor, which is what is wanted
+        else:  # torch: on the CPU it draws for a DTensor as for any tensor, as wanted, and warns
             warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
         group = self.device_mesh["tp"].get_group()
         dist.broadcast_object_list(state, group=group, group_src=0, device=self.root_device)
@@ -164,17 +179,17 @@ class TensorParallel(FSDP):
         super()._shard(model)
 
     def _split(self, part: nn.Module) -> None:
-        """Splits what the plan has of `part`; tied parameters stay tied."""
+        """Splits the layers of `part` that are in the plan; tied parameters stay tied."""
         before = [(sub, key, p) for sub in part.modules() for key, p in sub._parameters.items() if p is not None]
         styles = [(sub, self._styles.pop(sub)) for sub in part.modules() if sub in self._styles]
-        for sub, style in reversed(styles):  # children first: what they leave whole is their parent's to care for
-            others = hooks_of(sub)
-            # Every rank has the whole part: nothing is sent.
+        for sub, style in reversed(styles):  # children first: the parent's style handles the parameters that they leave
+            hooks_before = hooks_of(sub)
+            # src_data_rank=None: every rank has the whole layer, so nothing is sent.
             parallelize_module(sub, self.device_mesh["tp"], style, src_data_rank=None)
             sub.register_forward_hook(refuse_second_backward)
-            self._applied[sub] = style, hooks_of(sub) - others
+            self._applied[sub] = style, hooks_of(sub) - hooks_before
         if self.options.sequence_parallel:
-            # Each rank uses what is whole for a part of the sequence: their gradients are to be added up.
+            # Each rank uses the other parameters for a part of the sequence: their gradients have to be summed.
             replicate(part, self.device_mesh["tp"])
         split: dict[Any, Any] = {}
         for sub, key, whole in before:
@@ -191,7 +206,7 @@ class TensorParallel(FSDP):
             super()._fully_shard(part, is_kept)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
-        """Several blocks of rows in one tensor are cut by columns: no other cut of them has a name in DTensor."""
+        """Shards a `_StridedShard` of rows by columns: DTensor has no placement for a second shard of its rows."""
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
         has_blocks = any(hasattr(p, "split_factor") and getattr(p, "dim", None) == 0 for p in placements)
         return Shard(1) if has_blocks else None
@@ -200,67 +215,69 @@ class TensorParallel(FSDP):
         marked = super()._marked(step)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            with _replicating(self.options.sequence_parallel):
-                result = self._fitted(marked, args, kwargs)
+            with _implicit_replication(self.options.sequence_parallel):
+                result = self._run_or_replicate(marked, args, kwargs)
                 give_plain_gradients(result)
                 return to_plain(result)
 
         return plain
 
-    def _fitted(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs `step`; its first time, once more if some forward does not go with the plan, computed whole then."""
+    def _run_or_replicate(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs `step`. In its first run, a region that fails with DTensors is replicated, and the step runs again."""
         module: Any = self.lightning_module
         name = step.__name__
-        is_by_hand = name == "training_step" and not module.automatic_optimization  # may have changed weights by then
-        if name in self._has_run or self._shards or self.compile is not None or is_by_hand:
+        # With manual optimization a step that failed may have changed weights already.
+        is_manual = name == "training_step" and not module.automatic_optimization
+        if name in self._has_run or self._shards or self.compile is not None or is_manual:
             return step(*args, **kwargs)
         while True:
-            undo = Undo(module, *([module.trainer._results] if module.trainer._results is not None else []))
+            snapshot = StepSnapshot(module, *([module.trainer._results] if module.trainer._results is not None else []))
             try:
                 result = step(*args, **kwargs)
             except MisfitError as error:
-                undo.undo()
-                self._leave_whole(type(error.region), error)
+                snapshot.undo()
+                self._replicate_regions(type(error.region), error)
             else:
                 self._has_run.add(name)
                 return result
 
-    def _leave_whole(self, kind: type[nn.Module], error: MisfitError) -> None:
-        """Ranks have the same samples, and fail alike."""
+    def _replicate_regions(self, kind: type[nn.Module], error: MisfitError) -> None:
+        """Makes every rank compute all of each region of this class."""
+        # The ranks have the same samples, so all of them come here.
         for part, (style, _) in self._applied.items():
-            if isinstance(style, Region) and type(part) is kind:
-                compute_whole(part, style, self._applied)
+            if isinstance(style, ParallelRegion) and type(part) is kind:
+                compute_replicated(part, style, self._applied)
         rank_zero_info(
             f"Every tensor-parallel rank computes the whole of each {kind.__name__}, whose weights stay split and are"
             f" gathered for it: its forward does not go with the derived plan ({cause_of(error.__cause__)})."
         )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As in the forward pass, the user's own tensors count as replicas."""
-        give_plain_gradients(closure_loss)  # where the step optimizes by hand
-        with _replicating(self.options.sequence_parallel):
+        """Runs backward; as in forward, the user's own plain tensors count as replicas."""
+        give_plain_gradients(closure_loss)  # for steps with manual optimization
+        with _implicit_replication(self.options.sequence_parallel):
             loss = super().backward(closure_loss, *args, **kwargs)
         if not self._is_inner:
-            self._add_up()
+            self._reduce_replicated_gradients()
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """With `fused` and `foreach`, parameters that are whole go beside those that are split."""
-        with _replicating(self.options.sequence_parallel, type(optimizer).__name__):
+        """Runs the optimizer's step; with `fused` and `foreach` it combines plain parameters with DTensors."""
+        with _implicit_replication(self.options.sequence_parallel, type(optimizer).__name__):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
-    def _add_up(self) -> None:
-        """Phase 3; FSDP2 does it itself."""
-        for p in self._whole:
+    def _reduce_replicated_gradients(self) -> None:
+        """Phase 3 of the module's docstring; with a second axis FSDP2 does it."""
+        for p in self._replicated:
             if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
 
     def _hook_units(self) -> None:
-        """Nothing is compressed, and what DTensor sends goes through no wire that counts."""
+        """Does nothing: nothing is compressed, and DTensor's traffic can't be counted."""
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Around an inner micro-batch: gradients stay where they are."""
+        """Context of a micro-batch that does not end its window: gradients are not reduced."""
         self._is_inner = True
         try:
             with super().block_backward_sync() if self._shards else contextlib.nullcontext():
@@ -270,19 +287,23 @@ class TensorParallel(FSDP):
 
 
 _depth = [0]
-_OF_SEQUENCE = """\
+"""How many `_implicit_replication` are entered: torch's own can't be nested."""
+_SEQUENCE_HINT = """\
 With sequence_parallel=true that is so of all activations, those of layers that are not split, too: leave it out. """
 
 
 @contextlib.contextmanager
-def _replicating(by_sequence: bool, optimizer: str = "") -> Generator[None, None, None]:
-    """Tensors that meet a DTensor count as replicas: masks, say, that the user's code makes within a region.
+def _implicit_replication(by_sequence: bool, optimizer: str = "") -> Generator[None, None, None]:
+    """Context in which plain tensors that meet a DTensor count as replicas: masks that the user's code makes, say.
 
     Args:
         by_sequence: whether activations between the regions are DTensors, too.
-        optimizer: the name of the class whose step runs, if one does.
+        optimizer: the name of the optimizer's class, around its step; else "".
+
+    Raises:
+        RuntimeError: an operation fails with DTensors; names the line of the user's code.
     """
-    with contextlib.nullcontext() if _depth[0] else implicit_replication():  # torch's own can't be nested
+    with contextlib.nullcontext() if _depth[0] else implicit_replication():
         _depth[0] += 1
         try:
             yield
@@ -297,7 +318,7 @@ def _replicating(by_sequence: bool, optimizer: str = "") -> Generator[None, None
                 ) from error
             raise RuntimeError(
                 f"{place}: this can't be done with what a layer that is split over the tensor-parallel ranks has"
-                f" returned. {_OF_SEQUENCE if by_sequence else ''}Name other layers in tensor_parallel_plan(), or"
+                f" returned. {_SEQUENCE_HINT if by_sequence else ''}Name other layers in tensor_parallel_plan(), or"
                 " choose another strategy, such as 'fsdp'."
             ) from error
         finally:
@@ -305,14 +326,14 @@ def _replicating(by_sequence: bool, optimizer: str = "") -> Generator[None, None
 
 
 def _where_dtensor_failed(error: Exception) -> str | None:
-    """The line of the user's from which torch's DTensor was called that raised `error`; None if another one did."""
+    """Returns the line of the user's code whose DTensor operation raised `error`; None if DTensor did not raise it."""
     frames = list(traceback.walk_tb(error.__traceback__))
     places = traceback.StackSummary.extract(iter(frames))
     of_user = [(frame, place) for (frame, _), place in zip(frames, places, strict=True) if is_users(frame)]
-    # What DTensor calls for the local tensors, such as a view of some that lie apart, fails without a frame of its own.
+    # An operation on the local tensors, such as a view of non-contiguous ones, fails without a frame of DTensor's.
     has_dtensors = any(isinstance(value, DTensor) for frame, _ in of_user[-1:] for value in frame.f_locals.values())
-    is_dtensors = raised_by_dtensor(error) or (type(error) is RuntimeError and error.__cause__ is None and has_dtensors)
-    if not is_dtensors or isinstance(error, torch.OutOfMemoryError):
+    may_be_local = type(error) is RuntimeError and error.__cause__ is None and has_dtensors
+    if not (is_raised_by_dtensor(error) or may_be_local) or isinstance(error, torch.OutOfMemoryError):
         return None
     modules = [frame.f_locals.get("self") for frame, _ in of_user]
     inside = [f"the forward of {type(each).__name__}, " for each in modules if isinstance(each, nn.Module)]

@@ -1,4 +1,4 @@
-"""Layers that share a parameter have to be split in the same way, or not at all."""
+"""Checks that layers with a common parameter (tied weights) are split in the same way, or not at all."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -6,40 +6,40 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
-from .styles import FusedColwise, Region
+from .styles import FusedColwise, ParallelRegion
 
-__all__ = ["torn_layers"]
+__all__ = ["conflicting_ties"]
 
 
-def torn_layers(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
-    """Layers that share a parameter with others, which `styles` does not split as them.
+def conflicting_ties(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
+    """Returns the layers that share a parameter with a layer which `styles` splits in another way.
 
     Args:
-        module: the whole one.
-        styles: of its sub-modules, by their names.
+        module: the whole module.
+        styles: the style of each split sub-module, by its name.
 
     Returns:
-        The name of such a layer, and that of one that it shares a parameter with.
+        Maps the name of such a layer to the name of the other one.
     """
-    regions = tuple(f"{name}." for name, style in styles.items() if isinstance(style, Region))
+    regions = tuple(f"{name}." for name, style in styles.items() if isinstance(style, ParallelRegion))
     holders: dict[nn.Parameter, dict[str, str]] = defaultdict(dict)
     for name, part in module.named_modules():
         for key, parameter in part._parameters.items():
             if parameter is not None:
                 inside = f"{name}.".startswith(regions)
                 holders[parameter][name] = _cut(styles.get(name), part, key, inside)
-    torn = {}
+    conflicts = {}
     for cuts in holders.values():
         for name, cut in cuts.items():
             other = next((each for each in cuts if cuts[each] != cut), None)
             if other is not None:
-                torn[name] = other
-    return torn
+                conflicts[name] = other
+    return conflicts
 
 
 def _cut(style: ParallelStyle | None, part: nn.Module, key: str, is_in_region: bool) -> str:
-    """Describes how a style cuts a parameter; the words are the same for what is cut in the same way."""
-    if style is None or isinstance(style, Region):
+    """Says how a style splits a parameter: parameters that are split alike have the same word."""
+    if style is None or isinstance(style, ParallelRegion):
         return "replica" if is_in_region else "whole"
     if isinstance(style, FusedColwise):
         return f"{style.num_parts} parts" if key == "weight" or style.cuts_bias else "replica"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from polyphase.engine.checkpoint import CheckpointError, Saver, find, lock, repair
-from polyphase.engine.checkpoint.folder import prune, survey
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find, lock, repair
+from polyphase.engine.checkpoint.retention import list_entries, prune
 
 from .made import about, content, is_whole, saved
 
@@ -25,7 +25,7 @@ KEPT = 3
 
 def save_for_ever(folder: Path, step: int, has_one_path: bool, tell: Callable[[int], None]) -> None:
     """Saves in the background and removes the older ones, as a run does; tells the steps that are saved."""
-    saver, _ = Saver(), lock(folder)
+    saver, _ = AsyncCheckpointer(), lock(folder)
     while True:
         path = folder / ("same" if has_one_path else f"step={step}")
         saver.save(content(step), str(path), about=about(step), of_rank={"seed": step}, link="last")
@@ -72,7 +72,7 @@ def storm(folder: Path, has_one_path: bool, seed: int) -> None:
         newest = found[0][1].step
         release()
         prune(folder, keep_last=KEPT)
-        assert {entry.kind for entry in survey(folder)} == {"checkpoint"}
+        assert {entry.kind for entry in list_entries(folder)} == {"checkpoint"}
         assert set(os.listdir(folder)) - {".lock", "last"} == {os.path.basename(path) for path, _ in found[:KEPT]}
     print(f"survived {NUM_KILLS} kills, {newest} steps")
 

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from polyphase.engine.checkpoint import Manifest, Saver, read_manifest
+from polyphase.engine.checkpoint import AsyncCheckpointer, Manifest, read_manifest
 from polyphase.engine.checkpoint.manifest import MANIFEST
-from polyphase.engine.checkpoint.tree import split
+from polyphase.engine.checkpoint.state_tree import split
 
 LARGE = 300_000
 """Elements of a tensor that is taken out of the rest by its size."""
@@ -57,11 +57,13 @@ def about(step: int, world_size: int = 1) -> dict[str, Any]:
     }
 
 
-def save(path: str | os.PathLike[str], step: int = 1, saver: Saver | None = None, **changes: Any) -> str:
+def save(path: str | os.PathLike[str], step: int = 1, saver: AsyncCheckpointer | None = None, **changes: Any) -> str:
     """Saves the content of `step`, with `changes` to it, and returns the path."""
     path = os.fspath(path)
     checkpoint = {**content(step), **changes}
-    (saver or Saver()).save(checkpoint, path, about=about(step), of_rank={"seed": step}, in_background=False)
+    (saver or AsyncCheckpointer()).save(
+        checkpoint, path, about=about(step), of_rank={"seed": step}, in_background=False
+    )
     return path
 
 
@@ -109,7 +111,7 @@ def saved(folder: Path, *steps: int) -> list[str]:
 
 def is_whole(path: str, step: int) -> bool:
     """Whether a checkpoint opens, and its content is that of `step`."""
-    found = Saver().load(path)
+    found = AsyncCheckpointer().load(path)
     expected = content(step)
     expected["polyphase"]["ranks"] = [{"seed": step}]
     assert read_manifest(path).step == step

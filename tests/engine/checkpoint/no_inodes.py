@@ -5,13 +5,13 @@ import sys
 import warnings
 from pathlib import Path
 
-from polyphase.engine.checkpoint import CheckpointError, Saver
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError
 
 from .made import about, content, is_whole, save
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    saver = Saver()
+    saver = AsyncCheckpointer()
     save(folder / "1", 1, saver)
     left = sorted(os.listdir(folder))
     while True:

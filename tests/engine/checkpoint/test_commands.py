@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from polyphase.engine.checkpoint import commands
-from polyphase.engine.checkpoint.store import MANIFEST, point
+from polyphase.engine.checkpoint.publish import MANIFEST, update_link
 from tests.distributed import run_command
 
 from .made import content, same, save, saved
@@ -32,7 +32,7 @@ def folder(tmp_path):
     """Checkpoints of steps 1, 5 and 10, a link to the last, something else and what a killed process left."""
     folder = tmp_path / "snapshots"
     saved(folder, 1, 5, 10)
-    point(folder / "step=10")
+    update_link(folder / "step=10")
     (folder / "notes").mkdir()
     (folder / ".saving-0123").mkdir()
     return folder
@@ -167,7 +167,7 @@ def test_verify_reads_all_of_a_folder_or_what_is_named(ckpt, folder):
 def test_verify_of_nothing_is_an_error(ckpt, folder):
     status, _, error = ckpt("verify", folder / "notes")
     assert status == 2
-    assert f"There is no checkpoint in {folder}/notes, and it is none." in error
+    assert f"{folder}/notes is not a checkpoint, and contains none." in error
 
 
 # --- export and prune
@@ -188,7 +188,7 @@ def test_export_writes_one_file(ckpt, folder, tmp_path, suffix):
 def test_export_says_what_it_leaves_out(ckpt, tmp_path):
     save(tmp_path / "x", state_dict={"w": torch.ones(2), "extra": 1})
     _, out, _ = ckpt("export", tmp_path / "x", "--to", tmp_path / "x.safetensors")
-    assert out.startswith("left out, for they are no tensors: extra\n")
+    assert out.startswith("left out, because they are not tensors: extra\n")
 
 
 def test_export_opens_objects_only_if_trusted(ckpt, tmp_path):
@@ -206,7 +206,7 @@ def test_prune_says_what_it_would_do_and_does_it(ckpt, folder):
     arguments = ("prune", folder, "--keep-last", "1")
     _, would, _ = ckpt(*arguments, "--dry-run")
     assert would.splitlines() == [
-        f"would be brought back, for it was whole but had not got its name: {folder}/step=1",
+        f"would be restored, because it was complete but not yet renamed: {folder}/step=1",
         f"would be removed: {folder}/step=5",
         f"would be removed: {folder}/.saving-0123",
         f"kept: {folder}/step=10",
@@ -216,7 +216,7 @@ def test_prune_says_what_it_would_do_and_does_it(ckpt, folder):
     status, did, _ = ckpt(*arguments, "--keep-every", "5")
     assert status == 0
     assert did.splitlines()[:4] == [
-        f"brought back, for it was whole but had not got its name: {folder}/step=1",
+        f"restored, because it was complete but not yet renamed: {folder}/step=1",
         f"removed: {folder}/step=1",
         f"removed: {folder}/.saving-0123",
         f"kept: {folder}/step=10",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polyphase.engine.checkpoint import CheckpointError, Saver, find, opening, read_manifest
-from polyphase.engine.checkpoint.store import MANIFEST, check_files
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find, opening, read_manifest
+from polyphase.engine.checkpoint.publish import MANIFEST, check_files
 
 from .made import is_whole, saved
 
@@ -63,7 +63,7 @@ def test_damage_is_found_before_anything_is_read(folder, name, damage, monkeypat
     for reader in ("load_file", "read_index"):
         monkeypatch.setattr(opening, reader, lambda *_, reader=reader: pytest.fail(f"{reader} of a damaged checkpoint"))
     with pytest.raises(CheckpointError, match=name):
-        Saver().load(str(folder / "step=2"))
+        AsyncCheckpointer().load(str(folder / "step=2"))
     monkeypatch.undo()
     assert newest_valid(folder) == str(folder / "step=1")
     assert is_whole(newest_valid(folder), 1)
@@ -76,21 +76,21 @@ def newest_valid(folder: Path) -> str:
 def test_a_file_that_does_not_belong_there_is_found(folder):
     (folder / "step=2" / "shard-1-0.safetensors").write_bytes(b"of another save")
     with pytest.raises(CheckpointError, match=r"shard-1-0\.safetensors does not belong there"):
-        Saver().load(str(folder / "step=2"))
+        AsyncCheckpointer().load(str(folder / "step=2"))
     assert newest_valid(folder) == str(folder / "step=1")
 
 
 def test_files_of_another_checkpoint_are_found(folder):
     shutil.copy(folder / "step=1" / "shard-0-0.safetensors", folder / "step=2")
     with pytest.raises(CheckpointError, match=r"the content of shard-0-0\.safetensors was changed"):
-        Saver().load(str(folder / "step=2"))
+        AsyncCheckpointer().load(str(folder / "step=2"))
 
 
 def test_all_that_is_wrong_is_said(folder):
     shorten(folder / "step=2" / "rest.pt")
     (folder / "step=2" / "ranks.pt").unlink()
     with pytest.raises(CheckpointError, match=r"step=2 is damaged: ranks.pt is missing; rest.pt has \d+ bytes instead"):
-        Saver().load(str(folder / "step=2"))
+        AsyncCheckpointer().load(str(folder / "step=2"))
 
 
 def test_no_bit_of_the_manifest_can_change_what_it_says(folder):

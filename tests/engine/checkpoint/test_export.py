@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from safetensors.torch import load_file
 
 from polyphase.engine import Engine
-from polyphase.engine.checkpoint import CheckpointError, Saver, load_checkpoint
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, load_checkpoint
 from polyphase.engine.checkpoint.export import export
 
 from ..loop.both import Small, exactly, rows, trainer_of
@@ -142,7 +142,7 @@ def test_other_endings_are_refused_with_the_closest(tmp_path):
 
 
 def test_without_weights_there_is_nothing_to_export(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     about = {"step": 1, "epoch": 0, "layout": {}, "world_size": 1, "versions": {}}
     saver.save({"global_step": 1}, str(tmp_path / "x"), about=about, of_rank={}, in_background=False)
     with pytest.raises(CheckpointError, match="x has no weights: it has global_step, polyphase"):

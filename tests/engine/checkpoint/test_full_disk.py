@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from polyphase.engine.checkpoint import CheckpointError, Saver
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError
 from polyphase.engine.checkpoint.export import export
 
 from ...distributed import ROOT, run_command
@@ -33,7 +33,7 @@ TOO_LARGE = [{}, {"callbacks": {"Notes": "x" * 2 * ROOM_BYTES}}]
 @pytest.mark.parametrize("name", ["1", "2"], ids=["the same name", "another name"])
 @pytest.mark.parametrize("large", TOO_LARGE, ids=["tensors", "rest"])
 def test_in_the_background_it_warns_and_the_previous_one_is_whole(tmp_path, name, large):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     save(tmp_path / "1", 1, saver)
     says = rf"{name} could not be saved: .*File too large.* The newest checkpoint is \S+/1; training goes on"
     with little_room():

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from polyphase.engine.checkpoint import CheckpointError, Saver, commands, load_checkpoint
-from polyphase.engine.checkpoint.files import Files
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, load_checkpoint
+from polyphase.engine.checkpoint.checked_io import Files
 from polyphase.engine.checkpoint.format1 import parse_metadata
 
 from ..tiny import Regression, engine, rows
@@ -98,7 +98,7 @@ def test_two_thousand_mutated_pickles_run_nothing(tmp_path):
         (path / name).write_bytes(repacked(originals[name], draw))
         seal(path)
         try:
-            Saver().load(str(path))
+            AsyncCheckpointer().load(str(path))
         except CheckpointError:
             refused += 1
         (path / name).write_bytes(originals[name])
@@ -128,7 +128,7 @@ def of_metadata(path: Path, evil: bytes) -> None:
 def test_evil_metadata_of_format_1_opens_nowhere(tmp_path, capsys, evil):
     path = Path(save_format1(tmp_path / "x", 1))
     of_metadata(path, evil)
-    for opens in (Saver().load, load_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):
+    for opens in (AsyncCheckpointer().load, load_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):
         with pytest.raises(CheckpointError, match="x is damaged"):
             opens(str(path))
     assert_commands_refuse(path, tmp_path, capsys)
@@ -157,7 +157,7 @@ def test_evil_states_open_nowhere(tmp_path, capsys, name):
     path = Path(save(tmp_path / "x", 1))
     torch.save({"a": Evil()} if name == "rest.pt" else [{"a": Evil()}], path / name)
     seal(path)
-    for opens in (Saver().load, load_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):
+    for opens in (AsyncCheckpointer().load, load_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):
         with pytest.raises(CheckpointError, match="holds objects that are no plain values"):
             opens(str(path))
     assert_commands_refuse(path, tmp_path, capsys)
@@ -177,7 +177,7 @@ def test_an_evil_tensor_of_format_1_is_not_opened(tmp_path):
                 file.write(content.ljust(info.length, b"\0"))
     seal(path)
     with pytest.raises(CheckpointError, match="x is damaged"):
-        Saver().load(str(path))
+        AsyncCheckpointer().load(str(path))
 
 
 @pytest.mark.parametrize("escape", ["../../etc/passwd", "/dev/zero", "/etc/passwd"])
@@ -189,7 +189,7 @@ def test_metadata_of_format_1_names_no_other_files(tmp_path, escape):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     seal(path)
     with pytest.raises(CheckpointError, match="which the manifest does not list"):
-        Saver().load(str(path))
+        AsyncCheckpointer().load(str(path))
 
 
 def test_no_pickle_is_left_but_what_torch_reads_as_plain_values(tmp_path):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from polyphase.engine.checkpoint import CheckpointError, Saver, commands, find, is_checkpoint, read_manifest
-from polyphase.engine.checkpoint.folder import survey
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, find, is_checkpoint, read_manifest
 from polyphase.engine.checkpoint.manifest import MANIFEST
-from polyphase.engine.checkpoint.store import repair
+from polyphase.engine.checkpoint.publish import repair
+from polyphase.engine.checkpoint.retention import list_entries
 
 from .made import content, same, save, save_format1, seal
 
@@ -145,11 +145,11 @@ def test_each_is_one_damaged_checkpoint_that_is_named(tmp_path, capsys, damage):
     path = tmp_path / "step=2"
     damage(path)
     if damage.__name__ == "notes.txt holds 'mine'":  # the manifest lists it: no harm
-        assert Saver().load(str(path))
+        assert AsyncCheckpointer().load(str(path))
         return
     with pytest.raises(CheckpointError, match="step=2 is damaged"):
-        Saver().load(str(path))
-    assert {entry.name for entry in survey(tmp_path)} == {"step=1", "step=2"}
+        AsyncCheckpointer().load(str(path))
+    assert {entry.name for entry in list_entries(tmp_path)} == {"step=1", "step=2"}
     assert "step=1" in [os.path.basename(found) for found, _ in find(tmp_path)]
     assert commands.main(["verify", str(path)]) == 1
     (line,) = capsys.readouterr().out.splitlines()
@@ -194,7 +194,7 @@ def test_random_edits_are_found_or_harmless(tmp_path, make):
     """Of what a manifest and an index say, made to fit: 500 edits; none changes a value that comes out."""
     draw = random.Random(0)
     make(tmp_path / "whole", 3)
-    expected = Saver().load(str(tmp_path / "whole"))
+    expected = AsyncCheckpointer().load(str(tmp_path / "whole"))
     found = harmless = 0
     for number in range(NUM_EDITS // 2):
         path = tmp_path / f"{number}"
@@ -209,7 +209,7 @@ def test_random_edits_are_found_or_harmless(tmp_path, make):
         if name != MANIFEST:
             seal(path)
         try:
-            opened = Saver().load(str(path))
+            opened = AsyncCheckpointer().load(str(path))
         except CheckpointError:
             found += 1
         else:
@@ -229,7 +229,7 @@ def test_what_no_file_backs_takes_no_memory(tmp_path):
     save(tmp_path / "x")
     index(four_terabytes)(tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"the tensor state_dict\.net\.bias has chunks of 4 elements in all"):
-        Saver().load(str(tmp_path / "x"))
+        AsyncCheckpointer().load(str(tmp_path / "x"))
 
 
 def test_content_of_the_helpers(tmp_path):

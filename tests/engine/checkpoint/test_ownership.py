@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyphase.engine.checkpoint import CheckpointError, Saver, lock, repair
-from polyphase.engine.checkpoint import store as stores
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, lock, repair
+from polyphase.engine.checkpoint import publish as stores
 from polyphase.engine.checkpoint.manifest import MANIFEST
-from polyphase.engine.checkpoint.ownership import is_torch_file, standing_at
-from polyphase.engine.checkpoint.store import begin, publish, remove
-from polyphase.engine.loop.engine_io import EngineIO
+from polyphase.engine.checkpoint.ownership import is_torch_file, path_status
+from polyphase.engine.checkpoint.publish import begin, publish, remove
+from polyphase.engine.resume.engine_io import EngineIO
 
 from .made import about, content, is_whole, manifest, save, save_format1, seal
 
@@ -62,7 +62,7 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, make):
     path = tmp_path / "x"
     make(path)
     before = everything(tmp_path)
-    says = f"{path} is .*: nothing is saved there, for that would delete it"
+    says = f"{path} is .*: nothing is saved there, because that would delete it"
     with pytest.raises(CheckpointError, match=says):
         begin(path)
     with pytest.raises(CheckpointError, match=says):
@@ -79,14 +79,14 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, make):
 def test_what_is_not_ours_is_not_removed(tmp_path, make):
     make(tmp_path / "x")
     before = everything(tmp_path)
-    with pytest.warns(UserWarning, match="that is not removed"):
+    with pytest.warns(UserWarning, match="it is not removed"):
         remove(tmp_path / "x")
     assert everything(tmp_path) == before
 
 
 def test_of_a_checkpoint_with_notes_only_the_checkpoint_is_removed(tmp_path):
     a_checkpoint_with_notes(tmp_path / "x")
-    with pytest.warns(UserWarning, match=r"x is a checkpoint that holds notes\.txt, .* that is not removed"):
+    with pytest.warns(UserWarning, match=r"x is a checkpoint that holds notes\.txt, .* it is not removed"):
         remove(tmp_path / "x")
     assert everything(tmp_path) == {"x/notes.txt": b"what I saw"}
 
@@ -102,8 +102,8 @@ def test_a_checkpoint_of_ours_is_replaced_and_removed(tmp_path, make):
 def test_a_damaged_checkpoint_is_moved_aside(tmp_path):
     save(tmp_path / "x", 1)
     (tmp_path / "x" / MANIFEST).write_text("{}")
-    assert standing_at(tmp_path / "x").kind == "damaged"
-    with pytest.warns(UserWarning, match=r"x was damaged: it is called \S+/x\.damaged-\w+ now"):
+    assert path_status(tmp_path / "x").kind == "damaged"
+    with pytest.warns(UserWarning, match=r"x was damaged: it was renamed to \S+/x\.damaged-\w+,"):
         assert is_whole(save(tmp_path / "x", 2), 2)
     (aside,) = tmp_path.glob("x.damaged-*")
     assert (aside / "rest.pt").exists()
@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_moved_aside(tmp_path):
 def test_a_manifest_of_a_newer_version_is_moved_aside_too(tmp_path):
     save(tmp_path / "x", 1)
     seal(tmp_path / "x", {"format": 99, "versions": {}})
-    with pytest.warns(UserWarning, match="it is called"):
+    with pytest.warns(UserWarning, match="it was renamed to"):
         save(tmp_path / "x", 2)
     assert len([*tmp_path.glob("x.damaged-*")]) == 1
 
@@ -128,7 +128,7 @@ def test_urls(tmp_path):
 
 
 def test_in_the_background_it_is_said_too(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     thesis(tmp_path / "x")
     saver.save(content(1), str(tmp_path / "x"), about=about(1), of_rank={})
     with pytest.warns(RuntimeWarning, match=r"could not be saved: \S+/x is a folder that holds thesis\.tex"):
@@ -158,9 +158,9 @@ def test_what_a_newer_version_has_left_stays(tmp_path):
 
 def test_last_that_is_a_folder_stays_and_the_save_succeeds(tmp_path):
     thesis(tmp_path / "last")
-    saver = Saver()
+    saver = AsyncCheckpointer()
     saver.save(content(1), str(tmp_path / "x"), about=about(1), of_rank={"seed": 1}, link="last")
-    with pytest.warns(UserWarning, match="last is no link, and stays as it is"):
+    with pytest.warns(UserWarning, match="last is no link, so it is left unchanged"):
         saver.finish()
     assert saver.newest == str(tmp_path / "x")
     assert is_whole(str(tmp_path / "x"), 1)
@@ -188,7 +188,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path, content):
     (tmp_path / "thesis.tex").write_text(content)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / ".lock").symlink_to(tmp_path / "thesis.tex")
-    with pytest.raises(CheckpointError, match=r"\.lock is no lock of Polyphase's"):
+    with pytest.raises(CheckpointError, match=r"\.lock is not a lock file of Polyphase"):
         lock(tmp_path / "folder")
     assert (tmp_path / "thesis.tex").read_text() == content
 
@@ -196,7 +196,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path, content):
 @pytest.mark.parametrize("make", [a_file, Path.mkdir, os.mkfifo], ids=["a file", "a folder", "a pipe"])
 def test_a_lock_that_is_something_else_is_left_alone(tmp_path, make):
     make(tmp_path / ".lock")
-    with pytest.raises(CheckpointError, match=r"\.lock is no lock of Polyphase's"):
+    with pytest.raises(CheckpointError, match=r"\.lock is not a lock file of Polyphase"):
         lock(tmp_path)
 
 
@@ -239,7 +239,7 @@ def test_a_file_that_lightnings_launchers_pass_weights_in_is_removed(tmp_path):
     assert is_torch_file(tmp_path / ".temp.ckpt")
     assert not is_torch_file(tmp_path / "thesis.tex")
     assert not is_torch_file(tmp_path / "link")
-    EngineIO(Saver()).remove_checkpoint(str(tmp_path / ".temp.ckpt"))
-    with pytest.warns(UserWarning, match="that is not removed"):
-        EngineIO(Saver()).remove_checkpoint(str(tmp_path / "thesis.tex"))
+    EngineIO(AsyncCheckpointer()).remove_checkpoint(str(tmp_path / ".temp.ckpt"))
+    with pytest.warns(UserWarning, match="it is not removed"):
+        EngineIO(AsyncCheckpointer()).remove_checkpoint(str(tmp_path / "thesis.tex"))
     assert sorted(os.listdir(tmp_path)) == ["link", "thesis.tex"]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyphase.engine.checkpoint import NAMES, CheckpointError, Saver, find, load_checkpoint
-from polyphase.engine.checkpoint.store import MANIFEST
+from polyphase.engine.checkpoint import NAMES, AsyncCheckpointer, CheckpointError, find, load_checkpoint
+from polyphase.engine.checkpoint.publish import MANIFEST
 
 from .made import about, content, is_whole, same, save
 
 
-def start(saver: Saver, path: Path, step: int = 1, **checkpoint) -> None:
+def start(saver: AsyncCheckpointer, path: Path, step: int = 1, **checkpoint) -> None:
     """Begins a save in the background."""
     saver.save({**content(step), **checkpoint}, str(path), about=about(step), of_rank={"seed": step})
 
@@ -41,7 +41,7 @@ def overwrite(checkpoint: dict) -> None:
 
 
 def test_the_state_is_that_of_its_step_whatever_happens_next(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     for step in range(1, 9):
         checkpoint, of_rank = content(step), {"seed": step}
         saver.save(checkpoint, str(tmp_path / f"{step}"), about=about(step), of_rank=of_rank)
@@ -53,7 +53,7 @@ def test_the_state_is_that_of_its_step_whatever_happens_next(tmp_path):
 
 
 def test_tensors_that_come_go_and_grow_are_saved_as_they_are(tmp_path):
-    saver, weight = Saver(), torch.zeros(2)
+    saver, weight = AsyncCheckpointer(), torch.zeros(2)
     for step, size in enumerate((2, 5, 1, 5)):
         weight.resize_(size).fill_(step)
         state = {"w": weight, f"only of {step}": torch.full((3,), step)}
@@ -70,11 +70,11 @@ def test_one_tensor_under_two_names_is_under_both(tmp_path):
     weight = torch.arange(4.0)
     path = save(tmp_path / "x", state_dict={"a": weight, "b": weight, "view": weight[1:3]})
     expected = {"a": torch.arange(4.0), "b": torch.arange(4.0), "view": torch.tensor([1.0, 2.0])}
-    assert same(Saver().load(path)["state_dict"], expected)
+    assert same(AsyncCheckpointer().load(path)["state_dict"], expected)
 
 
 def test_there_is_one_save_at_a_time(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     for step in range(1, 6):
         start(saver, tmp_path / f"{step}", step)
         assert len(saving()) <= 1
@@ -86,7 +86,7 @@ def test_there_is_one_save_at_a_time(tmp_path):
 
 
 def test_the_link_is_set_when_the_checkpoint_is_there(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     for step in (1, 2):
         saver.save(content(step), str(tmp_path / f"{step}"), about=about(step), of_rank={"seed": step}, link="last")
         saver.finish()
@@ -109,7 +109,7 @@ def test_urls(tmp_path):
 
 
 def test_a_failed_save_warns_and_training_goes_on(tmp_path, nowhere):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     start(saver, nowhere)
     with pytest.warns(RuntimeWarning, match=r"x could not be saved: .*There is no checkpoint yet; training goes on"):
         saver.finish()
@@ -130,7 +130,7 @@ def test_in_the_foreground_it_raises(nowhere):
 
 
 def test_what_was_to_go_stays_where_its_successor_failed(tmp_path, nowhere):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     start(saver, tmp_path / "1")
     saver.finish()
     start(saver, nowhere)
@@ -141,7 +141,7 @@ def test_what_was_to_go_stays_where_its_successor_failed(tmp_path, nowhere):
 
 
 def test_what_was_to_go_goes_when_its_successor_is_there(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     for step in (1, 2):
         start(saver, tmp_path / f"{step}", step)
     saver.remove(str(tmp_path / "1"))
@@ -156,7 +156,7 @@ def test_what_was_to_go_goes_when_its_successor_is_there(tmp_path):
 
 
 def test_parts_can_be_left_out(tmp_path):
-    found = Saver().load(save(tmp_path / "x", 3), leave_out=("optimizer_states", "callbacks", "absent"))
+    found = AsyncCheckpointer().load(save(tmp_path / "x", 3), leave_out=("optimizer_states", "callbacks", "absent"))
     assert set(content(3)) - set(found) == {"optimizer_states", "callbacks"}
     assert same(found["state_dict"], content(3)["state_dict"])
 
@@ -174,37 +174,37 @@ class Custom:
 
 
 def test_objects_are_warned_of_when_saved_and_refused_when_opened(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     with pytest.warns(UserWarning, match=r"no plain values, so it will open with weights_only=False only.*Custom\.$"):
         path = save(tmp_path / "x", saver=saver, mine=Custom())
     save(tmp_path / "y", saver=saver, mine=Custom())  # said once
     with pytest.raises(CheckpointError, match=r"x holds objects .*Custom\. If you trust it, pass weights_only=False"):
-        Saver().load(path)
-    assert isinstance(Saver().load(path, weights_only=False)["mine"], Custom)
+        AsyncCheckpointer().load(path)
+    assert isinstance(AsyncCheckpointer().load(path, weights_only=False)["mine"], Custom)
     with torch.serialization.safe_globals([Custom]):
-        assert isinstance(Saver().load(path)["mine"], Custom)
+        assert isinstance(AsyncCheckpointer().load(path)["mine"], Custom)
 
 
 def test_a_path_that_is_none_says_so(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match=f"folder is no checkpoint: it has no {MANIFEST}, so it was never"):
-        Saver().load(str(tmp_path / "folder"))
+        AsyncCheckpointer().load(str(tmp_path / "folder"))
 
 
 def test_a_missing_path_names_the_closest(tmp_path):
     save(tmp_path / "step=100")
     with pytest.raises(CheckpointError, match=r"There is no checkpoint at \S+/step=10\. Did you mean step=100\?"):
-        Saver().load(str(tmp_path / "step=10"))
+        AsyncCheckpointer().load(str(tmp_path / "step=10"))
 
 
 def test_it_waits_for_what_is_on_its_way(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     start(saver, tmp_path / "1")
     assert saver.load(str(tmp_path / "1"))["global_step"] == 1
 
 
 def test_alone_all_agree(tmp_path):
-    saver = Saver()
+    saver = AsyncCheckpointer()
     assert saver.gather("mine") == ["mine"]
     assert saver.agree(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from polyphase.engine.checkpoint import CheckpointError, Saver, find
-from polyphase.engine.host_group import HostGroup
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find
+from polyphase.engine.distributed.object_group import ObjectGroup
 from tests.distributed import run_ranks
 
 from .made import LARGE, about, content, same, save
@@ -76,7 +76,7 @@ def save_spread(rank: int, folder: Path) -> None:
     names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     states = whole_model["optimizer_states"][0]["state"]
     mine["optimizer_states"][0]["state"] = {name: states[name] for name in names}
-    saver = Saver()
+    saver = AsyncCheckpointer()
     spread = frozenset({"optimizer_states"})
     saver.save({**content(1), **mine}, str(folder / "spread"), about=about(1, 2), of_rank={}, spread=spread)
     saver.finish()
@@ -98,7 +98,7 @@ def save_sharded(rank: int, folder: Path) -> None:
     fully_shard(model[0])
     fully_shard(model)
     optimizer = trained(model)
-    state, saver = checkpoint_of(model, optimizer), Saver()
+    state, saver = checkpoint_of(model, optimizer), AsyncCheckpointer()
     expected = whole(state)
     for name in ("background", "foreground"):
         saver.save(
@@ -119,7 +119,7 @@ def open_sharded(rank: int, path: Path, expected: Path, num_saved: int) -> None:
     model = net()
     fully_shard(model[0])
     fully_shard(model)
-    found = Saver().load(str(path), template_of(model), layout={"shard": 2})
+    found = AsyncCheckpointer().load(str(path), template_of(model), layout={"shard": 2})
     weights = found["state_dict"]
     assert all(isinstance(weights[name], DTensor) for name in weights)
     assert {name: w.to_local().shape for name, w in weights.items()} == {
@@ -136,7 +136,7 @@ def open_sharded(rank: int, path: Path, expected: Path, num_saved: int) -> None:
 def test_shards_open_whole_in_one_process_and_as_shards_again(tmp_path):
     run_ranks(save_sharded, 2, tmp_path, start_method="fork")
     for name in ("background", "foreground"):
-        found = Saver().load(str(tmp_path / name))
+        found = AsyncCheckpointer().load(str(tmp_path / name))
         expected = torch.load(tmp_path / "expected.pt")
         assert same({key: found[key] for key in expected}, expected)
         assert same(found["polyphase"]["ranks"], [of_rank(0), of_rank(1)])
@@ -158,7 +158,7 @@ def test_what_one_process_saved_opens_as_shards(tmp_path):
     run_ranks(open_sharded, 2, tmp_path / "x", tmp_path / "expected.pt", 1, start_method="fork")
 
 
-class Apart(HostGroup):
+class Apart(ObjectGroup):
     """Ranks that torch can't have write together, as those of a parameter server: rank 0 writes it all."""
 
     @property
@@ -166,9 +166,9 @@ class Apart(HostGroup):
         """None."""
 
 
-def fail_on(rank: int, folder: Path, failing: int, ranks: HostGroup | None) -> None:
+def fail_on(rank: int, folder: Path, failing: int, ranks: ObjectGroup | None) -> None:
     rank_zero_only.rank = rank  # as in ranks that a launcher has started
-    saver = Saver()
+    saver = AsyncCheckpointer()
     saver.ranks = ranks
     saver.save(content(1), str(folder / "1"), about=about(1, 2), of_rank={"seed": 1})
     saver.finish()
@@ -196,7 +196,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(failing, ranks, 
 
 
 def refuse_damage(rank: int, folder: Path) -> None:
-    saver = Saver()
+    saver = AsyncCheckpointer()
     for path, says in (
         (folder / "x", r"x is damaged: rest\.pt is missing; shard-0-0.safetensors has .*\.$"),
         (folder / "y", r"There is no checkpoint at \S+/y\."),
@@ -216,7 +216,7 @@ def test_what_is_damaged_is_refused_by_all_with_the_same_words(tmp_path):
 
 
 def meet_amid_a_save(rank: int, folder: Path) -> None:
-    saver = Saver()
+    saver = AsyncCheckpointer()
     for name, meet in (("x", lambda: saver.gather(rank)), ("y", lambda: saver.agree(lambda: [0, 1]))):
         large = {"state_dict": {"large": torch.zeros(16_000_000)}}
         saver.save(large, str(folder / name), about=about(1, 2), of_rank={})
@@ -230,7 +230,7 @@ def test_ranks_meet_when_the_save_in_flight_is_done(tmp_path):
 
 
 def save_among_collectives(rank: int, folder: Path) -> None:
-    saver, total = Saver(), torch.zeros(1)
+    saver, total = AsyncCheckpointer(), torch.zeros(1)
     for step in range(1, 6):
         saver.save(content(step), str(folder / f"{step}"), about=about(step, 2), of_rank={"seed": step})
         for _ in range(50):  # training's own collectives, meanwhile
@@ -242,5 +242,5 @@ def save_among_collectives(rank: int, folder: Path) -> None:
 def test_saves_do_not_meet_the_collectives_of_training(tmp_path):
     run_ranks(save_among_collectives, 2, tmp_path, start_method="fork")
     assert [manifest.step for _, manifest in find(tmp_path)] == [5, 4, 3, 2, 1]
-    found = Saver().load(str(tmp_path / "5"))
+    found = AsyncCheckpointer().load(str(tmp_path / "5"))
     assert found["polyphase"]["ranks"] == [{"seed": 5}] * 2

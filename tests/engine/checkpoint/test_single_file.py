@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import CheckpointError, is_checkpoint, read_manifest, repair
-from polyphase.engine.checkpoint.folder import prune, survey
+from polyphase.engine.checkpoint.retention import list_entries, prune
 from polyphase.engine.checkpoint.single_file import manifest_text, wrong_in
 from polyphase.engine.checkpoint.whole import write_file
 
@@ -142,7 +142,7 @@ def test_what_a_killed_save_has_left_is_finished_or_removed(tmp_path):
     (tmp_path / ".saving-0123456789ab").write_bytes(content[:1000])
     os.rename(path, tmp_path / ".saving-ba9876543210")
     (tmp_path / ".saving-notes").write_text("mine")
-    kinds = [entry.kind for entry in survey(tmp_path)]
+    kinds = [entry.kind for entry in list_entries(tmp_path)]
     assert kinds == ["unfinished", "unfinished"]
     assert repair(tmp_path) == [str(path)]
     assert sorted(os.listdir(tmp_path)) == [".saving-notes", "x"]
@@ -153,7 +153,7 @@ def test_a_folder_lists_and_prunes_files(tmp_path):
     keeps = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
     engine(callbacks=[keeps], enable_checkpointing=True).fit(Regression(), four())
     torch.save({"state_dict": {}}, tmp_path / "another.ckpt")
-    assert [entry.manifest.step for entry in survey(tmp_path) if entry.manifest] == [4, 3, 2, 1]
+    assert [entry.manifest.step for entry in list_entries(tmp_path) if entry.manifest] == [4, 3, 2, 1]
     assert len(prune(tmp_path, keep_last=1).removed) == 3
     assert sorted(os.listdir(tmp_path)) == ["another.ckpt", "epoch=0-step=4.ckpt"]
 

@@ -9,7 +9,7 @@ from polyphase.engine.cli.check import UsageError, check
 from polyphase.engine.cli.flag_table import COMMANDS, ENGINE_FLAGS, flags_of
 from polyphase.engine.compression.registry import ROWS
 from polyphase.engine.flags import LAUNCHERS
-from polyphase.engine.strategies.precision_names import PRECISIONS
+from polyphase.engine.precision.names import PRECISIONS
 from polyphase.engine.strategies.registry import STRATEGIES
 
 LETTERS = string.ascii_lowercase + string.digits + "_"

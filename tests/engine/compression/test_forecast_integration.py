@@ -1,4 +1,4 @@
-"""What `auto` measures, forecasts and chooses, and `Engine.wire`."""
+"""What `auto` measures, forecasts and chooses, and `Engine.bench_comm`."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,15 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from polyphase.engine import Engine
-from polyphase.engine.compression import Auto, Bucket, Link, Member, Plain, Wire, make_comm_hook
+from polyphase.engine.compression import AllReduceHook, Auto, Bucket, CountingGroup, Link, ParamSlice, make_comm_hook
+from polyphase.engine.compression.counting_group import SimulatedGroup
 from polyphase.engine.compression.forecast import Step, forecast
-from polyphase.engine.compression.wire import DryWire
 from tests.distributed import run_ranks
 from tests.engine.compression.test_runs_integration import STEPS, Saves, Two, rows, train
 from tests.engine.tiny import QUIET
 
 SIZE = 2**20
-MEMBERS = (Member("a", (1024, 512)), Member("b", (512, 1024)))
+MEMBERS = (ParamSlice("a", (1024, 512)), ParamSlice("b", (512, 1024)))
 CANDIDATES = ("none", "bf16", "topk:0.01", "sign")
 
 
@@ -28,8 +28,8 @@ def link(megabytes_per_s: float) -> dict[str, Link]:
 
 
 def forecasts(links: dict[str, Link], step: Step) -> dict[str, float]:
-    hooks = {flag: make_comm_hook(flag) or Plain() for flag in CANDIDATES}
-    found = forecast(hooks, [Bucket(0, torch.empty(SIZE), MEMBERS)], step, links, Wire(), Plain())
+    hooks = {flag: make_comm_hook(flag) or AllReduceHook() for flag in CANDIDATES}
+    found = forecast(hooks, [Bucket(0, torch.empty(SIZE), MEMBERS)], step, links, CountingGroup(), AllReduceHook())
     assert [each.compression for each in found] == list(CANDIDATES)
     return {each.compression: each.step_s for each in found}
 
@@ -55,9 +55,9 @@ def test_forecasts_follow_the_wire_and_the_computation():
 
 
 def test_a_dry_wire_knows_what_would_be_sent():
-    wire = DryWire(4)
+    wire = SimulatedGroup(4)
     flat = torch.ones(SIZE)
-    Plain().average(Bucket(0, flat, MEMBERS), wire)
+    AllReduceHook().average(Bucket(0, flat, MEMBERS), wire)
     assert [(message.collective, message.num_bytes) for message in wire.messages] == [("all_reduce", 4 * SIZE)]
     assert sum(wire.sent.values()) == 1.5 * 4 * SIZE
 
@@ -116,10 +116,10 @@ def test_what_waits_for_the_choice_is_saved_too():
 def check_repeated_steps(rank: int) -> None:
     """A rank that failed hears twice that its step is skipped, and the others once."""
     module = nn.Linear(64, 48)
-    members = tuple(Member(name, tuple(p.shape)) for name, p in module.named_parameters())
+    members = tuple(ParamSlice(name, tuple(p.shape)) for name, p in module.named_parameters())
     hook = Auto(steps=3)
     hook.candidates, hook.may_repeat = ["sign"], True
-    hook.begin(module, Wire())
+    hook.begin(module, CountingGroup())
     hook.load_state_dict({"flag": "auto", "step": 5, "chosen": None})
     assert hook.wire is not None
 
@@ -130,15 +130,15 @@ def check_repeated_steps(rank: int) -> None:
         run()
         if step == 1:
             for _ in range(1 + rank):
-                hook.settle(skipped=True)
+                hook.on_step_end(skipped=True)
             run()
-        hook.settle()
+        hook.on_step_end()
         num_seen = [torch.zeros(1) for _ in range(hook.wire.size)]
         dist.all_gather(num_seen, torch.tensor([float(len(hook._seen))]))
         assert [float(num) for num in num_seen] == [max(0, step - 1)] * hook.wire.size
     run()
     assert hook.chosen is None
-    hook.settle()
+    hook.on_step_end()
     assert hook.chosen == "sign"  # between two steps: one that is repeated has none of the calls that measure
     num_calls = hook.wire.num_calls
     run()
@@ -156,7 +156,7 @@ def test_wire_reports_and_leaves_the_module_as_it_is(caplog):
     before = {name: value.clone() for name, value in module.state_dict().items()}
     engine = Engine(**QUIET, strategy="ddp_fork", devices=2, max_steps=STEPS)
     caplog.set_level("INFO")
-    report = engine.wire(module, rows(2), compressions=["none", "topk:0.5"])
+    report = engine.bench_comm(module, rows(2), compressions=["none", "topk:0.5"])
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert report.num_ranks == 2
     assert [each.compression for each in report.forecasts] == ["none", "topk:0.5"]
@@ -170,4 +170,4 @@ def test_wire_reports_and_leaves_the_module_as_it_is(caplog):
 def test_wire_refuses_what_is_no_compression():
     engine = Engine(**QUIET, strategy="ddp_fork", devices=2)
     with pytest.raises(ValueError, match=r"topk:density must be greater than 0 and at most 1"):
-        engine.wire(Two(), rows(2), compressions=["none", "topk:2"])
+        engine.bench_comm(Two(), rows(2), compressions=["none", "topk:2"])

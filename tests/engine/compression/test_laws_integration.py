@@ -9,12 +9,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from polyphase.engine.compression import COMM_HOOKS, Bucket, CommHook, Member, Plain, Wire, make_comm_hook
-from polyphase.engine.compression.feedback import LossyHook
-from polyphase.engine.compression.wire import busy_s, seconds_between
+from polyphase.engine.compression import (
+    COMM_HOOKS,
+    AllReduceHook,
+    Bucket,
+    CommHook,
+    CountingGroup,
+    ParamSlice,
+    make_comm_hook,
+)
+from polyphase.engine.compression.counting_group import busy_s, seconds_between
+from polyphase.engine.compression.feedback import ErrorFeedbackHook
 from tests.distributed import run_ranks
 
-MEMBERS = (Member("a", (64, 48)), Member("b", (48,)), Member("c", (32, 64)), Member("d", (7,)), Member("e", (64, 48)))
+MEMBERS = (
+    ParamSlice("a", (64, 48)),
+    ParamSlice("b", (48,)),
+    ParamSlice("c", (32, 64)),
+    ParamSlice("d", (7,)),
+    ParamSlice("e", (64, 48)),
+)
 STARTS = [0, *itertools.accumulate(member.numel for member in MEMBERS)][:-1]
 SIZE = sum(member.numel for member in MEMBERS)
 STEPS = 8
@@ -24,8 +38,8 @@ ALL = ["none", "bf16", "fp16", "int8:64", *LOSSY, "powersgd:8,start=0+fp16", "to
 
 
 def hook_of(flag: str) -> CommHook:
-    hook = make_comm_hook(flag) or Plain()
-    hook.wire = Wire()
+    hook = make_comm_hook(flag) or AllReduceHook()
+    hook.wire = CountingGroup()
     return hook
 
 
@@ -53,7 +67,7 @@ def run_steps(flag: str, rank: int) -> tuple[CommHook, Tensor, Tensor]:
         flat = gradients(step, rank)
         given += flat
         hook.run(Bucket(0, flat, MEMBERS))
-        hook.settle()
+        hook.on_step_end()
         averages += flat
         for theirs in everywhere(flat):
             assert torch.equal(theirs, flat), f"{flag}: the ranks have different averages"
@@ -121,7 +135,7 @@ def check_a_zero_gradient(rank: int) -> None:
         for _ in range(3):
             flat = torch.zeros(SIZE)
             hook.run(Bucket(0, flat, MEMBERS))
-            hook.settle()
+            hook.on_step_end()
             assert torch.count_nonzero(flat) == 0, flag
 
 
@@ -131,7 +145,7 @@ def check_other_buckets(rank: int) -> None:
         hook = hook_of(flag)
         flat = gradients(0, rank)
         hook.run(Bucket(0, flat, MEMBERS))
-        hook.settle()
+        hook.on_step_end()
         before = {name: value.clone() for name, value in hook.state_dict()["residuals"].items()}
         zeros = torch.zeros(SIZE)
         first, second = MEMBERS[3:], MEMBERS[:3][::-1]
@@ -139,7 +153,7 @@ def check_other_buckets(rank: int) -> None:
         sent = [zeros[:num_first], zeros[num_first:]]
         hook.run(Bucket(0, sent[0], first))
         hook.run(Bucket(1, sent[1], second))
-        hook.settle()
+        hook.on_step_end()
         after = hook.state_dict()["residuals"]
         averages = dict(zip(first, sent[0].split([m.numel for m in first]), strict=True))
         averages |= dict(zip(second, sent[1].split([m.numel for m in second]), strict=True))
@@ -152,11 +166,13 @@ def check_other_buckets(rank: int) -> None:
 def check_buckets_of_little(rank: int) -> None:
     """Of vectors alone, or of shards of which a rank has none."""
     size = dist.get_world_size()
-    for flag, members in itertools.product(ALL, [(Member("a", (7,)), Member("b", ())), (Member("a", (0, 8)),)]):
+    for flag, members in itertools.product(
+        ALL, [(ParamSlice("a", (7,)), ParamSlice("b", ())), (ParamSlice("a", (0, 8)),)]
+    ):
         hook = hook_of(flag)
         flat = torch.full((sum(member.numel for member in members),), rank + 1.0)
         hook.run(Bucket(0, flat, members))
-        hook.settle()
+        hook.on_step_end()
         # As they are, but for what int8 rounds: one in 127.
         torch.testing.assert_close(flat, torch.full_like(flat, (size + 1) / 2), atol=0.05, rtol=0, msg=flag)
 
@@ -176,13 +192,13 @@ def check_dtypes(rank: int) -> None:
             assert cosine > 0.3, (flag, dtype, cosine)
 
 
-class Half(LossyHook):
+class Half(ErrorFeedbackHook):
     """The example of docs/compression.md."""
 
     name = "half"
     description = "the first half of each bucket"
 
-    def exchange(self, total: Tensor, bucket: Bucket, wire: Wire) -> None:
+    def exchange(self, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
         half = total[: total.numel() // 2]
         bucket.gradients.zero_()
         bucket.gradients[: half.numel()] = wire.all_reduce(half / wire.size)
@@ -191,7 +207,7 @@ class Half(LossyHook):
 
 def check_a_method_of_ones_own(rank: int) -> None:
     hook = Half()
-    hook.wire = Wire()
+    hook.wire = CountingGroup()
     given = gradients(0, rank)
     flat = given.clone()
     hook.run(Bucket(0, flat, MEMBERS))
@@ -213,14 +229,14 @@ def check_unused(rank: int) -> None:
                 memory.in_two_phases = in_two_phases
             flat = gradients(0, rank)
             hook.run(Bucket(0, flat, MEMBERS))
-            hook.settle()
+            hook.on_step_end()
             before = {kind: {n: v.clone() for n, v in hook.state_dict()[kind].items()} for kind in hook.memories()}
             flat = gradients(1, rank)
             flat[starts[0] : starts[-1] + 7] = 0  # c and d, on all ranks
             flat[: 64 * 48] *= rank == 0  # a, but on one
             owed = flat + whole(before["residuals"])
             hook.run(Bucket(0, flat, MEMBERS))
-            hook.settle()
+            hook.on_step_end()
             after = hook.state_dict()
             for kind, parts in before.items():
                 for name in parts.keys() & {"c", "d"}:
@@ -245,7 +261,7 @@ def check_unused_under_ddp(rank: int) -> None:
         module.zero_grad()
         model(torch.randn(4, 16, generator=torch.Generator().manual_seed(rank)), names).backward()
         hook.finish()
-        hook.settle()
+        hook.on_step_end()
         sent.append(module["b"].weight.grad is not None)
         after = hook.state_dict()["residuals"]
         stays = {name for name in before if torch.equal(before[name], after[name])}
@@ -268,13 +284,13 @@ def check_all(rank: int) -> None:
 
 def check_overlap(rank: int) -> None:
     """Messages that are on their way at once take their time once."""
-    wire = Wire()
-    wire.spans = []
+    wire = CountingGroup()
+    wire.collective_times = []
     for receive in [wire.start_all_gather(torch.ones(10)) for _ in range(2)]:
         time.sleep(0.2)
         receive()
-    assert sum(seconds_between(*span) for span in wire.spans) >= 0.6
-    assert 0.4 <= busy_s(wire.spans) < 0.55
+    assert sum(seconds_between(*span) for span in wire.collective_times) >= 0.6
+    assert 0.4 <= busy_s(wire.collective_times) < 0.55
     assert busy_s([(1.0, 3.0), (2.0, 2.5), (0.0, 0.5), (2.9, 3.5)]) == pytest.approx(3.0)
     assert busy_s([]) == 0.0
 

@@ -141,7 +141,9 @@ def test_int8_keeps_what_it_rounds_off_only_where_that_is_asked_for():
 
 
 def test_a_module_without_matrices_is_told_once():
-    with pytest.warns(UserWarning, match="no parameter of Vectors is a matrix .* all gradients are sent as they are"):
+    with pytest.warns(
+        UserWarning, match="for no parameter of Vectors are factors .* all gradients are sent without compression"
+    ):
         make_comm_hook("powersgd:1").check(Vectors())
 
 

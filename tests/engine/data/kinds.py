@@ -160,8 +160,8 @@ BATCHED = {"own batch sampler", "length bucketing"}
 """Whose batches are dealt as they are."""
 STREAMS = {name for name in KINDS if "stream" in name}
 COMBINED = {name for name in KINDS if "Combined" in name}
-IN_ONE_PROCESS = {"stream", *COMBINED}
-"""Of which several ranks would each read all, or for which only one process has a plain loop's list."""
+IN_ONE_PROCESS = {"stream"}
+"""Of which several ranks would each read all."""
 OWN_RANKS = {"DistributedSampler"}
 """That deal to the ranks themselves."""
 

@@ -3,9 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from lightning.pytorch import Trainer, seed_everything
 
-from .draws import STOPS, Draw, draw, in_one_process, on_ranks, wrong_on_ranks
-from .kinds import KINDS
+from tests.engine.tiny import QUIET
+
+from .draw_checks import plain
+from .draw_runs import SEED
+from .draw_spec import STOPS, Draw, draw
+from .draws import in_one_process, on_ranks, wrong_on_ranks
+from .kinds import COMBINED, KINDS, ids_of, load
+from .runs import Trains
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +68,18 @@ FOUND = {
 @pytest.mark.parametrize("what", FOUND.values(), ids=FOUND)
 def test_what_was_wrong_once(what, tmp_path):
     assert wrong_on_ranks(what, tmp_path / "0", timeout_s=60) is None
+
+
+@pytest.mark.parametrize("num_samples", [4, 9])
+@pytest.mark.parametrize("kind", sorted(COMBINED - {"CombinedLoader, sequential"}))
+def test_the_plain_loop_is_stock_lightnings(kind, num_samples):
+    """Also where both loaders have one batch, and a loop that asks for the end draws an order more than Lightning."""
+    what = replace(_TWO_RANKS, kind=kind, num_samples=num_samples, batch_size=5, num_ranks=1, later_num_ranks=1)
+    seed_everything(SEED, verbose=False)
+    module = Trains()
+    Trainer(**{**QUIET, "devices": 1, "max_epochs": 3}).fit(module, load(what, 0, 1))
+    found = [[ids_of(batch) for number, _, batch in module.seen if number == epoch] for epoch in range(3)]
+    assert found == plain(what, 3)
 
 
 def test_the_draws_have_every_kind_and_stop():

@@ -5,18 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from polyphase.engine.data import EvenBatches, GlobalOrder, even_batches_of
+from polyphase.engine.data import EvalBatchSampler, GlobalOrder, even_batches_of
 
 sizes, ranks, batch_sizes = st.integers(0, 97), st.integers(1, 4), st.integers(1, 40)
 
 
 def of_all_ranks(sampler, batch_size, num_ranks, **arguments):
     order = GlobalOrder(sampler)
-    return [EvenBatches(order, batch_size, num_replicas=num_ranks, rank=r, **arguments) for r in range(num_ranks)]
+    return [EvalBatchSampler(order, batch_size, num_replicas=num_ranks, rank=r, **arguments) for r in range(num_ranks)]
 
 
 def dealt(found):
-    """The batches in (window, rank) order, those that are no ghosts."""
+    """The batches in (window, rank) order, those that are no padding."""
     everyones = []
     for batches in found:
         torch.manual_seed(7)  # each rank in a process of its own
@@ -49,13 +49,13 @@ def test_all_ranks_have_as_many_batches_and_none_is_empty_or_too_large(size, num
 
 
 @given(sizes, ranks, batch_sizes)
-def test_ghosts_are_at_the_end_and_known(size, num_ranks, batch_size):
+def test_padding_batches_are_at_the_end_and_known(size, num_ranks, batch_size):
     found = of_all_ranks(SequentialSampler(range(size)), batch_size, num_ranks)
-    num_ghosts = [len(batches) - batches.num_real for batches in found]
-    assert set(num_ghosts) <= {0, 1}
-    assert {batches.has_ghosts for batches in found} == {any(num_ghosts)}
+    num_padding = [len(batches) - batches.num_real for batches in found]
+    assert set(num_padding) <= {0, 1}
+    assert {batches.has_padding for batches in found} == {any(num_padding)}
     assert {batches.leaves_some_idle for batches in found} == {any(b.num_real == 0 for b in found) and size > 0}
-    assert all(list(b)[-1] == [size - 1] for b, n in zip(found, num_ghosts, strict=True) if n), "that of another rank"
+    assert all(list(b)[-1] == [size - 1] for b, n in zip(found, num_padding, strict=True) if n), "that of another rank"
 
 
 @given(sizes, ranks, batch_sizes)
@@ -83,7 +83,7 @@ def test_each_pass_is_another_permutation():
 
 
 def test_what_a_loader_yields_is_found():
-    batches = EvenBatches(GlobalOrder(SequentialSampler(range(9))), 2)
+    batches = EvalBatchSampler(GlobalOrder(SequentialSampler(range(9))), 2)
     assert even_batches_of(DataLoader(range(9), batch_sampler=batches)) is batches
     assert even_batches_of(DataLoader(range(9))) is None
     assert even_batches_of([1, 2]) is None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from polyphase.engine.data import GlobalBatches, GlobalOrder, InOneRow
+from polyphase.engine.data import FlattenedBatchSampler, GlobalBatches, GlobalOrder
 
 
 def dealt(size, num_ranks, batch, micro, drop_last=False, start=0):
@@ -36,7 +36,7 @@ def test_every_step_has_its_samples_whatever_the_number_of_ranks(size, num_ranks
     steps = []
     for first in range(0, len(ranks[0][1]), per_step):
         of_ranks = [
-            [i for at in range(first, min(first + per_step, len(mine))) for i in mine[at][: batches.samples(at).mine]]
+            [i for at in range(first, min(first + per_step, len(mine))) for i in mine[at][: batches.samples(at).local]]
             for batches, mine in ranks
         ]
         shares = [len(share) for share in of_ranks]
@@ -51,10 +51,10 @@ def test_each_rank_knows_how_much_all_have(size, num_ranks, batch, micro):
     ranks = dealt(size, num_ranks, batch, micro)
     for at in range(len(ranks[0][1])):
         counts = [batches.samples(at) for batches, _ in ranks]
-        assert {count.all for count in counts} == {sum(count.mine for count in counts)}
+        assert {count.total for count in counts} == {sum(count.local for count in counts)}
         for (_, mine), count in zip(ranks, counts, strict=True):
-            assert count.mine in (len(mine[at]), 0)
-            assert count.mine or len(mine[at]) == 1  # a filler
+            assert count.local in (len(mine[at]), 0)
+            assert count.local or len(mine[at]) == 1  # a filler
 
 
 @given(
@@ -81,7 +81,7 @@ def test_another_batch_size_in_mid_run_is_refused_by_name():
 
 
 def test_what_is_drawn_for_its_length_leaves_the_generators_as_they_were():
-    row = InOneRow(BatchSampler(RandomSampler(range(6)), 3, False), 3)
+    row = FlattenedBatchSampler(BatchSampler(RandomSampler(range(6)), 3, False), 3)
     torch.manual_seed(1)
     assert len(row) == 6
     found = list(row)
@@ -91,12 +91,12 @@ def test_what_is_drawn_for_its_length_leaves_the_generators_as_they_were():
 
 def test_batches_of_the_users_stay_together_where_they_fit():
     batches = [[0, 9], [8, 1, 2, 3], [7, 6, 5, 4]]
-    assert list(InOneRow(batches, 6)) == [0, 9, 8, 1, 2, 3, 7, 6, 5, 4]
-    assert len(InOneRow(batches, 6)) == 10
+    assert list(FlattenedBatchSampler(batches, 6)) == [0, 9, 8, 1, 2, 3, 7, 6, 5, 4]
+    assert len(FlattenedBatchSampler(batches, 6)) == 10
 
 
 @pytest.mark.parametrize("size", [4, 5, 7])
 def test_a_global_batch_that_ends_within_one_of_them_is_refused(size):
-    row = InOneRow(BatchSampler(SequentialSampler(range(12)), 3, False), size)
+    row = FlattenedBatchSampler(BatchSampler(SequentialSampler(range(12)), 3, False), size)
     with pytest.raises(ValueError, match=f"global_batch_size={size} would end within a batch of BatchSampler"):
         list(row)

@@ -3,6 +3,7 @@
 import itertools
 import tracemalloc
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import (
 )
 
 from polyphase.engine.data import GlobalOrder
-from polyphase.engine.data.drawing import Record
+from polyphase.engine.data.drawing import DrawnOrder, OrderRecord
 
 WORLDS = [1, 2, 3, 4]
 SIZES = [0, 1, 3, 8, 12, 13]
@@ -122,10 +123,10 @@ def test_a_rank_draws_with_rank_0s_numbers_and_keeps_its_own(name):
     expected = list(SAMPLERS[name](12))[1::2]
     torch.manual_seed(5)
     rank_0s: list[Any] = []
-    list(GlobalOrder(SAMPLERS[name](12), num_replicas=2, hand_on=lambda state: rank_0s.append(state) or state))
+    list(GlobalOrder(SAMPLERS[name](12), num_replicas=2, broadcast=lambda state: rank_0s.append(state) or state))
     torch.manual_seed(6)
     own = torch.get_rng_state()
-    other = GlobalOrder(SAMPLERS[name](12), num_replicas=2, rank=1, hand_on=lambda state: rank_0s[0])
+    other = GlobalOrder(SAMPLERS[name](12), num_replicas=2, rank=1, broadcast=lambda state: rank_0s[0])
     assert list(other) == expected
     assert torch.equal(torch.get_rng_state(), own)
 
@@ -242,9 +243,20 @@ ODD = {
 }
 
 
+def test_a_permutation_of_four_bytes_a_number_is_torchs_and_has_the_digest_of_eight():
+    size = 40_000  # more than a block
+    drawing = DrawnOrder(RandomSampler(range(size), generator=torch.Generator().manual_seed(3)))
+    expected = torch.randperm(size, generator=torch.Generator().manual_seed(3)).tolist()
+    found = drawing.up_to(size)
+    assert list(found) == expected
+    assert found.itemsize == 4
+    for position in (1, 20_000, size):
+        assert drawing.digest(position) == zlib.crc32(memoryview(array("q", expected[:position])))
+
+
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 def test_an_order_is_read_as_it_was_yielded(make):
-    expected, found = make(), Record()
+    expected, found = make(), OrderRecord()
     for item in expected:
         found.add([item])
     assert [*found.order] == expected == found.order[:]

@@ -236,6 +236,14 @@ def test_loaders_are_made_anew_in_the_epochs_of_the_run_that_was_not_stopped(nam
     assert_goes_on(ANEW[name], tmp_path, at, hook=hook, max_epochs=5, reload_dataloaders_every_n_epochs=every)
 
 
+@pytest.mark.parametrize("name", ANEW)
+@pytest.mark.parametrize("at", [6, 7, 16])
+def test_a_first_window_that_is_done_again_has_the_order_that_it_had(name, at, tmp_path):
+    assert_goes_on(
+        ANEW[name], tmp_path, at, max_epochs=4, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=3
+    )
+
+
 @pytest.mark.parametrize("at", [7, 11])
 def test_so_are_loaders_whose_workers_read_ahead_for_the_first_iterator(at, tmp_path):
     def load() -> LightningDataModule:
@@ -244,6 +252,55 @@ def test_so_are_loaders_whose_workers_read_ahead_for_the_first_iterator(at, tmp_
         return data
 
     assert_goes_on(load, tmp_path, at, max_epochs=5, reload_dataloaders_every_n_epochs=1)
+
+
+class AsksForValidation(LightningDataModule):
+    """Notes the epochs in which its validation loader was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def train_dataloader(self) -> DataLoader:
+        return LOADERS["in order"]()
+
+    def val_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        self.epochs.append(self.trainer.current_epoch)
+        return LOADERS["in order"]()
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("sanity_steps", [0, 1])
+@pytest.mark.parametrize(
+    ("at", "hook"), [(2, "on_train_batch_end"), (8, "on_train_batch_end"), (3, "on_validation_end")]
+)
+def test_so_are_validation_loaders(at, hook, sanity_steps, every, tmp_path):
+    flags = {"max_epochs": 7, "reload_dataloaders_every_n_epochs": every, "num_sanity_val_steps": sanity_steps}
+    whole, resumed = AsksForValidation(), AsksForValidation()
+    engine(**flags, callbacks=[SavesIn(hook, at, tmp_path / "saved")]).fit(Trains(), whole)
+    engine(**flags).fit(Trains(), resumed, ckpt_path=tmp_path / "saved")
+    assert whole.epochs == list(range(0, 7, every))
+    first, *later = resumed.epochs  # a resumed run needs loaders at once
+    assert later == [epoch for epoch in whole.epochs if epoch > first]
+
+
+WITH_WORKERS = {
+    "torch's, a batch sampler that draws at once": lambda **more: DataLoader(
+        Positions(SIZE), batch_sampler=Buckets(), **more
+    ),
+    "torchdata's, shuffled": lambda **more: StatefulDataLoader(Positions(SIZE), 3, shuffle=True, **more),
+    "torchdata's, foreign sampler": lambda **more: StatefulDataLoader(Positions(SIZE), 3, sampler=Private(), **more),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
+@pytest.mark.parametrize("name", WITH_WORKERS)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("at", "hook"), [(2, "on_train_batch_end"), (1, "on_train_epoch_end")])
+def test_goes_on_with_workers_for_which_each_epoch_draws_two_orders(at, hook, persistent, name, tmp_path):
+    """torch makes two iterators for new workers, one for workers that stay; these samplers draw for each of them."""
+    assert_goes_on(lambda: WITH_WORKERS[name](num_workers=1, persistent_workers=persistent), tmp_path, at, hook=hook)
 
 
 class Unsized(Sampler[int]):

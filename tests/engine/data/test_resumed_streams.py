@@ -1,12 +1,15 @@
 """One process, whole fits: data without an order to deal, and several loaders at once, are gone on with exactly."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.pairs import alternating
 
 from ..tiny import Positions, SavesIn, Stream, engine
 from .runs import Trains, assert_goes_on, combined, train
@@ -90,16 +93,18 @@ LOADERS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
-@pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize(
-    ("at", "flags"),
-    [
-        (2, {}),
-        (4, {"accumulate_grad_batches": 3}),
-        (6, {}),
-        (1, {"hook": "on_train_epoch_end"}),
-        (2, {"hook": "on_train_epoch_start"}),
-    ],
+    ("at", "flags", "name"),
+    alternating(
+        [
+            (2, {}),
+            (4, {"accumulate_grad_batches": 3}),
+            (6, {}),
+            (1, {"hook": "on_train_epoch_end"}),
+            (2, {"hook": "on_train_epoch_start"}),
+        ],
+        LOADERS,
+    ),
 )
 def test_goes_on(name, at, flags, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, **flags)
@@ -121,6 +126,49 @@ def test_a_state_in_workers_that_stay_is_refused(tmp_path):
     train(loader, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "s")])
     with pytest.raises(ValueError, match=r"Pending has a state of its own, in workers that stay .*=False"):
         train(loader, tmp_path / "s")
+
+
+class Counting(IterableDataset[int]):
+    """Goes on where it was left, and says where that is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < SIZE:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def _anew(dataset: Any) -> Callable[[], LightningDataModule]:
+    """Asks for a loader in each epoch, over a new data set or over the same one."""
+
+    def make() -> LightningDataModule:
+        data, kept = LightningDataModule(), Counting()
+        data.train_dataloader = lambda: DataLoader(kept if dataset is None else dataset(), batch_size=3)
+        return data
+
+    return make
+
+
+@pytest.mark.parametrize("dataset", [Counting, None])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("at", "hook"), [(7, "on_train_batch_end"), (1, "on_train_epoch_end"), (2, "on_train_epoch_end")]
+)
+def test_a_loader_made_anew_loses_nothing_to_its_first_iterator(at, hook, every, dataset, tmp_path):
+    """Lightning makes two of them, and fetches a batch from the first."""
+    flags = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every}
+    seen = train(_anew(dataset), **flags)
+    assert [i for _, _, batch in seen for i in batch] == 4 * list(range(SIZE))
+    assert_goes_on(_anew(dataset), tmp_path, at, hook=hook, **flags)
 
 
 class Counted(IterableDataset[int]):

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from polyphase.engine.data import Shards, left_of, why_not
+from polyphase.engine.data import ShardedStream, remaining_shards, why_not_shardable
 
 from ..tiny import SavesIn, engine
 from . import sharded
@@ -37,7 +37,7 @@ def test_each_sample_once_however_often_the_number_of_ranks_changes(cls, seed):
     draw, left, seen = random.Random(seed), None, []
     while left != []:
         num = draw.randint(1, 5)
-        ranks = [Shards(cls(), num, rank) for rank in range(num)]
+        ranks = [ShardedStream(cls(), num, rank) for rank in range(num)]
         for rank in ranks:
             rank.deal_next(None if left is None else rank.deal(left, 0))
             rank.begin_epoch()
@@ -47,12 +47,12 @@ def test_each_sample_once_however_often_the_number_of_ranks_changes(cls, seed):
             seen += islice(samples, draw.randint(0, 4))
             state = {"state": {"dataset_state": rank.state_dict()}, "ended": False}
             states.append({"num_workers": 0, "state": state, "shards": {"dealt": rank.dealt}})
-        left = left_of(states, len(SIZES))
+        left = remaining_shards(states, len(SIZES))
     assert sorted(seen) == sorted(EACH)
 
 
 def test_one_process_reads_as_the_data_set_itself():
-    assert list(Shards(Sharded(), 1, 0)) == list(Sharded())
+    assert list(ShardedStream(Sharded(), 1, 0)) == list(Sharded())
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ class Sized(Sharded):
     [(Mixes, "Mixes doesn't say `shards_in_order = True`"), (Sized, "Sized has a `__len__`")],
 )
 def test_what_cannot_be_dealt_anew_is_refused_with_the_reason(cls, reason, tmp_path):
-    assert reason in why_not(cls())
+    assert reason in why_not_shardable(cls())
     train(lambda: loader(cls), callbacks=[SavesIn("on_train_batch_end", STOP, tmp_path / "saved")])
     with pytest.raises(ValueError, match=rf"can't go on from: {reason}.* at the end of an epoch.*streams-with-shards"):
         train(lambda: loader(cls, batch_size=4), tmp_path / "saved")

@@ -1,17 +1,21 @@
 """Streams that several ranks read: their parts, and their common end."""
 
 import math
+from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler
 
-from polyphase.engine.data import agreeing, check_own_part, shard_of
+from polyphase.engine.data import as_uneven_eval, check_made_for, check_own_part, naming_foreign_ranks, shard_of
+from polyphase.engine.errors import RefusedError
 
-from ..tiny import Regression, Stream, engine
+from ..tiny import Regression, Stream, engine, rows
 
 
 def said(*others):
@@ -26,13 +30,13 @@ def said(*others):
 
 
 def test_a_stream_goes_on_until_no_rank_has_a_batch():
-    loader = agreeing(DataLoader(Stream(5), batch_size=2), said(5, 1), None)
+    loader = as_uneven_eval(DataLoader(Stream(5), batch_size=2), said(5, 1), None)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4], [4], [4]]
     assert loader.num_real == 3
 
 
-def test_none_of_a_streams_batches_is_a_ghost_while_there_are_more():
-    loader = agreeing(DataLoader(Stream(4), batch_size=2), said(1), None)
+def test_none_of_a_streams_batches_is_padding_while_there_are_more():
+    loader = as_uneven_eval(DataLoader(Stream(4), batch_size=2), said(1), None)
     batches = iter(loader)
     next(batches)
     assert loader.num_real == math.inf
@@ -40,19 +44,19 @@ def test_none_of_a_streams_batches_is_a_ghost_while_there_are_more():
 
 
 def test_streams_that_are_empty_on_all_ranks():
-    assert list(agreeing(DataLoader(Stream(0)), said(0), None)) == []
+    assert list(as_uneven_eval(DataLoader(Stream(0)), said(0), None)) == []
 
 
 @pytest.mark.parametrize(("mine", "other", "lacks"), [(0, 1, 0), (1, 0, 1)])
 def test_a_rank_without_any_batch_is_named_on_all_ranks(mine, other, lacks):
     with pytest.raises(ValueError, match=rf"\(Stream\) has no batch at all on rank\(s\) \[{lacks}\] of 2"):
-        list(agreeing(DataLoader(Stream(mine)), said(other), None))
+        list(as_uneven_eval(DataLoader(Stream(mine)), said(other), None))
 
 
 def test_the_length_is_that_of_all_ranks():
-    assert len(agreeing(DataLoader(Stream(4)), said(), 7)) == 7
+    assert len(as_uneven_eval(DataLoader(Stream(4)), said(), 7)) == 7
     with pytest.raises(TypeError, match="has no length on every rank"):
-        len(agreeing(DataLoader(Stream(4)), said(), None))
+        len(as_uneven_eval(DataLoader(Stream(4)), said(), None))
 
 
 def test_a_data_set_that_cannot_be_sharded():
@@ -122,6 +126,94 @@ def test_mosaicmls_stream_knows_its_rank_by_the_environment(rank, size, is_right
     with pytest.raises(ValueError, match=f"rank {rank} of {size}, where the run has rank 1 of 2: MosaicML's"):
         check_own_part(DataLoader(data), 2, 1, 2)
     return None
+
+
+def _mosaicmls(size, rank=0, num_ranks=1, ranks_per_node=1):
+    """A data set as MosaicML's: its class is of that module, and it knows its rank by the environment alone."""
+    data = type("StreamingDataset", (Stream,), {"__module__": "streaming.base.dataset"})(size)
+    world = SimpleNamespace(rank=rank, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    data._parallel_rank_world = data._unique_rank_world = world
+    return data
+
+
+class _Made(LightningDataModule):
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def train_dataloader(self):
+        raise AssertionError("a rank was started")
+
+
+@pytest.mark.parametrize("place", ["loader", "dict", "CombinedLoader", "datamodule"])
+def test_mosaicmls_stream_that_is_made_before_the_ranks_is_refused_before_they_start(place):
+    loader = DataLoader(_mosaicmls(8), batch_size=2)
+    loaders = {"a": rows(), "b": loader}
+    places = {"loader": loader, "dict": loaders, "CombinedLoader": CombinedLoader(loaders)}
+    given = {**places, "datamodule": _Made(loader.dataset)}[place]
+    with pytest.raises(RefusedError, match=r"rank 0 of 1, where .* rank 0 of 2: MosaicML's (.*\n)+.*--nproc N"):
+        engine(strategy="ddp_fork", devices=2).fit(Regression(), given)
+
+
+def test_mosaicmls_stream_may_be_made_before_ranks_that_share_samples():
+    check_made_for([_mosaicmls(8), DataLoader(_mosaicmls(8)), DataLoader(Stream(8)), 3, None], 1)
+    check_made_for([_mosaicmls(8, num_ranks=2), Replayed(4)], 2)
+
+
+def _make_in_a_rank(memory, world):
+    """Makes a stream as MosaicML's makes itself: the shared memory is the first local rank's to make."""
+
+    class StreamingDataset(Stream):
+        __module__ = "streaming.base.dataset"
+
+        def __init__(self):
+            super().__init__(8)
+            self._unique_rank_world = world
+            SharedMemory(memory, create=True, size=8)
+
+    return StreamingDataset()
+
+
+class _InRanks(LightningDataModule):
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+
+    def train_dataloader(self):
+        return _make_in_a_rank(self.memory, SimpleNamespace(rank=0, num_ranks=1, ranks_per_node=1))
+
+
+@pytest.fixture
+def memory():
+    """The name of shared memory that is there already, as where the other rank was faster."""
+    made = SharedMemory(create=True, size=8)
+    yield made.name
+    made.close()
+    made.unlink()
+
+
+def test_mosaicmls_streams_of_ranks_that_each_take_themselves_for_the_first_are_refused(memory):
+    message = (
+        r"rank 0 of 1 \(1 per machine\), where the run has rank . of 2 \(2 per machine\): MosaicML's (.*\n)+.*--nproc N"
+    )
+    with pytest.raises(ProcessRaisedException, match=message):
+        engine(strategy="ddp_fork", devices=2).fit(Regression(), datamodule=_InRanks(memory))
+
+
+def test_shared_memory_of_another_run_is_mosaicmls_own_error(memory):
+    world = SimpleNamespace(rank=0, num_ranks=2, ranks_per_node=2)
+    with pytest.raises(FileExistsError, match=memory), naming_foreign_ranks(0, 2, 2):
+        _make_in_a_rank(memory, world)
+    with (
+        pytest.raises(ValueError, match=r"rank 0 of 2 .*, where the run has rank 1 of 2"),
+        naming_foreign_ranks(1, 2, 2),
+    ):
+        _make_in_a_rank(memory, world)
+
+
+def test_another_file_that_exists_is_the_users_error():
+    with pytest.raises(FileExistsError, match="mine"), naming_foreign_ranks(0, 2, 2):
+        raise FileExistsError("mine")
 
 
 class Evaluated(Regression):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from polyphase.engine.data import together
+from polyphase.engine.data import as_uneven_train
 
 
 class Three(IterableDataset[Any]):
@@ -27,7 +27,7 @@ def sizes_of(make: Callable[[int], Any], **arguments: Any) -> list[int]:
         said.append(size)
         return [size]
 
-    list(together(DataLoader(Three(make), **arguments), "pad", [None], 0, say, lambda: 0))
+    list(as_uneven_train(DataLoader(Three(make), **arguments), "pad", [None], 0, say, lambda: 0))
     return said[:-1]  # then that there are no more
 
 

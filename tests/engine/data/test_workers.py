@@ -1,6 +1,7 @@
 """What workers draw at random: a run that goes on draws what the uninterrupted one has drawn."""
 
 import json
+import multiprocessing
 import pickle
 import random
 from functools import partial
@@ -12,8 +13,10 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from polyphase.engine.data.workers import _InWorker
+from tests.pairs import alternating
 
 from ..tiny import SavesIn, engine
 from .runs import Trains, assert_goes_on, combined, train
@@ -54,6 +57,10 @@ LOADER = partial(DataLoader, batch_size=2, shuffle=True, num_workers=2)
 LOADERS = {
     "new in each epoch": lambda: LOADER(Augmented()),
     "persistent": lambda: LOADER(Augmented(), persistent_workers=True),
+    "torchdata's": lambda: StatefulDataLoader(Augmented(), 2, shuffle=True, num_workers=2),
+    "torchdata's, persistent": lambda: StatefulDataLoader(
+        Augmented(), 2, shuffle=True, num_workers=2, persistent_workers=True
+    ),
     "in the collation": lambda: LOADER(InOrder(), collate_fn=batches),
     "without batches": lambda: LOADER(Augmented(6), batch_size=None),
     "one that begins again beside a longer one": lambda: combined(
@@ -62,15 +69,18 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
 @pytest.mark.parametrize(
-    ("at", "flags"),
-    [
-        (3, {}),
-        (4, {"accumulate_grad_batches": 3}),
-        (1, {"hook": "on_train_start"}),
-        (1, {"hook": "on_train_epoch_end"}),
-    ],
+    ("at", "flags", "name"),
+    alternating(
+        [
+            (3, {}),
+            (4, {"accumulate_grad_batches": 3}),
+            (1, {"hook": "on_train_start"}),
+            (1, {"hook": "on_train_epoch_end"}),
+        ],
+        LOADERS,
+    ),
 )
 def test_goes_on(name, at, flags, tmp_path):
     flags = {**flags, "max_epochs": 2}
@@ -169,10 +179,19 @@ def test_a_save_after_the_run_says_what_ended_workers_may_have_drawn(draws, tmp_
     seed_everything(7, verbose=False)
     run = engine(max_epochs=3, max_steps=3)
     run.fit(Trains(), load())
-    with pytest.warns(UserWarning, match="whose persistent workers have ended with batches that nobody has read"):
+    with pytest.warns(UserWarning, match="persistent workers have ended with unread batches"):
         run.save_checkpoint(tmp_path / "saved")
     rest = train(load, tmp_path / "saved")
     numbers = [[[item[0] for item in batch[name]] for name in batch] for *_, batch in rest]
     assert numbers == [[[item[0] for item in batch[name]] for name in batch] for *_, batch in expected[3:]]
     if not draws:
         assert rest == expected[3:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
+@pytest.mark.parametrize("limit", [2, 1.0])
+def test_workers_of_torchdatas_loader_end_with_the_run(limit):
+    loader = StatefulDataLoader(Augmented(), 2, num_workers=1)
+    before = set(multiprocessing.active_children())  # of loaders of earlier tests, which nothing has collected yet
+    engine(max_epochs=1, limit_train_batches=limit).fit(Trains(), loader)
+    assert set(multiprocessing.active_children()) <= before

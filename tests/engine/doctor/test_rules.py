@@ -199,6 +199,69 @@ def test_a_rank_that_is_missing_is_named():
     assert judge(run).caveats == ["ranks 1 are missing, whose files may lie on other hosts"]
 
 
+def exposed(**fields):
+    intervals = [changed(interval(communication=4.0), **fields)] * 2
+    return run_of(*intervals, flags={"strategy": "ddp_fork:bucket_cap_mb=0.1"} if not fields else {})
+
+
+def test_exposed_communication_by_synchronisation_in_each_backward_of_a_step():
+    finding = only(exposed(num_syncs=4 * STEPS))
+    assert finding.cause == "sync_while_accumulating"
+    assert finding.gain == pytest.approx(0.75 * 4 / 13.5, abs=0.01)
+    assert "accumulate_grad_batches=4" in finding.remedy
+    assert only(exposed(num_syncs=STEPS)).cause == "exposed_communication"
+
+
+def test_exposed_communication_by_small_buckets():
+    finding = only(exposed())
+    assert (finding.cause, finding.numbers["bucket_mb"]) == ("small_buckets", 0.1)
+    assert "bucket_cap_mb" in finding.remedy
+    assert judge(run_of(interval(), interval(), flags={"strategy": "ddp:bucket_cap_mb=0.1"})).findings == []
+
+
+def growing(*sizes_mb, rank=0, num_ranks=2):
+    """One rank has these sizes at the ends of intervals, the others the first one all along."""
+    run = run_of(*[interval()] * num_ranks)
+    for each in run.intervals:
+        run.intervals[each] = [
+            changed(interval(step=STEPS * number), rss_mb=size if each == rank else sizes_mb[0])
+            for number, size in enumerate(sizes_mb, start=1)
+        ]
+    return run
+
+
+def test_memory_leak_of_one_rank_and_of_a_run_of_one():
+    finding = only(growing(400.0, 420.0, 440.0, 460.0, 480.0, rank=1))
+    assert (finding.cause, finding.ranks) == ("memory_leak", (1,))
+    assert finding.numbers["mb_per_step"] == pytest.approx(0.2)
+    assert only(growing(400.0, 420.0, 440.0, 460.0, 480.0, num_ranks=1)).ranks == ()
+
+
+@pytest.mark.parametrize(
+    "sizes_mb",
+    [(400.0, 500.0, 500.0, 500.0, 500.0), (400.0, 405.0, 410.0, 415.0, 420.0), (400.0, 450.0, 500.0, 600.0)],
+    ids=["settles", "little", "few looks"],
+)
+def test_memory_that_settles_or_grows_little_is_no_leak(sizes_mb):
+    assert judge(growing(*sizes_mb)).findings == []
+
+
+@pytest.mark.parametrize("flag", ["ddp:find_unused_parameters=true", "ddp_find_unused_parameters_true"])
+def test_unused_parameter_search_without_any(flag):
+    def run(looks, strategy=flag):
+        found = run_of(interval(), interval(), flags={"strategy": strategy})
+        for rank in found.intervals:
+            found.intervals[rank] = [changed(interval(step=STEPS * n), without_gradient=names) for n, names in looks]
+        return found
+
+    used = [(1, []), (2, []), (3, [])]
+    finding = only(run(used))
+    assert (finding.cause, finding.ranks, finding.gain) == ("unused_parameter_search", (), None)
+    assert judge(run(used, "ddp")).findings == []
+    assert judge(run(used[:2])).findings == []
+    assert judge(run([*used, (4, ["head.weight"])])).findings == []
+
+
 def test_the_page_has_the_table_of_the_rules():
     text = (ROOT / "docs" / "doctor.md").read_text()
     for rule in RULES:

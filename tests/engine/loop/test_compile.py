@@ -141,7 +141,7 @@ def test_gradients_that_are_added_to_are_none_of_a_graphs(mode, monkeypatch):
     ("strategy", "why"),
     [
         ("fsdp", "shard=2.* gathers its parameters into other memory"),
-        ("pp+fsdp:stages=2", "pp=2.* has several micro-batches on their way"),
+        ("pp+fsdp:pipeline_size=2", "pp=2.* has several micro-batches on their way"),
     ],
 )
 def test_graphs_of_what_moves_are_refused(mode, strategy, why):

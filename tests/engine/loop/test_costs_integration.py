@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed import run_ranks
+from tests.pairs import alternating
 
 from ..tiny import engine
 from .costs import Costs, num_collectives
@@ -62,8 +63,7 @@ def _loop_by_hand(rank: int, strategy: str, window: int, folder: Path) -> None:
     (folder / f"hand-{rank}.json").write_text(json.dumps(counts))
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "window"), alternating(["ddp", "fsdp"], [1, 4]))
 def test_collectives_are_those_of_a_loop_by_hand(strategy, window, tmp_path):
     costs = Costs(tmp_path)
     trainer = engine(

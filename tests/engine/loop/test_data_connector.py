@@ -17,6 +17,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from polyphase.engine.data import GlobalOrder
+from polyphase.engine.data.stream_loader import StreamLoader
 
 from ..tiny import Positions, Seen, Stream, engine
 
@@ -167,7 +168,7 @@ def test_an_iterable_dataset_gets_a_loader_that_knows_its_place():
     loader = DataLoader(Stream(SIZE), batch_size=4)
     epochs, trainer = run(loader)
     assert epochs == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]] * 2
-    assert isinstance(trainer.train_dataloader, StatefulDataLoader)
+    assert isinstance(trainer.train_dataloader, StreamLoader)
     assert trainer.train_dataloader.dataset is loader.dataset
 
 
@@ -338,7 +339,7 @@ class Unsized:
 )
 @pytest.mark.parametrize("stage", [RunningStage.VALIDATING, RunningStage.TRAINING])
 def test_an_order_without_an_end_that_is_known_cannot_be_shared(loader, stage):
-    with pytest.raises(TypeError, match=r"has no __len__: the ranks can't share .* Give it one, or"):
+    with pytest.raises(TypeError, match=r"has no __len__, which is needed to split it over the ranks. Give it one, or"):
         rank_0_of_2(loader, stage)
 
 

@@ -10,14 +10,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassPrecision
 
-from polyphase.engine.host_group import EVERYONE
+from polyphase.engine.distributed.object_group import WORLD
 from tests.distributed import run_ranks
+from tests.pairs import alternating
 
 from ..tiny import as_rank, engine
 
 PRIMES = (1, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 NUM_CLASSES = 3
-MATRIX = [*((flag, n) for flag in ("ddp", "fsdp") for n in (1, 2, 3, 4)), ("hsdp:replicate=2", 4)]
+MATRIX = [*alternating(["ddp", "fsdp"], [1, 2, 3, 4]), ("hsdp:replicate=2", 4)]
 
 
 class Classifier(LightningModule):
@@ -78,7 +79,7 @@ def check(stage, sizes, strategy, num_ranks):
     module, found = evaluate(stage, sizes, strategy=strategy, devices=num_ranks)
     _, expected = evaluate(stage, sizes)
     for index, (size, batch_size) in enumerate(sizes):
-        everyones = EVERYONE.gathered(module.seen[index])
+        everyones = WORLD.all_gather_object(module.seen[index])
         assert sorted(i for seen in everyones for ids in seen for i in ids) == list(range(size)), (stage, size)
         if stage != "predict":
             assert found[index].keys() == expected[index].keys()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from polyphase.engine import Engine
-from polyphase.engine.strategies import fsdp
+from polyphase.engine.strategies.fsdp import strategy as fsdp
 from tests.defects.defects import DEFECTS, nothing
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.zoo.model import build, loader

@@ -49,7 +49,7 @@ def test_the_place_of_a_log_call_is_that_of_the_caller_again_afterwards():
     module._current_fx_name = "training_step"
     hooks.call("on_train_batch_end", None, None, 0)
     assert module._current_fx_name == "training_step"
-    assert hooks.within("backward", lambda: module._current_fx_name) == "backward"
+    assert hooks.in_hook("backward", lambda: module._current_fx_name) == "backward"
     assert module._current_fx_name == "training_step"
 
 

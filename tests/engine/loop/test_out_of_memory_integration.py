@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
+from tests.pairs import paired
 
 from ..parity import TOLERANCE, adamw, largest_difference, suffixed
 from ..tiny import QUIET
@@ -133,9 +134,7 @@ def weights(module: Hungry) -> dict[str, Tensor]:
 STRATEGIES = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp:no_sync=false", 3), ("hsdp:replicate=2", 4)]
 
 
-@pytest.mark.parametrize("from_step", [0, 3], ids=["first step", "in the middle"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("flag", "devices"), STRATEGIES)
+@pytest.mark.parametrize(("flag", "devices", "where", "from_step"), paired(STRATEGIES, ["forward", "backward"], [0, 3]))
 def test_the_weights_are_those_of_a_plain_loop(flag, devices, where, from_step):
     module = Hungry(most=3, where=where, from_step=from_step)
     fit(module, flag, devices)

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from polyphase.engine.host_group import HostGroup
+from polyphase.engine.distributed.object_group import ObjectGroup
 from tests.distributed import run_ranks
 
 from ..tiny import Positions, Seen, as_rank, engine
@@ -33,6 +33,7 @@ def ids(predictions):
 ALONE = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12]]
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["single", "ddp_fork", "ddp_spawn", "fsdp_fork"])
 def test_predictions_come_back_in_order(strategy):
@@ -94,7 +95,7 @@ def several_loaders_and_nothing_gathered(rank):
     found = engine(strategy="ddp", devices=2).predict(Predicts(), loaders)
     assert [ids(of_loader) for of_loader in found] == [ALONE, [[0]]]
 
-    class Refuses(HostGroup):
+    class Refuses(ObjectGroup):
         def gathered(self, mine):
             raise AssertionError("nothing is asked for")
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch.utils.data import DataLoader
 
-from polyphase.engine.host_group import EVERYONE
+from polyphase.engine.distributed.object_group import WORLD
 from polyphase.engine.loop.reduction import reduce_results
 from tests.distributed import run_ranks
 
@@ -73,7 +73,7 @@ def of_rank(rank, **values):
 def names_that_differ(rank):
     def refused(message, **values):
         with pytest.raises(ValueError, match=message):
-            reduce_results(of_rank(rank, **values), Seen(), EVERYONE)
+            reduce_results(of_rank(rank, **values), Seen(), WORLD)
 
     refused(
         r"self\.log\('v0', .*`validation_step` on rank\(s\) \[0\], but not on rank\(s\) \[1, 2\]: log the same",

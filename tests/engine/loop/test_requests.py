@@ -8,9 +8,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from polyphase.engine.errors import RefusedError
 from polyphase.engine.loop import NothingTrainedError
 from polyphase.engine.loop.requests import why_empty
-from polyphase.engine.refusal import RefusedError
 from tests.engine.tiny import Positions, Regression, Stream, engine, rows
 
 pytestmark = [

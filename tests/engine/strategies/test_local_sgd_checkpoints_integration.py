@@ -28,11 +28,11 @@ def normed() -> LightningModule:
 @pytest.mark.parametrize(
     ("flag", "flags"),
     [
-        ("local_sgd_fork:every=4", {}),
-        ("diloco_fork:every=4", {}),
-        ("diloco_fork:every=3,warmup=1", {"compression": "int8", "precision": "16-mixed"}),
-        ("diloco_fork:every=2", {"compression": "topk:0.3"}),  # saved right after an exchange
-        ("local_sgd_fork:every=2,warmup=7", {}),  # saved in the warm-up
+        ("local_sgd_fork:sync_every=4", {}),
+        ("diloco_fork:sync_every=4", {}),
+        ("diloco_fork:sync_every=3,warmup=1", {"compression": "int8", "precision": "16-mixed"}),
+        ("diloco_fork:sync_every=2", {"compression": "topk:0.3"}),  # saved right after an exchange
+        ("local_sgd_fork:sync_every=2,warmup=7", {}),  # saved in the warm-up
         ("ddp_fork", {}),  # whose ranks have statistics of their own, too
     ],
 )
@@ -40,6 +40,21 @@ def test_a_run_saved_in_mid_window_goes_on_bit_for_bit(flag, flags, tmp_path):
     whole, resumed = normed(), normed()
     fit(whole, flag, 9, callbacks=[Saves(tmp_path / "six", 6)], **flags)
     fit(resumed, flag, 9, ckpt_path=tmp_path / "six", **flags)
+    assert largest_difference(whole.state_dict(), resumed.state_dict()) == 0
+
+
+@pytest.mark.filterwarnings("ignore:the option 'every':FutureWarning")
+@pytest.mark.parametrize(("first", "second"), [("every", "sync_every"), ("sync_every", "every"), ("every", "every")])
+def test_a_run_begun_under_the_old_name_of_an_option_goes_on_bit_for_bit(first, second, tmp_path):
+    whole, begun, resumed = normed(), normed(), normed()
+    fit(whole, "diloco_fork:sync_every=4", 9)
+    fit(begun, f"diloco_fork:{first}=4", 6, default_root_dir=tmp_path, resume="auto")
+    if first == "every":  # as an earlier version has written it
+        (record,) = tmp_path.rglob(".run.json")
+        assert '"diloco_fork:sync_every=4"' in record.read_text()
+        record.write_text(record.read_text().replace("sync_every", "every"))
+    fit(resumed, f"diloco_fork:{second}=4", 9, default_root_dir=tmp_path, resume="auto")
+    assert largest_difference(begun.state_dict(), resumed.state_dict()) > 0
     assert largest_difference(whole.state_dict(), resumed.state_dict()) == 0
 
 
@@ -53,9 +68,9 @@ def test_a_run_saved_while_it_validates_goes_on_bit_for_bit(hook, tmp_path):
     whole, resumed = Validates(), Validates()
     resumed.load_state_dict(whole.state_dict())
     flags = {"limit_val_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
-    fit(whole, "diloco_fork:every=4", 9, callbacks=[SavesIn(hook, 2, tmp_path / "six")], **flags)
+    fit(whole, "diloco_fork:sync_every=4", 9, callbacks=[SavesIn(hook, 2, tmp_path / "six")], **flags)
     assert load_checkpoint(tmp_path / "six")["global_step"] == (3 if "batch" in hook else 6)
-    fit(resumed, "diloco_fork:every=4", 9, ckpt_path=tmp_path / "six", **flags)
+    fit(resumed, "diloco_fork:sync_every=4", 9, ckpt_path=tmp_path / "six", **flags)
     assert largest_difference(whole.state_dict(), resumed.state_dict()) == 0
 
 
@@ -72,21 +87,21 @@ class Asks(MLP):
 def test_ranks_out_of_step_save_at_the_same_one(tmp_path):
     torch.manual_seed(1)
     asking, resumed = Asks(), build("mlp")
-    fit(asking, "diloco_fork:every=11", 20, callbacks=[Snapshot(tmp_path, every_minutes=None)])
+    fit(asking, "diloco_fork:sync_every=11", 20, callbacks=[Snapshot(tmp_path, every_minutes=None)])
     (path,) = (path for path in tmp_path.glob("step=*") if path.name != "step=20")
     assert 4 <= load_checkpoint(path)["global_step"] < 20
-    fit(resumed, "diloco_fork:every=11", 20, ckpt_path=path)
+    fit(resumed, "diloco_fork:sync_every=11", 20, ckpt_path=path)
     assert largest_difference(asking.state_dict(), resumed.state_dict()) == 0
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "six"
-    fit(normed(), "diloco_fork:every=4", 9, callbacks=[Saves(path, 6)])
+    fit(normed(), "diloco_fork:sync_every=4", 9, callbacks=[Saves(path, 6)])
     return path
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp_fork", 2), ("single", 1), ("diloco_fork:every=4", 4)])
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp_fork", 2), ("single", 1), ("diloco_fork:sync_every=4", 4)])
 def test_other_layouts_go_on_from_the_mean(saved, strategy, devices, tmp_path):
     before = load_checkpoint(saved)
     module = normed()
@@ -116,6 +131,6 @@ def test_one_file_of_it_has_the_mean_for_stock_lightning(saved, tmp_path):
 def test_a_run_of_ddp_goes_on_alone(tmp_path):
     fit(normed(), "ddp_fork", 6, callbacks=[Saves(tmp_path / "six", 6)])
     whole, parted = normed(), normed()
-    fit(whole, "local_sgd_fork:every=2,warmup=6", 9)
-    fit(parted, "local_sgd_fork:every=2,warmup=6", 9, ckpt_path=tmp_path / "six")
+    fit(whole, "local_sgd_fork:sync_every=2,warmup=6", 9)
+    fit(parted, "local_sgd_fork:sync_every=2,warmup=6", 9, ckpt_path=tmp_path / "six")
     assert largest_difference(whole.state_dict(), parted.state_dict()) == 0

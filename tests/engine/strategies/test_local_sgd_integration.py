@@ -105,17 +105,17 @@ def fit(module: LightningModule, strategy: str, num_steps: int = 8, accumulate: 
 @pytest.mark.parametrize(
     ("flag", "outer", "arguments"),
     [
-        ("local_sgd_fork:every=3", Mean, {}),
-        ("local_sgd_fork:every=3,bucket_cap_mb=0.001", Mean, {"accumulate": 2, "clip": 0.05}),
-        ("local_sgd_fork:every=3,warmup=4", Mean, {"warmup": 4}),
-        ("diloco_fork:every=2", Nesterov, {}),
-        ("diloco_fork:every=2,warmup=1,nesterov=false,bucket_cap_mb=0.001", Momentum, {"warmup": 1, "clip": 0.05}),
-        ("diloco_fork:every=3,outer_lr=1,outer_momentum=0,nesterov=false", Mean, {}),
+        ("local_sgd_fork:sync_every=3", Mean, {}),
+        ("local_sgd_fork:sync_every=3,bucket_cap_mb=0.001", Mean, {"accumulate": 2, "clip": 0.05}),
+        ("local_sgd_fork:sync_every=3,warmup=4", Mean, {"warmup": 4}),
+        ("diloco_fork:sync_every=2", Nesterov, {}),
+        ("diloco_fork:sync_every=2,warmup=1,nesterov=false,bucket_cap_mb=0.001", Momentum, {"warmup": 1, "clip": 0.05}),
+        ("diloco_fork:sync_every=3,outer_lr=1,outer_momentum=0,nesterov=false", Mean, {}),
     ],
 )
 def test_each_rank_is_a_plain_loop_between_exchanges_by_hand(flag, outer, arguments):
     module = build("mlp")
-    every = int(flag.split("every=")[1][0])
+    every = int(flag.split("sync_every=")[1][0])
     fit(module, flag, accumulate=arguments.get("accumulate", 1), gradient_clip_val=arguments.get("clip"))
     expected = by_hand(8, every, outer(), **arguments)
     assert largest_difference(module.state_dict(), expected) <= TOLERANCE
@@ -151,7 +151,7 @@ def test_a_ranks_gradient_is_that_of_the_mean_over_its_own_samples(weighs):
     module = Uneven()
     module.weighs = weighs
     engine = Engine(
-        strategy="local_sgd_fork:every=3", devices=2, global_batch_size=5, micro_batch_size=2,
+        strategy="local_sgd_fork:sync_every=3", devices=2, global_batch_size=5, micro_batch_size=2,
         **{**QUIET, "max_epochs": 1},
     )  # fmt: skip
     engine.fit(module, data)
@@ -187,14 +187,14 @@ def test_a_step_sends_one_hth_of_what_one_of_ddp_does(name, tmp_path):
     ddp, num_values, _ = sent(tmp_path / "ddp", "ddp_fork", default_root_dir=tmp_path)
     assert ddp == 8 * 4 * num_values  # an all-reduce of n bytes between two ranks sends n
     for every in (1, 2, 4):
-        ours, _, figures = sent(tmp_path / "ours", f"{name}_fork:every={every}", default_root_dir=tmp_path)
+        ours, _, figures = sent(tmp_path / "ours", f"{name}_fork:sync_every={every}", default_root_dir=tmp_path)
         assert ours == ddp // every
         assert figures["communication/sent_mb"] == pytest.approx(4 * num_values / every / 1e6)
-    warm, _, _ = sent(tmp_path / "warm", f"{name}_fork:every=2,warmup=4", default_root_dir=tmp_path)
+    warm, _, _ = sent(tmp_path / "warm", f"{name}_fork:sync_every=2,warmup=4", default_root_dir=tmp_path)
     assert warm == 4 * 4 * num_values + 2 * 4 * num_values
 
 
-@pytest.mark.parametrize("flag", ["local_sgd_fork:every=3", "diloco_fork:every=3,warmup=2"])
+@pytest.mark.parametrize("flag", ["local_sgd_fork:sync_every=3", "diloco_fork:sync_every=3,warmup=2"])
 def test_an_exchange_is_one_collective_and_other_steps_have_none(flag, tmp_path):
     fit(build("mlp"), flag, 12, callbacks=[Costs(tmp_path)])
     for rank in range(2):
@@ -207,11 +207,11 @@ def test_an_exchange_is_one_collective_and_other_steps_have_none(flag, tmp_path)
 @pytest.mark.parametrize(("compression", "share"), [("bf16", 1 / 2), ("int8", 0.4), ("powersgd:2,start=0", 0.6)])
 def test_what_is_exchanged_is_compressed(compression, share, tmp_path):
     plain, compressed = build("mlp"), build("mlp")
-    fit(plain, "diloco_fork:every=2")
+    fit(plain, "diloco_fork:sync_every=2")
     path = tmp_path / "sent"
     monitor = CommunicationMonitor(every_n_steps=8)
     fit(
-        compressed, "diloco_fork:every=2", compression=compression, callbacks=[monitor, Sent(path, monitor)],
+        compressed, "diloco_fork:sync_every=2", compression=compression, callbacks=[monitor, Sent(path, monitor)],
         logger=True, default_root_dir=tmp_path,
     )  # fmt: skip
     num_bytes, num_values, figures = json.loads(path.read_text())
@@ -253,7 +253,7 @@ def test_what_is_validated_is_the_mean_and_each_rank_goes_on_with_its_own(tmp_pa
 
     torch.manual_seed(1)
     module = Watched(tmp_path).train()
-    fit(module, "local_sgd_fork:every=4", 6, limit_val_batches=1, val_check_interval=1)
+    fit(module, "local_sgd_fork:sync_every=4", 6, limit_val_batches=1, val_check_interval=1)
     for step in range(1, 6):
         own = [state("ends", step, rank) for rank in range(2)]
         validated = [state("validated", step, rank) for rank in range(2)]
@@ -275,8 +275,8 @@ def test_what_is_validated_is_the_mean_and_each_rank_goes_on_with_its_own(tmp_pa
 
 def test_out_of_memory_has_the_step_done_again_by_all(tmp_path):
     scarce, ample = Hungry(most=3, where="backward", from_step=3), Hungry()
-    fit_hungry(scarce, "local_sgd:every=2", 2)
-    fit_hungry(ample, "local_sgd:every=2", 2, micro_batch_size=3)
+    fit_hungry(scarce, "local_sgd:sync_every=2", 2)
+    fit_hungry(ample, "local_sgd:sync_every=2", 2, micro_batch_size=3)
     names = dict(scarce.named_parameters())
     found, expected = ({name: each.state_dict()[name] for name in names} for each in (scarce, ample))
     assert largest_difference(found, expected) <= TOLERANCE
@@ -291,7 +291,7 @@ def test_a_parameter_that_begins_to_be_trained_is_named():
     module = Thaws()
     module.net[0].requires_grad_(False)
     with pytest.raises(ProcessRaisedException, match=r"began to be trained in mid-run: net\.0\.weight, net\.0\.bias"):
-        fit(module, "local_sgd_fork:every=2")
+        fit(module, "local_sgd_fork:sync_every=2")
 
 
 class Spoils(MLP):
@@ -307,7 +307,7 @@ def test_a_weight_that_is_not_finite_is_named_before_it_is_remembered():
     with pytest.raises(
         ProcessRaisedException, match=r"the change of 'net\.\d\.(weight|bias)' on rank 1 was infinite or NaN"
     ):
-        fit(Spoils(), "diloco_fork:every=3", compression="topk:0.5", nonfinite="ignore")
+        fit(Spoils(), "diloco_fork:sync_every=3", compression="topk:0.5", nonfinite="ignore")
 
 
 def test_a_rank_that_fails_ends_the_run():
@@ -318,15 +318,15 @@ def test_a_rank_that_fails_ends_the_run():
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ProcessRaisedException, match="of rank 1"):
-        fit(Fails(), "local_sgd_fork:every=4")
+        fit(Fails(), "local_sgd_fork:sync_every=4")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"strategy": "local_sgd:every=0"}, "every must be a whole number of at least 1, but got 0"),
-        ({"strategy": "local_sgd:every=2.5"}, "every must be a whole number, but got '2.5'"),
-        ({"strategy": "local_sgd:evry=2"}, "unknown option of strategy 'local_sgd' 'evry'. Did you mean 'every'?"),
+        ({"strategy": "local_sgd:sync_every=0"}, "sync_every must be a whole number of at least 1, but got 0"),
+        ({"strategy": "local_sgd:sync_every=2.5"}, "sync_every must be a whole number, but got '2.5'"),
+        ({"strategy": "local_sgd:sync_evry=2"}, "strategy 'local_sgd' 'sync_evry'. Did you mean 'sync_every'?"),
         ({"strategy": "local_sgd:outer_lr=1"}, "unknown option of strategy 'local_sgd' 'outer_lr'"),
         ({"strategy": "local_sgd:16"}, "write local_sgd:key=value"),
         ({"strategy": "local_sgd:warmup=-1"}, "warmup must be a whole number of at least 0, but got -1"),
@@ -349,6 +349,6 @@ def test_a_strategy_is_shown_by_its_flag(name):
 
 def test_one_rank_alone_is_a_plain_run():
     ours, plain = Regression(), Regression()
-    for module, strategy in ((ours, "local_sgd_fork:every=3"), (plain, "single")):
+    for module, strategy in ((ours, "local_sgd_fork:sync_every=3"), (plain, "single")):
         Engine(**{**QUIET, "max_epochs": 1}, strategy=strategy, devices=1).fit(module, DataLoader(rows().dataset, 4))
     assert largest_difference(ours.state_dict(), plain.state_dict()) <= 1e-6

@@ -26,7 +26,7 @@ class Timeouts(Callback):
         assert found == dict.fromkeys(groups, self.expected)
 
 
-@pytest.mark.parametrize("flag", ["hsdp_fork:replicate=2,shard=1", "fsdp+tp_fork:tp=2", "pp+fsdp_fork:stages=2"])
+@pytest.mark.parametrize("flag", ["hsdp_fork:replicate=2,shard=1", "fsdp+tp_fork:tp=2", "pp+fsdp_fork:pipeline_size=2"])
 def test_all_groups_of_a_mesh_wait_as_long_as_the_flag_says(flag):
     engine = Engine(
         strategy=f"{flag},timeout_s=77", accelerator="cpu", devices=2, max_steps=1,

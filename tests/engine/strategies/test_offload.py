@@ -3,7 +3,7 @@
 import lightning.pytorch.strategies as lightnings
 import pytest
 
-from polyphase.engine.refusal import RefusedError
+from polyphase.engine.errors import RefusedError
 
 from ..tiny import Regression, engine, rows
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyphase.engine.refusal import RefusedError
+from polyphase.engine.errors import RefusedError
 from polyphase.engine.strategies.dp import DP
 from polyphase.engine.strategies.recompute import check_recompute
 
@@ -137,6 +137,48 @@ def test_selective_computes_no_matrix_product_again():
             trained(kind)
         num_flops[kind] = counter.get_total_flops()
     assert num_flops["selective"] == num_flops["none"] < num_flops["full"]
+
+
+class KeepsNone(Net):
+    def kept_operators(self):
+        return []
+
+
+class KeepsSome(Net):
+    def kept_operators(self):
+        return [torch.ops.aten.addmm, torch.ops.aten.tanh.default]
+
+
+class KeepsWords(Net):
+    def kept_operators(self):
+        return ["aten::mm"]
+
+
+class KeepsDropout(Net):
+    def kept_operators(self):
+        return [torch.ops.aten.native_dropout]
+
+
+def test_a_module_says_which_operators_are_kept():
+    expected, num_flops = trained(), {}
+    for make in (Net, KeepsSome, KeepsNone):
+        with FlopCounterMode(display=False) as counter:
+            module = trained("selective", make=make)
+        num_flops[make] = counter.get_total_flops()
+        assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), module.parameters(), strict=True))
+    assert num_flops[Net] == num_flops[KeepsSome] < num_flops[KeepsNone]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (KeepsWords, r"kept_operators\(\) must return operators such as torch.ops.aten.mm, but there is 'aten::mm'"),
+        (KeepsDropout, r"kept_operators\(\) has aten.native_dropout.*, which draws random numbers"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_the_run(make, said):
+    with pytest.raises(RefusedError, match=said):
+        trained("selective", make=make)
 
 
 def test_evaluation_is_left_alone():

@@ -14,7 +14,7 @@ from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.flags import LAUNCHERS
 from polyphase.engine.strategies import STRATEGIES
 from polyphase.engine.strategies.ddp import DDP
-from polyphase.engine.strategies.fsdp import FSDP
+from polyphase.engine.strategies.fsdp.strategy import FSDP
 from polyphase.engine.strategies.options import DDPOptions, FSDPOptions, HSDPOptions
 from polyphase.engine.strategies.sync_batchnorm import CPUSyncBatchNorm
 

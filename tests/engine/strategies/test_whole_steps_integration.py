@@ -53,8 +53,8 @@ def test_fsdp_is_as_ddp():
 
 def test_stages_in_shards_are_as_whole_ones():
     # Micro-batches are summed in the same order; reduce-scatter and the mean of two pipelines are the same numbers.
-    found = fit("pp+fsdp_fork:stages=2", samples=8, steps=2, devices=4)
-    assert largest_difference(found, fit("pp+ddp_fork:stages=2", samples=8, steps=2, devices=4)) < 1e-7
+    found = fit("pp+fsdp_fork:pipeline_size=2", samples=8, steps=2, devices=4)
+    assert largest_difference(found, fit("pp+ddp_fork:pipeline_size=2", samples=8, steps=2, devices=4)) < 1e-7
     assert largest_difference(found, Net().state_dict()) > 1e-2
 
 

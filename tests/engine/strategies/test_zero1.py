@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.buckets import in_buckets, joined, parted
+from polyphase.engine.distributed.buckets import flatten, in_buckets, unflatten
 from polyphase.engine.strategies.zero1 import Owners
 from polyphase.models import ByteGPT
 
@@ -37,7 +37,7 @@ def test_buckets_are_of_one_dtype_and_end_where_they_are_full():
     buckets = list(in_buckets(tensors, 64 / 2**20))
     assert [[len(tensor) for tensor in bucket] for bucket in buckets] == [[3, 5], [9], [1], [2]]
     for bucket in buckets:
-        flat = joined(bucket)
+        flat = flatten(bucket)
         assert flat.nbytes <= 64 or len(bucket) == 1
-        assert all(torch.equal(part, tensor) for part, tensor in zip(parted(flat, bucket), bucket, strict=True))
+        assert all(torch.equal(part, tensor) for part, tensor in zip(unflatten(flat, bucket), bucket, strict=True))
     assert list(in_buckets([], 1)) == []

@@ -18,8 +18,8 @@ from polyphase.engine import Engine
 from polyphase.models import ByteGPT
 from tests.engine.loop import test_out_of_memory_integration as hungry
 from tests.engine.parity import MLP, TOLERANCE, build, largest_difference, loader
+from tests.engine.strategies.fsdp.test_strategy_integration import OneRankOverflows, ScaleWriter
 from tests.engine.strategies.test_ddp_integration import ByHand
-from tests.engine.strategies.test_fsdp_integration import OneRankOverflows, ScaleWriter
 from tests.engine.test_uneven_integration import SIZES, Fits, Parts, plain_loop, steps_of
 from tests.engine.test_uneven_integration import fit as fit_parts
 from tests.engine.tiny import QUIET

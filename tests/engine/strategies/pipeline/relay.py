@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyphase.engine.loop.undo import Undo
-from polyphase.engine.strategies.pipeline.part import Cut, Job, Part
-from polyphase.engine.strategies.pipeline.plan import leave_out, plan_stages
+from polyphase.engine.loop.step_snapshot import StepSnapshot
+from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
 from polyphase.engine.strategies.pipeline.shapes import Shapes
+from polyphase.engine.strategies.pipeline.stage_module import PartitionedModule, StageModule, StepJob
 
 CPU = torch.device("cpu")
 
@@ -21,14 +21,14 @@ class Relay:
 
     def __init__(self, module: nn.Module, num_stages: int, step: Callable[[nn.Module], Any]) -> None:
         self.shapes = Shapes()
-        self.parts: list[Part] = []
+        self.parts: list[StageModule] = []
         self.result: Any = None
         for stage in range(num_stages):
             own = copy.deepcopy(module)
             plan = plan_stages(own, num_stages)
-            leave_out(own, plan, [p for p, stages in plan.holders.items() if stage not in stages])
-            cut = Cut(own, plan, CPU, [stage])
-            cut.job = Job(
+            replace_absent(own, plan, [p for p, stages in plan.holders.items() if stage not in stages])
+            partitioned = PartitionedModule(own, plan, CPU, [stage])
+            partitioned.job = StepJob(
                 step=lambda index, own=own: step(own),
                 begin=lambda index, stage: None,
                 resume=lambda index, stage: None,
@@ -36,10 +36,10 @@ class Relay:
                 context=nullcontext,
                 shapes=self.shapes,
             )
-            cut.written = {}
-            self.parts.append(Part(cut, stage))
+            partitioned.written = {}
+            self.parts.append(StageModule(partitioned, stage))
         for part in self.parts:
-            undo = Undo(part.cut.module, random=False)
+            undo = StepSnapshot(part.partitioned.module, random=False)
             part.try_out()
             undo.undo()
             self._tell(part.stage)
@@ -48,8 +48,8 @@ class Relay:
     def _tell(self, stage: int) -> None:
         """What a stage has noted, to all of them."""
         for part in self.parts:
-            if (written := (self.parts[stage].cut.written or {}).get(stage)) is not None:
-                part.cut.readers.learn("step", stage, written, len(self.parts))
+            if (written := (self.parts[stage].partitioned.written or {}).get(stage)) is not None:
+                part.partitioned.guard.learn("step", stage, written, len(self.parts))
 
     def _finish(self, index: int, output: Any) -> Tensor:
         self.result = output
@@ -79,17 +79,17 @@ class Relay:
     def _lend(self) -> None:
         """What `loans.py` does, without anything that sends it."""
         for stage, names in self.shapes.borrowed.items():
-            own = dict(self.parts[stage].cut.module.named_parameters())
+            own = dict(self.parts[stage].partitioned.module.named_parameters())
             for name in names:
-                holder = self.parts[stage].cut.plan.holders[own[name]][0]
-                content = dict(self.parts[holder].cut.module.named_parameters())[name]
-                self.parts[stage].cut.borrowed.put(own[name], content.detach().clone())
+                holder = self.parts[stage].partitioned.plan.holders[own[name]][0]
+                content = dict(self.parts[holder].partitioned.module.named_parameters())[name]
+                self.parts[stage].partitioned.borrowed.put(own[name], content.detach().clone())
 
     def gradients(self) -> dict[str, Tensor]:
         """Summed over the stages."""
         total: dict[str, Tensor] = {}
         for part in self.parts:
-            for name, parameter in part.cut.module.named_parameters():
+            for name, parameter in part.partitioned.module.named_parameters():
                 if not parameter.is_meta and parameter.grad is not None:
                     total[name] = total.get(name, 0) + parameter.grad
         return total

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyphase.engine.strategies.pipeline.batches import batch_size_of, merged, split_batch
+from polyphase.engine.strategies.pipeline.batches import batch_size_of, merge_outputs, split_batch
 
 
 @dataclasses.dataclass
@@ -78,13 +78,13 @@ def test_one_part_is_the_batch_itself():
     ],
 )
 def test_outputs_become_those_of_the_whole_batch(outputs, expected):
-    found = merged(outputs)
+    found = merge_outputs(outputs)
     assert type(found) is type(expected)
     assert str(found) == str(expected)
 
 
 def test_named_outputs_keep_their_kind():
-    found = merged([Pair(torch.zeros(1), torch.ones(1)), Pair(torch.zeros(2), torch.ones(2))])
+    found = merge_outputs([Pair(torch.zeros(1), torch.ones(1)), Pair(torch.zeros(2), torch.ones(2))])
     assert isinstance(found, Pair)
     assert len(found.y) == 3
 

@@ -92,11 +92,11 @@ def by_hand(make: Any, rows: Any) -> dict[str, Tensor]:
     ("strategy", "devices", "make"),
     [
         ("pp_fork", 2, Net),
-        ("pp_fork:schedule=interleaved,chunks=2", 2, Net),
+        ("pp_fork:schedule=interleaved,virtual_stages=2", 2, Net),
         ("pp_fork:schedule=zero-bubble", 3, Net),
-        ("pp+ddp_fork:stages=2", 4, Net),
+        ("pp+ddp_fork:pipeline_size=2", 4, Net),
         ("pp_fork:schedule=zero-bubble", 2, Towers),
-        ("pp+fsdp_fork:stages=2", 4, Towers),
+        ("pp+fsdp_fork:pipeline_size=2", 4, Towers),
     ],
 )
 def test_weights_and_buffers_are_those_of_a_plain_loop(strategy, devices, make):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.pipeline.absent import CutError
-from polyphase.engine.strategies.pipeline.failures import described
+from polyphase.engine.strategies.pipeline.failures import describe_failure
+from polyphase.engine.strategies.pipeline.remote_values import CutError
 
 
 def own():
@@ -33,15 +33,15 @@ def library():
 def test_it_names_the_place(step, message):
     with pytest.raises(AssertionError) as caught:
         step()
-    assert re.search(message, described(caught.value, 1, "a few samples"))
+    assert re.search(message, describe_failure(caught.value, 1, "a few samples"))
 
 
 def test_a_gradient_within_the_step_is_refused_by_name():
     with pytest.raises(RuntimeError) as caught:
         torch.autograd.grad(torch.ones(2, requires_grad=True).sum(), torch.ones(2, requires_grad=True))
-    said = described(caught.value, 1, "")
+    said = describe_failure(caught.value, 1, "")
     assert re.search(r'stage 1 failed: .*test_failures.py:\d+ in .*"torch.autograd.grad.*create_graph=True.*fsdp', said)
 
 
 def test_what_can_not_be_cut_says_all_itself():
-    assert described(CutError("why"), 0, "") == "pipeline stage 0 failed: why"
+    assert describe_failure(CutError("why"), 0, "") == "pipeline stage 0 failed: why"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from polyphase.engine.strategies.pipeline.attribute_writes import WriteRecorder
 from polyphase.engine.strategies.pipeline.batches import split_batch
-from polyphase.engine.strategies.pipeline.micro_batches import batch_norm_text, buffers_text, loss_text
-from polyphase.engine.strategies.pipeline.notes import Notes
+from polyphase.engine.strategies.pipeline.micro_batches import batch_norm_warning, buffers_warning, loss_warning
 
 from .relay import Relay
 
@@ -60,11 +60,11 @@ def one_size(net, batch):
 def tried_out(step):
     relay = Relay(Net(), 2, lambda net: step(net, split_batch(BATCH, 4)[0]))
     part = relay.parts[-1]
-    net = part.cut.module
-    part.cut.job.begin = lambda index, stage: torch.manual_seed(index)
-    before = (net.num_calls, part.cut.job, part.cut.failure, dict(part.cut.written))
-    text = loss_text(part, lambda batch: step(net, batch), BATCH, 4)
-    assert (net.num_calls, part.cut.job, part.cut.failure, part.cut.written) == before
+    net = part.partitioned.module
+    part.partitioned.job.begin = lambda index, stage: torch.manual_seed(index)
+    before = (net.num_calls, part.partitioned.job, part.partitioned.failure, dict(part.partitioned.written))
+    text = loss_warning(part, lambda batch: step(net, batch), BATCH, 4)
+    assert (net.num_calls, part.partitioned.job, part.partitioned.failure, part.partitioned.written) == before
     assert all(module.training for module in net.modules())
     return text
 
@@ -81,18 +81,18 @@ def test_a_loss_that_is_no_mean_of_its_micro_batches_is_said(step):
 
 def test_batch_norm_that_is_trained_is_said():
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert "the BatchNorm '1' normalises each micro-batch of 2 samples" in batch_norm_text(net, 4, 8)
-    assert batch_norm_text(net, 1, 8) is None
-    assert batch_norm_text(net.eval(), 4, 8) is None
+    assert "the BatchNorm '1' normalises each micro-batch of 2 samples" in batch_norm_warning(net, 4, 8)
+    assert batch_norm_warning(net, 1, 8) is None
+    assert batch_norm_warning(net.eval(), 4, 8) is None
 
 
 def test_buffers_that_a_step_writes_are_written_for_each_micro_batch():
     module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
     module.register_buffer("scale", torch.ones(1))
-    notes = Notes(module)
+    notes = WriteRecorder(module)
     module(torch.ones(2, 4) * module.scale)
     written = set(notes.end().around[0])
-    text = buffers_text(module, written, 4)
+    text = buffers_warning(module, written, 4)
     assert "'0.parametrizations.weight.0._u' and 1 more (as a spectral norm does), in a pipeline 4 times" in text
-    assert buffers_text(module, written, 1) is None
-    assert buffers_text(module, set(), 4) is None
+    assert buffers_warning(module, written, 1) is None
+    assert buffers_warning(module, set(), 4) is None

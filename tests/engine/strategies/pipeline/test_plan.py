@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from polyphase.engine.strategies.pipeline.plan import leave_out, plan_stages
+from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ def test_what_others_hold_is_left_behind_as_a_shape():
     net.head.weight.mark = "mine"
     plan = plan_stages(net, 2)
     before = [name for name, _ in net.named_parameters()]
-    leave_out(net, plan, [net.embed.weight])
+    replace_absent(net, plan, [net.embed.weight])
     assert net.embed.weight.is_meta
     assert net.embed.weight is net.head.weight
     assert net.embed.weight.mark == "mine"

@@ -95,7 +95,11 @@ class Writer(Callback):
 
 def test_logs_metrics_and_outputs_are_those_of_one_process_on_every_rank(tmp_path):
     found = []
-    for strategy, devices in (("single", 1), ("pp_fork:microbatches=2", 2), ("pp+ddp_fork:stages=2,microbatches=2", 4)):
+    for strategy, devices in (
+        ("single", 1),
+        ("pp_fork:microbatches=2", 2),
+        ("pp+ddp_fork:pipeline_size=2,microbatches=2", 4),
+    ):
         engine = Engine(
             strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, callbacks=[Writer(tmp_path)], **QUIET
         )
@@ -113,7 +117,7 @@ def test_logs_metrics_and_outputs_are_those_of_one_process_on_every_rank(tmp_pat
         assert {name: of_rank["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("pp_fork", 2), ("pp+fsdp_fork:stages=2", 4)])
+@pytest.mark.parametrize(("strategy", "devices"), [("pp_fork", 2), ("pp+fsdp_fork:pipeline_size=2", 4)])
 def test_validates_tests_and_predicts(strategy, devices):
     def run(strategy: str, devices: int) -> tuple[Any, ...]:
         engine = Engine(strategy=strategy, accelerator="cpu", devices=devices, **QUIET)
@@ -190,7 +194,7 @@ class Unfreezes(MLP):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("pp_fork", 2), ("pp+ddp_fork:stages=2", 4), ("pp+fsdp_fork:stages=2", 4)]
+    ("strategy", "devices"), [("pp_fork", 2), ("pp+ddp_fork:pipeline_size=2", 4), ("pp+fsdp_fork:pipeline_size=2", 4)]
 )
 def test_parameters_may_be_frozen_at_first(strategy, devices):
     weights = []
@@ -300,7 +304,7 @@ class HookWriter(Callback):
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("pp_fork", 2), ("pp+fsdp_fork:stages=2", 4)])
+@pytest.mark.parametrize(("strategy", "devices"), [("pp_fork", 2), ("pp+fsdp_fork:pipeline_size=2", 4)])
 def test_hooks_norm_memory_and_the_best_checkpoint(strategy, devices, tmp_path):
     def run(strategy: str, devices: int, folder: Path) -> list[dict[str, Any]]:
         folder.mkdir()
@@ -471,7 +475,7 @@ class Asserts(MLP):
     ],
 )
 def test_what_a_step_does_that_stages_can_not(module, message):
-    engine = Engine(strategy="pp_fork:stages=2", accelerator="cpu", devices=2, max_steps=1, **QUIET)
+    engine = Engine(strategy="pp_fork:pipeline_size=2", accelerator="cpu", devices=2, max_steps=1, **QUIET)
     with pytest.raises(Exception, match=message):
         engine.fit(module(), data())
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyphase.engine.checkpoint import CheckpointError
-from polyphase.engine.strategies.heartbeat import Call
-from polyphase.engine.strategies.ps.plain import packed, unpacked
+from polyphase.engine.reliability.heartbeat import Call
+from polyphase.engine.strategies.ps.plain import pack, unpack
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -28,7 +28,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_plain_values_come_back(value):
-    found = unpacked(packed(value))
+    found = unpack(pack(value))
     assert found == value
     assert type(found) is type(value)
 
@@ -39,7 +39,7 @@ def test_plain_values_come_back(value):
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3)])
 def test_tensors_come_back(dtype, shape):
     tensor = torch.randn(shape).to(dtype)
-    first, second = unpacked(packed([tensor, {"x": tensor.T if tensor.dim() == 2 else tensor}]))
+    first, second = unpack(pack([tensor, {"x": tensor.T if tensor.dim() == 2 else tensor}]))
     assert first.dtype == dtype
     assert torch.equal(first, tensor)
     assert torch.equal(second["x"], tensor.T if tensor.dim() == 2 else tensor)
@@ -48,16 +48,16 @@ def test_tensors_come_back(dtype, shape):
 
 def test_other_values_come_back():
     values = [np.arange(6).reshape(2, 3), np.int64(3), Path("a/b"), torch.float16, {1, 2}, random.getstate()]
-    found = unpacked(packed(values))
+    found = unpack(pack(values))
     assert np.array_equal(found[0], values[0])
     assert found[1:] == values[1:]
     call = Call("m.", "f", "a.py", 3, False)
-    assert unpacked(packed(call)) == call
+    assert unpack(pack(call)) == call
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), CheckpointError("damaged"), FileNotFoundError(2, "none")])
 def test_exceptions_come_back(error):
-    found = unpacked(packed(error))
+    found = unpack(pack(error))
     assert type(found) is type(error)
     assert str(error) in str(found)
 
@@ -73,7 +73,7 @@ class Shade(enum.Enum):
 @pytest.mark.parametrize("value", [Foreign(), Shade.DARK, print, Foreign])
 def test_objects_are_refused_by_name(value):
     with pytest.raises(TypeError, match=r"tensors and plain values only .* but got one of \w+.*turn it into those"):
-        packed([value])
+        pack([value])
 
 
 RAN: list[str] = []
@@ -95,8 +95,8 @@ class Bad:
             len(tree).to_bytes(8, "little") + tree
             for tree in (
                 b'{"record": ["os", "system", ["command"], ["true"]]}',
-                b'{"record": ["polyphase.engine.exiting", "exit_at_once", ["code"], [0]]}',
-                b'{"record": ["polyphase.engine.strategies.heartbeat", "Call", ["module"], ["m"]]}',
+                b'{"record": ["polyphase.engine.reliability.hard_exit", "hard_exit", ["code"], [0]]}',
+                b'{"record": ["polyphase.engine.reliability.heartbeat", "Call", ["module"], ["m"]]}',
                 b'{"tensor": ["float32", [1000000000], 4000000000]}',
                 b'{"array": ["O", [1], 0]}',
                 b'{"taken": 3}',
@@ -107,10 +107,10 @@ class Bad:
 )
 def test_garbage_is_an_error_and_nothing_of_it_is_run(content):
     with pytest.raises(ValueError, match="these bytes are no plain values"):
-        unpacked(content)
+        unpack(content)
     assert not RAN
 
 
 def test_an_error_of_an_unknown_class_keeps_its_text():
-    found = unpacked(packed(ValueError("wrong")).replace(b'"ValueError"', b'"VagueError"'))
+    found = unpack(pack(ValueError("wrong")).replace(b'"ValueError"', b'"VagueError"'))
     assert (type(found), str(found)) == (RuntimeError, "VagueError: wrong")

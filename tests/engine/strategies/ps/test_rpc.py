@@ -12,9 +12,9 @@ import torch
 from torch.distributed.rpc import internal
 from torch.futures import Future
 
-from polyphase.engine.environment import listening_on
+from polyphase.engine.environment import bind_interface
 from polyphase.engine.strategies.ps import server
-from polyphase.engine.strategies.ps.meeting import Meetings
+from polyphase.engine.strategies.ps.object_gather import PendingGathers
 from polyphase.engine.strategies.ps.rpc import Connection, _Unpickler, interface_of
 
 
@@ -78,10 +78,10 @@ def test_interfaces_by_address_network_and_name():
 def test_the_environment_is_as_it_was_afterwards(monkeypatch):
     monkeypatch.delenv("TP_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with listening_on(None):
+    with bind_interface(None):
         assert os.environ["TP_SOCKET_IFNAME"].startswith("lo")
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-        with listening_on("eth8"):
+        with bind_interface("eth8"):
             assert {os.environ[f"{kind}_SOCKET_IFNAME"] for kind in ("TP", "GLOO")} == {"eth8"}
     assert "TP_SOCKET_IFNAME" not in os.environ
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
@@ -97,13 +97,13 @@ def test_who_does_not_answer_is_named():
         Connection.wait(waits, {3: failed}, "for a sign")
 
 
-def test_meetings_end_when_all_have_come_or_are_lost():
-    meetings = Meetings([0, 1, 2])
-    answers = [meetings.come("a", rank, f"{rank}".encode()) for rank in (1, 0)]
+def test_gathers_end_when_all_have_contributed_or_are_lost():
+    gathers = PendingGathers([0, 1, 2])
+    answers = [gathers.contribute("a", rank, f"{rank}".encode()) for rank in (1, 0)]
     assert not answers[0].done()
-    meetings.lose([2])
+    gathers.lose([2])
     assert [answer.value() for answer in answers] == [[b"0", b"1"]] * 2
-    later = meetings.come("b", 1, b"1")
+    later = gathers.contribute("b", 1, b"1")
     assert not later.done()
-    meetings.come("b", 0, b"0")
+    gathers.contribute("b", 0, b"0")
     assert later.value() == [b"0", b"1"]

@@ -69,14 +69,14 @@ def test_a_patient_worker_gets_the_step_that_its_gradient_is_in_unless_it_hurrie
     push(at, optimizer, 1, 3.0)
     second = at.pull(0, 1, patient=True)
     assert not first.done()
-    at.hurry(1, 1)
+    at.release_early(1, 1)
     assert second.value()[0].item() == 0.0
-    at.hurry(2, 1)  # overtakes the push that it belongs to
+    at.release_early(2, 1)  # overtakes the push that it belongs to
     push(at, optimizer, 2, 3.0)
     assert first.value()[0].item() == -3.0
     push(at, optimizer, 2, 3.0)
     assert not at.pull(0, 2, patient=True).done()
-    at.hurry(0, 2)
+    at.release_early(0, 2)
     push(at, optimizer, 0, 3.0)
     assert at.pull(0, 0, patient=True).value()[0].item() == -3.0
 

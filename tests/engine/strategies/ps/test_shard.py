@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.ps.shard import Packing, Shard, dealt, settings_of
+from polyphase.engine.strategies.ps.shard import Packing, Shard, partition, settings_of
 
 OPTIMIZERS = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
@@ -38,7 +38,7 @@ def test_shards_step_as_the_whole_does(kind):
         own.step()
         optimizer._opt_called = True
         for shard, each in zip(shards, numbers, strict=True):
-            shard.set_gradients([(shard.packing.packed([gradients[n] for n in each]), [True] * len(each))])
+            shard.set_gradients([(shard.packing.pack([gradients[n] for n in each]), [True] * len(each))])
             shard.step(settings_of(optimizer))
         for scheduler in schedulers:
             scheduler.step()
@@ -64,8 +64,8 @@ def test_gradients_are_the_mean_and_one_that_nobody_has_stays_none():
     parameters, optimizer = made("SGD")
     shard = Shard(optimizer, parameters[1:4])
     ones, twos = ([torch.full(p.shape, value) for p in parameters[1:4]] for value in (1.0, 2.0))
-    first = (shard.packing.packed([ones[0], None, None]), [True, False, False])
-    second = (shard.packing.packed([twos[0], twos[1], None]), [True, True, False])
+    first = (shard.packing.pack([ones[0], None, None]), [True, False, False])
+    second = (shard.packing.pack([twos[0], twos[1], None]), [True, True, False])
     assert shard.set_gradients([first, second]) == pytest.approx(4 * 1.5**2 + 4 * 1.0)
     assert [None if p.grad is None else p.grad.flatten()[0].item() for p in shard.parameters] == [1.5, 1.0, None]
     shard.clip_by_value(1.2)
@@ -75,15 +75,15 @@ def test_gradients_are_the_mean_and_one_that_nobody_has_stays_none():
 def test_packing_keeps_dtypes_apart():
     tensors = [torch.arange(6.0).view(2, 3), torch.arange(4, dtype=torch.bfloat16), torch.tensor(7.0)]
     packing = Packing(tensors)
-    buffers = packing.packed(tensors)
+    buffers = packing.pack(tensors)
     assert [buffer.numel() for buffer in buffers] == [7, 4]
-    assert all(torch.equal(a, b) for a, b in zip(packing.unpacked(buffers), tensors, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(packing.unpack(buffers), tensors, strict=True))
 
 
 def test_parameters_are_dealt_whole_and_evenly():
-    shares = dealt([[10, 40, 20], [30]], 2)
+    shares = partition([[10, 40, 20], [30]], 2)
     assert shares == [[[1, 0], []], [[2], [0]]] or shares == [[[0, 1], []], [[2], [0]]]
-    assert dealt([[5]], 3) == [[[0]], [[]], [[]]]
+    assert partition([[5]], 3) == [[[0]], [[]], [[]]]
 
 
 def test_settings_are_plain_values():

@@ -24,7 +24,7 @@ from tests.distributed import run_command
 from tests.engine.parity import MLP, TOLERANCE, TiedGPT, build, largest_difference, loader
 from tests.engine.strategies.test_ddp_integration import QUIET
 
-SCRIPT = Path(__file__).parents[1] / "trouble.py"
+SCRIPT = Path(__file__).parents[2] / "reliability" / "trouble.py"
 
 
 def made(strategy: str, devices: int, **flags: object) -> Engine:
@@ -61,7 +61,7 @@ def test_no_rank_is_ahead_by_more_than_the_bound_and_all_end_alike(tmp_path):
     seen = {int(behind): number for behind, number in json.loads((tmp_path / "staleness.json").read_text()).items()}
     assert max(seen) == 2
     assert seen[2] > 5  # ranks 0 and 2 wait for rank 1
-    assert sum(seen.values()) == 3 * len(loader("mlp", 1, 2)) // 3 + 2  # the last batches are dealt to all
+    assert sum(seen.values()) == 3 * len(loader("mlp", 1, 2)) // 3 + 2  # the last batches are partition to all
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert "ps/staleness" in events.Tags()["histograms"]
@@ -78,7 +78,7 @@ def test_no_rank_is_ahead_by_more_than_the_bound_and_all_end_alike(tmp_path):
 def test_a_rank_that_serves_nothing_may_die(strategy, trouble):
     finished = run_command([sys.executable, SCRIPT, strategy, "3", "2", trouble, "10"], timeout_s=60)
     assert finished.returncode == 0, finished.output
-    assert "[rank 0] rank(s) 2 have ended; the other 2 go on. Nobody trains on what is theirs: " in finished.output
+    assert "[rank 0] rank(s) 2 have ended; the other 2 go on. Nobody trains on their samples: " in finished.output
     assert "of this epoch's samples, and 33% of those of each later epoch" in finished.output
     assert "rank 0 is done" in finished.output
     assert ("this rank has had enough" in finished.output) == (trouble == "raise")

@@ -104,12 +104,12 @@ def test_equal_to_the_plain_loop(flag, devices):
 
 def test_the_plan_splits_all_but_norms_and_routers_or_says_why_not():
     plan = make_plan(Model(), 2)
-    assert plan.whole_share < 0.06
+    assert plan.replicated_share < 0.06
     assert "model.layers.*.experts   of each expert 6 of 12 hidden units, as transformers' plan has it" in str(plan)
     other = Model()
     other.model._tp_plan = {**PLAN, "layers.*.experts.gate_up_proj": "packed_rowwise"}
-    [(_, why), *_] = make_plan(other, 2).left
+    [(_, why), *_] = make_plan(other, 2).skipped
     assert why.startswith("transformers' plan for its parameters is not known here (gate_up_proj 'packed_rowwise'")
     odd = Model()
     odd.model.layers[0].experts = Experts(9)
-    assert make_plan(odd, 2).left == (("model.layers.0.experts", "9 hidden units are no multiple of 2"),)
+    assert make_plan(odd, 2).skipped == (("model.layers.0.experts", "9 hidden units are no multiple of 2"),)

@@ -6,9 +6,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from polyphase.engine.strategies.tensor.embeddings import EmbeddingParallel
 from polyphase.engine.strategies.tensor.plan import make_plan
-from polyphase.engine.strategies.tensor.styles import FusedColwise, Region, Rows, Vocabulary
-from polyphase.engine.strategies.tensor.tables import Table
+from polyphase.engine.strategies.tensor.styles import FusedColwise, ParallelRegion, PlainRowwise, VocabParallel
 from polyphase.models import ByteGPT
 
 from .attentions import BLOCKS, DIM, Apart, Fused, Gated, MultiQuery, NoHeads, Residual
@@ -28,14 +28,14 @@ def test_a_gpt_is_split_in_its_attention_its_mlps_and_its_vocabulary():
         f"net.{name}": kind
         for block in ("blocks.0", "blocks.1")
         for name, kind in {
-            f"{block}.attention": Region,
+            f"{block}.attention": ParallelRegion,
             f"{block}.attention.qkv": FusedColwise,
             f"{block}.attention.out": RowwiseParallel,
-            f"{block}.mlp": Region,
+            f"{block}.mlp": ParallelRegion,
             f"{block}.mlp.up": ColwiseParallel,
             f"{block}.mlp.down": RowwiseParallel,
         }.items()
-    } | {"net.token_embedding": Table, "net.head": Vocabulary}
+    } | {"net.token_embedding": EmbeddingParallel, "net.head": VocabParallel}
 
 
 def test_it_prints_what_is_alike_once():
@@ -59,12 +59,12 @@ def test_layers_in_a_row_are_split_in_pairs():
     plan = make_plan(within(net=net), 2)
     assert kinds(plan) == {
         "net.0": ColwiseParallel,
-        "net.2": Rows,
+        "net.2": PlainRowwise,
         "net.4": ColwiseParallel,
-        "net.5": Rows,
+        "net.5": PlainRowwise,
     }
     whole, num_biases = 6 + 2, 8 + 6 + 6 + 2  # the biases of the second layer of each pair
-    assert plan.whole_share == pytest.approx(whole / (4 * 8 + 8 * 6 + 6 * 6 + 6 * 2 + num_biases))
+    assert plan.replicated_share == pytest.approx(whole / (4 * 8 + 8 * 6 + 6 * 6 + 6 * 2 + num_biases))
 
 
 @pytest.mark.parametrize("between", [nn.LayerNorm(8), nn.Softmax(-1), nn.BatchNorm1d(8), nn.GLU()])
@@ -101,7 +101,7 @@ def test_fused_projections_keep_a_whole_bias_where_parts_are_sharded():
 def test_without_heads_the_projections_alone_are_split():
     plan = make_plan(within(block=NoHeads()), 2)
     assert "attention itself done by every rank: it has no `num_heads`" in str(plan)
-    assert Region not in kinds(plan).values()
+    assert ParallelRegion not in kinds(plan).values()
 
 
 def test_heads_may_stand_in_a_config():
@@ -129,7 +129,7 @@ def test_heads_that_do_not_divide_are_refused_by_name():
 def test_heads_of_keys_that_do_not_divide_are_gathered(block, reason):
     plan = make_plan(within(block=block), 4)
     assert f"attention itself done by every rank: {reason}" in str(plan)
-    assert Region not in kinds(plan).values()
+    assert ParallelRegion not in kinds(plan).values()
 
 
 def test_hidden_units_and_rows_that_do_not_divide_stay_whole():
@@ -138,7 +138,7 @@ def test_hidden_units_and_rows_that_do_not_divide_stay_whole():
     with pytest.raises(ValueError, match=r"block\.down: 24 hidden units are no multiple of 5"):
         make_plan(within(block=Residual()), 5)
     tables = within(a=nn.Embedding(9, 4), b=nn.Linear(4, 9), c=Gated())
-    assert make_plan(tables, 2).left == (("a", "9 rows are no multiple of 2"),)
+    assert make_plan(tables, 2).skipped == (("a", "9 rows are no multiple of 2"),)
 
 
 def test_an_embedding_without_an_output_layer_stays_whole():
@@ -148,14 +148,17 @@ def test_an_embedding_without_an_output_layer_stays_whole():
 
 def test_an_embedding_whose_rows_depend_on_each_other_stays_whole():
     plan = make_plan(within(table=nn.Embedding(8, 4, max_norm=1.0), head=nn.Linear(4, 8), mlp=Gated()), 2)
-    assert plan.left == (("table", "an embedding with max_norm, sparse=True or scale_grad_by_freq=True"),)
+    assert plan.skipped == (("table", "an embedding with max_norm, sparse=True or scale_grad_by_freq=True"),)
 
 
 def test_all_embeddings_that_share_a_table_with_the_output_layer_are_split():
     net = within(a=nn.Embedding(8, 4), b=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False))
     net["b"].weight = net["head"].weight = net["a"].weight
     (entry,) = make_plan(net, 2).entries
-    assert (entry.name, kinds(make_plan(net, 2))) == ("a, b, head", {"a": Table, "b": Table, "head": Vocabulary})
+    assert (entry.name, kinds(make_plan(net, 2))) == (
+        "a, b, head",
+        {"a": EmbeddingParallel, "b": EmbeddingParallel, "head": VocabParallel},
+    )
 
 
 class Head(nn.Module):
@@ -171,7 +174,7 @@ def test_one_of_two_layers_that_share_a_parameter_is_not_split_alone():
     net["head"].decoder.weight = net["table"].weight
     plan = make_plan(net, 2)
     assert [entry.name for entry in plan.entries] == ["mlp"]
-    assert plan.left[0] == ("head", "head.decoder shares a parameter with table, which is not split as it is")
+    assert plan.skipped[0] == ("head", "head.decoder shares a parameter with table, which is not split as it is")
     net["mlp"].norm = net["norm"] = nn.LayerNorm(4)  # one module, not two with one parameter
     assert [entry.name for entry in make_plan(net, 2).entries] == ["mlp"]
     net["norm"] = nn.LayerNorm(4)

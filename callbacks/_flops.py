@@ -1,0 +1,140 @@
+"""Counts the floating-point operations of one training step, and gives the peak rate of the device."""
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.module_tracker import ModuleTracker
+
+from polyphase.engine._compat.torch import tree_leaves
+from polyphase.engine.devices import module_of
+from polyphase.engine.doctor.peaks import peak_of
+
+__all__ = ["StepFlops", "device_name", "dtype_of", "matmul_rate", "peak_flops_per_s"]
+
+_ATEN = torch.ops.aten
+_SIZE = 512
+_MEASURING_S = 0.03
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    return sdpa_backward_flop_count(gradient, query, key, value)
+
+
+_CPU_ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Formulas for the CPU's attention kernels; torch has those of other devices only."""
+
+
+class StepFlops(FlopCounterMode):
+    """Counts the operations of this rank under any strategy, by torch's rules (attention counts as not causal).
+
+    Sharded operations count by the rank's shard. Operations that activation checkpointing repeats count separately.
+
+    Attributes:
+        model: operations of forward and backward.
+        recomputed: operations of forward that were repeated in backward.
+        is_known: whether all operations could be counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_CPU_ATTENTION)
+        self.model = self.recomputed = 0
+        self.is_known = True
+        self._tracker = ModuleTracker()  # only for `is_bw`; its hooks on all modules are not needed
+        self.mod_tracker: Any = contextlib.nullcontext()
+        self._under_way = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """Counts until `close`. Compiled code runs uncompiled until then, as its operations can't be counted."""
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes seconds
+            # The dispatch mode alone also disables compilation, but dynamo would then never compile that code.
+            self._under_way.enter_context(torch.compiler.set_stance("force_eager"))
+        self._under_way.enter_context(self)
+
+    def close(self) -> None:
+        """Stops counting."""
+        self._under_way.close()
+
+    # torch: the mode calls this after each operator.
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        count = self.flop_registry.get(func_packet)
+        if count is None:
+            return out
+        try:
+            flops = count(*args, **kwargs, out_val=out) // _num_shards(out, args)
+        except Exception as error:  # an unsuitable formula must not end a run
+            if self.is_known:
+                rank_zero_warn(f"Doctor can't count the operations of {func_packet}: {error!r}.")
+            self.is_known = False
+            return out
+        if self._tracker.is_bw and torch.is_grad_enabled():  # recomputation: backward itself runs without gradients
+            self.recomputed += flops
+        else:
+            self.model += flops
+        return out
+
+
+def _num_shards(out: Any, args: Any) -> int:
+    """Returns the number of ranks that share an operator."""
+    tensors = [leaf for leaf in tree_leaves((out, args)) if isinstance(leaf, DTensor)]
+    if not tensors:
+        return 1
+    mesh, num_shards = tensors[0].device_mesh, 1
+    for axis in range(mesh.ndim):
+        if any(not tensor.placements[axis].is_replicate() for tensor in tensors if tensor.device_mesh is mesh):
+            num_shards *= mesh.size(axis)
+    return num_shards
+
+
+def dtype_of(trainer: Any) -> str | None:
+    """Returns the dtype of a trainer's matrix products by its precision: fp32, tf32, bf16 or fp16; None for others."""
+    precision = str(trainer.precision)
+    if precision.startswith("32"):
+        is_tensor_core = (
+            trainer.strategy.root_device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        )
+        return "tf32" if is_tensor_core else "fp32"
+    return {"bf16": "bf16", "16-m": "fp16", "16-t": "fp16"}.get(precision[:4])
+
+
+def device_name(device: torch.device) -> str | None:
+    """Returns the vendor's name of a device; None if torch does not know it."""
+    get = getattr(module_of(device), "get_device_name", None)
+    return None if get is None else str(get(device))
+
+
+def peak_flops_per_s(device: torch.device, dtype: str | None) -> float | None:
+    """Returns the peak rate of `device` by its data sheet, or as measured on a CPU; None if unknown."""
+    if dtype is None:
+        return None
+    if device.type == "cpu":
+        return matmul_rate({"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32))
+    name = device_name(device)
+    return None if name is None else peak_of(name, dtype)
+
+
+def matmul_rate(dtype: torch.dtype) -> float:
+    """Measures the FLOP/s of a square matrix product on this CPU with torch's threads; the fastest within 30 ms."""
+    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
+    ends_at, best_s = time.perf_counter() + _MEASURING_S, float("inf")
+    while True:
+        began = time.perf_counter()
+        torch.mm(matrix, matrix)
+        now = time.perf_counter()
+        best_s = min(best_s, now - began)
+        if now > ends_at:
+            return 2 * _SIZE**3 / best_s

@@ -1,0 +1,120 @@
+"""`LightDoctor`: the shares of a run's time at half the cost of `Doctor`.
+
+What `Doctor` has and this one does not: waits for slower ranks step by step (here they are told by interval, when the
+notes are read), the CPU time of the thread, reads of the device, padding, the slowest step; logged shares. There is no
+collective but one broadcast at the start and one gather at the end.
+"""
+
+import dataclasses
+import types
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from polyphase.engine.doctor import RankInfo, judge
+from polyphase.engine.run_info import log_folder, shown_path
+
+from ._clocks import Measured
+from ._waits import mark_end_of_backward
+from .doctor import WARMUP_STEPS, Doctor, describe
+from .run_summary import RunSummary
+
+__all__ = ["LightDoctor"]
+
+_INTERVAL_STEPS = 256
+_WORTH_S = 3.0
+"""Seconds that a finding must have cost in the run to be said: tiny runs are not worth the reading."""
+
+
+class LightDoctor(Doctor):
+    """`Doctor` in the form that ``Engine(enable_doctor=True)`` adds to a run.
+
+    It says something at the end only where a finding has cost 3 seconds or more, in at most five lines; it logs
+    nothing. The notes of the ranks are in the folder of the logs, and nowhere where no logger has one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_INTERVAL_STEPS)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]  # in another process nothing is under way
+        self.last = state["last"]
+
+    def notes_folder(self, trainer: Any) -> str | None:
+        """Returns the folder of the ranks' files; None where nothing is written."""
+        logs = log_folder(trainer)
+        return None if logs is None or "://" in logs else super().notes_folder(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Begins to listen."""
+        super().on_train_start(trainer, pl_module)
+        self._window = trainer.accumulate_grad_batches
+        self._length = self._left = WARMUP_STEPS * self._window
+        self._counted: int | None = 0
+        if not self._marks_backward:
+            # The loops call no hook that is still `Callback`'s.
+            self.on_before_backward = types.MethodType(Callback.on_before_backward, self)  # type: ignore[method-assign]
+
+    def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Marks where the last gradient is there, after which only the other ranks are waited for."""
+        if self._clock is not None and loss.requires_grad:
+            mark_end_of_backward(loss, self._clock)
+
+    on_train_batch_start = Callback.on_train_batch_start
+    on_after_backward = Callback.on_after_backward
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts, and notes an interval where it is over."""
+        if self._has_fillers and trainer.is_filler(batch_idx):
+            self._fillers += 1
+        self._left -= 1
+        if self._left <= 0 and self._clock is not None:
+            self._end_interval(trainer)
+
+    def _end_interval(self, trainer: Any) -> None:
+        self._step = trainer.global_step
+        if self._step == self._noted_step:
+            return  # in the middle of a step
+        self._count_batches(trainer)
+        self._note(trainer, is_warmup=self._noted_step == self._first_step)
+        self._length = self._left = _INTERVAL_STEPS * self._window
+
+    def _count_batches(self, trainer: Any) -> None:
+        self._batches = self._length - self._left
+        # The summary counts samples in any case.
+        counts = [c.num_samples for c in trainer.callbacks if isinstance(c, RunSummary)]
+        before, self._counted = self._counted, counts[0] if counts else None
+        self._samples = None if self._counted is None or before is None else self._counted - before
+
+    def _describe(self, trainer: Any) -> RankInfo:
+        return dataclasses.replace(describe(trainer), waits_are_told=not self._may_gather)
+
+    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> None:
+        measured.num_steps = self._step - self._noted_step
+
+    def _looked_at(self, trainer: Any) -> dict[str, Any]:
+        return {}
+
+    def _cpu_use(self) -> tuple[float | None, float | None]:
+        return None, None
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Notes the rest, and has rank 0 know what all ranks noted: one gather."""
+        self._step = trainer.global_step
+        self._count_batches(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def summary(self) -> list[str]:
+        """The lines of the verdict on rank 0, at most five; none where nothing has cost much."""
+        if self._run is None:
+            return []
+        verdict = judge(self._run)
+        wall_s = max((total.wall_s for total in verdict.figures.totals.values()), default=0.0)
+        if not any((finding.gain or 0.0) * wall_s >= _WORTH_S for finding in verdict.findings):
+            return []
+        folder = None if self._folder is None else shown_path(self._folder.removesuffix("/doctor"))
+        where = [] if folder is None else [f"  all of it: polyphase doctor {folder}"]
+        return [*verdict.lines()[:3], *where]

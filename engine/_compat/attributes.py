@@ -1,0 +1,154 @@
+"""Private attributes of Lightning's and torch's objects that the engine reads, replaces or overrides, by their owners.
+
+Where the code uses one, a comment names it. Not in here: those of the standard library that it documents, such as
+`sys._getframe` and the methods of named tuples.
+"""
+
+from collections.abc import Mapping
+
+__all__ = ["ATTRIBUTES", "OPTIONAL"]
+
+_TRAINER = "lightning.pytorch.trainer"
+_LOOPS = "lightning.pytorch.loops"
+_LOGGERS = "lightning.pytorch.loggers"
+_CONNECTORS = f"{_TRAINER}.connectors"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    # --- Lightning
+    f"{_TRAINER}.trainer:Trainer": (
+        "_accelerator_connector",
+        "_callback_connector",
+        "_checkpoint_connector",
+        "_data_connector",
+        "_logger_connector",
+        "_signal_connector",
+    ),
+    f"{_TRAINER}.trainer": ("_log_hyperparams",),
+    f"{_TRAINER}.setup": ("_val_check_time_interval",),
+    f"{_TRAINER}.call": ("_call_lightning_module_hook", "_call_strategy_hook", "_interrupt"),
+    f"{_CONNECTORS}.accelerator_connector": ("_IS_INTERACTIVE",),
+    f"{_CONNECTORS}.accelerator_connector:_AcceleratorConnector": ("_parallel_devices",),
+    f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector": (
+        "_callback_metrics",
+        "_current_fx",
+        "_logged_metrics",
+        "_progress_bar_metrics",
+    ),
+    f"{_CONNECTORS}.logger_connector.result:_ResultCollection": ("_extract_batch_size", "_forked_name", "_get_cache"),
+    f"{_CONNECTORS}.signal_connector:_SignalConnector": ("_has_already_handler", "_register_signal"),
+    f"{_LOOPS}.fit_loop:_FitLoop": (
+        "_combined_loader_states_to_load",
+        "_data_fetcher",
+        "_data_source",
+        "_should_accumulate",
+    ),
+    f"{_LOOPS}.evaluation_loop:_EvaluationLoop": ("_results", "_seen_batches_per_dataloader"),
+    f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": (
+        "_batches_that_stepped",
+        "_build_kwargs",
+        "_is_training_done",
+        "_on_after_fetch",
+        "_on_before_fetch",
+        "_restarting",
+        "_save_loggers_on_train_batch_end",
+        "_warning_cache",
+    ),
+    f"{_LOOPS}.loop:_Loop": ("_loaded_from_state_dict", "_resuming_from_checkpoint"),
+    f"{_LOOPS}.prediction_loop:_PredictionLoop": ("_build_step_args_from_hook_kwargs",),
+    f"{_LOOPS}.optimization.automatic:_AutomaticOptimization": ("_make_zero_grad_fn", "_skip_backward"),
+    f"{_LOOPS}.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),
+    "lightning.pytorch.core.module:LightningModule": ("_on_before_batch_transfer",),
+    "lightning.pytorch.core.saving": ("_default_map_location",),
+    "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": ("_batch_sampler",),
+    "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": ("_consumed", "_idx"),
+    "lightning.pytorch.plugins.precision:Precision": ("_clip_gradients", "_wrap_closure"),
+    "lightning.pytorch.strategies:Strategy": ("_lightning_optimizers",),
+    "lightning.pytorch.strategies:DDPStrategy": ("_ddp_kwargs", "_layer_sync", "_timeout"),
+    "lightning.pytorch.strategies:SingleDeviceStrategy": ("_root_device",),
+    "lightning.fabric.strategies:Strategy": ("_checkpoint_io",),
+    "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher": ("_start_method",),
+    "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": (
+        "_child_processes",
+        "_terminate_all",
+    ),
+    "lightning.fabric.plugins.environments:LightningEnvironment": ("_main_port",),
+    "lightning.pytorch.strategies.launchers.multiprocessing": ("_check_bad_cuda_fork",),
+    f"{_LOGGERS}:CSVLogger": ("_experiment", "_fs"),
+    f"{_LOGGERS}:TensorBoardLogger": ("_sanitize_params",),
+    f"{_LOGGERS}:MLFlowLogger": ("_experiment_name", "_mlflow_client", "_run_id", "_tracking_uri"),
+    f"{_LOGGERS}:WandbLogger": ("_id", "_wandb_init"),
+    # --- torchmetrics
+    "torchmetrics:Metric": ("_computed", "_forward_cache", "_reductions", "_update_count"),
+    # --- torch
+    "torch": (
+        "_C",
+        "_TorchCompileInductorWrapper",
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "_foreach_copy_",
+        "_foreach_mul_",
+        "_foreach_norm",
+        "_functorch",
+        "_has_compatible_shallow_copy_type",
+    ),
+    "torch._C": ("_disabled_torch_function_impl",),
+    "torch:Tensor": ("_backward_hooks", "_base", "_is_view", "_make_wrapper_subclass", "_post_accumulate_grad_hooks"),
+    "torch:UntypedStorage": ("_cdata",),
+    "torch._ops:OpOverload": ("_schema",),
+    "torch.ops.aten": (
+        "_local_scalar_dense",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_to_copy",
+        "_unsafe_view",
+    ),
+    "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
+    "torch.utils.tensorboard:SummaryWriter": ("_get_file_writer",),
+    "torch.autograd": ("_get_sequence_nr",),
+    "torch.autograd.graph:Node": ("_sequence_nr",),
+    "torch.autograd:Variable": ("_execution_engine",),
+    "torch.overrides": ("_get_current_function_mode",),
+    "torch.nn:Module": ("_forward_hooks", "_forward_pre_hooks", "_non_persistent_buffers_set"),
+    "torch.nn:Conv1d": ("_conv_forward",),
+    "torch.nn.functional": ("_in_projection", "_in_projection_packed"),
+    "torch.nn.parallel:DistributedDataParallel": ("_has_rebuilt_buckets", "_pre_forward"),
+    "torch.distributed:Reducer": ("_rebuild_buckets", "_reset_state"),
+    "torch.optim.lr_scheduler": ("_opt_called",),
+    "torch.utils.data:DataLoader": ("_auto_collation", "_dataset_kind"),
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
+        "_get_data",
+        "_num_workers",
+        "_shutdown",
+        "_shutdown_workers",
+    ),
+    "torch.utils.data.dataloader:_SingleProcessDataLoaderIter": ("_dataset_fetcher",),
+    "torch.utils.data._utils.worker": ("_worker_info",),
+    "torch.distributed.distributed_c10d": ("_abort_process_group", "_get_default_store", "_world"),
+    "torch.distributed.rpc.internal": ("_InternalRPCPickler", "_unpickler"),
+    "torch.distributed.rpc.internal:_InternalRPCPickler": ("_tensor_receiver",),
+    "torch.distributed.tensor:DTensor": ("_local_tensor", "_op_dispatcher", "_spec"),
+    "torch.distributed.tensor._dispatch:OpDispatcher": ("_custom_op_handlers", "_dispatch_get_local_results_slow_path"),
+    "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
+    f"{_FSDP}._fsdp_state:FSDPState": ("_fsdp_param_groups", "_pre_backward"),
+    f"{_FSDP}._fsdp_param_group:FSDPParamGroup": ("_all_gather_comm", "_all_gather_process_group"),
+    f"{_FSDP}._fsdp_param:FSDPParam": (
+        "_contiguous_orig_stride",
+        "_module_info",
+        "_orig_size",
+        "_param_fqn",
+        "_sharded_param_data",
+        "_unsharded_param",
+    ),
+}
+"""Names by ``module`` or ``module:class``."""
+
+OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "datasets.iterable_dataset:IterableDataset": ("_distributed", "_ex_iterable", "_formatting"),
+    "streaming:StreamingDataset": ("_parallel_rank_world",),
+    "torchdata.stateful_dataloader.stateful_dataloader": ("_StatefulMultiProcessingDataLoaderIter",),
+}
+"""The same of packages that need not be installed."""

@@ -1,0 +1,106 @@
+"""Private classes and functions of torch, imported when they are first asked for: some modules take a second."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C import _distributed_c10d
+    from torch._dynamo import OptimizedModule
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.autograd.graph import _engine_run_backward
+    from torch.distributed import _functional_collectives
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_single_autograd
+    from torch.distributed.flight_recorder.components.utils import match_one_event
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+    from torch.distributed.tensor._random import manual_seed
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.conv import _ConvNd
+    from torch.nn.utils.stateless import _reparametrize_module
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+    from torch.utils.data import _utils
+    from torch.utils.data._utils.worker import WorkerInfo, _generate_state
+    from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+__all__ = [
+    "AllGather",
+    "AsyncCollectiveTensor",
+    "DTensorSpec",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpSchema",
+    "OpSpec",
+    "OpStrategy",
+    "OptimizedModule",
+    "ReduceScatter",
+    "TorchDispatchMode",
+    "TupleStrategy",
+    "WorkerInfo",
+    "_BatchNorm",
+    "_ConvNd",
+    "_DatasetKind",
+    "_MultiProcessingDataLoaderIter",
+    "_SingleProcessDataLoaderIter",
+    "_StridedShard",
+    "_distributed_c10d",
+    "_engine_run_backward",
+    "_functional_collectives",
+    "_generate_state",
+    "_reparametrize_module",
+    "_utils",
+    "all_gather_single_autograd",
+    "manual_seed",
+    "match_one_event",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+HOMES = {
+    "_functional_collectives": "torch.distributed",
+    "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
+    "DTensorSpec": "torch.distributed.tensor._dtensor_spec",
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "OpSchema": "torch.distributed.tensor._op_schema",
+    "OpSpec": "torch.distributed.tensor._op_schema",
+    "OpStrategy": "torch.distributed.tensor._op_schema",
+    "OptimizedModule": "torch._dynamo",
+    "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "TorchDispatchMode": "torch.utils._python_dispatch",
+    "TupleStrategy": "torch.distributed.tensor._op_schema",
+    "WorkerInfo": "torch.utils.data._utils.worker",
+    "_BatchNorm": "torch.nn.modules.batchnorm",
+    "_ConvNd": "torch.nn.modules.conv",
+    "_DatasetKind": "torch.utils.data.dataloader",
+    "_MultiProcessingDataLoaderIter": "torch.utils.data.dataloader",
+    "_SingleProcessDataLoaderIter": "torch.utils.data.dataloader",
+    "_StridedShard": "torch.distributed.tensor.placement_types",
+    "_distributed_c10d": "torch._C",
+    "_engine_run_backward": "torch.autograd.graph",
+    "_generate_state": "torch.utils.data._utils.worker",
+    "_reparametrize_module": "torch.nn.utils.stateless",
+    "_utils": "torch.utils.data",
+    "all_gather_single_autograd": "torch.distributed._functional_collectives",
+    "manual_seed": "torch.distributed.tensor._random",
+    "match_one_event": "torch.distributed.flight_recorder.components.utils",
+    "tree_flatten": "torch.utils._pytree",
+    "tree_leaves": "torch.utils._pytree",
+    "tree_map_only": "torch.utils._pytree",
+    "tree_unflatten": "torch.utils._pytree",
+}
+"""Module of each name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(HOMES[name])
+    value = getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{HOMES[name]}.{name}")
+    globals()[name] = value
+    return value

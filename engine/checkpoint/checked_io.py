@@ -1,0 +1,185 @@
+"""Reads and writes the files of a checkpoint on any filesystem; syncs them and records sizes and checksums."""
+
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+__all__ = ["Files", "NotAPlainFileError", "absolute", "is_plain_name", "resolve", "sync"]
+
+_CHUNK_BYTES = 1 << 22
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
+
+
+class NotAPlainFileError(ValueError):
+    """A file is not opened, since it is a link, a folder, a device or a pipe, or larger than allowed."""
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether `name` is the plain name of a file in a folder, not a path that could lead out of it."""
+    return type(name) is str and 0 < len(name) <= 255 and name not in (".", "..") and not {*name} & {"/", "\\", "\0"}
+
+
+class Files:
+    """The files of one directory, on any filesystem, with the size and checksum of each that is written through it.
+
+    Args:
+        path: of the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.fs, self.path = resolve(path)
+        self.url = os.fspath(path)
+        """The path as it was given: with the protocol, which `path` does not have."""
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.written: dict[str, tuple[int, int]] = {}
+
+    def join(self, name: str) -> str:
+        """The full path of a file."""
+        return f"{self.path}/{name}"
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Any]:
+        """Opens a new file for sequential writes; syncs it to the disk on exit."""
+        with self.fs.open(self.join(name), "wb") as stream:
+            checked = _Checked(stream)
+            yield checked
+            if checked.error is not None:
+                raise checked.error
+            if self.is_local:
+                stream.flush()
+                os.fsync(stream.fileno())
+        self.written[name] = (checked.num_bytes, checked.crc)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Any]:
+        """Opens a plain file of this directory for reading.
+
+        Raises:
+            NotAPlainFileError: it is a link, a folder, a device or a pipe, or `name` leads elsewhere.
+        """
+        if not is_plain_name(name):
+            raise NotAPlainFileError(f"{name!r} is not a file name")
+        if not self.is_local:
+            with self.fs.open(self.join(name), "rb") as stream:
+                yield stream
+            return
+        path = self.join(name)
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise NotAPlainFileError(f"{name} is no plain file")
+        # The file may be replaced between the check and the open; opening a pipe without O_NONBLOCK would block.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise NotAPlainFileError(f"{name} is no plain file")
+            yield stream
+
+    def read(self, name: str, most_bytes: int | None = None) -> bytes:
+        """Reads a whole file.
+
+        Raises:
+            NotAPlainFileError: it is a link, a folder, a device or a pipe, or larger than `most_bytes`.
+        """
+        with self.reading(name) as stream:
+            if most_bytes is None:
+                return stream.read()
+            content = stream.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise NotAPlainFileError(f"{name} has more than {most_bytes} bytes")
+        return content
+
+    def check(self, name: str, size: int, crc: int) -> str | None:
+        """Checks the size and the checksum of a file; returns what is wrong, None if nothing is."""
+        try:
+            return self._check(name, size, crc)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except NotAPlainFileError as error:
+            return str(error)
+        except OSError as error:
+            return f"{name} can't be read: {error.strerror or error}"
+
+    def _check(self, name: str, size: int, crc: int) -> str | None:
+        if not self.is_local and not self.fs.exists(self.join(name)):
+            return f"{name} is missing"
+        with self.reading(name) as stream:
+            num_bytes = os.fstat(stream.fileno()).st_size if self.is_local else self.fs.size(self.join(name))
+            if num_bytes != size:
+                return f"{name} has {num_bytes} bytes instead of {size}"
+            seen, left = 0, size
+            while chunk := stream.read(min(_CHUNK_BYTES, left)):
+                seen = zlib.crc32(chunk, seen)
+                left -= len(chunk)
+        return None if seen == crc else f"the content of {name} was changed (its checksum differs)"
+
+
+class _Checked:
+    """A write-only stream that tracks its size and checksum; it has only the methods that writers of tensors need.
+
+    A write error is stored and later writes are ignored. If it was raised here, torch.save would hide it behind an
+    "unexpected position" error.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.num_bytes = 0
+        self.crc = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        size = memoryview(data).nbytes
+        self.num_bytes += size
+        if self.error is None:
+            try:
+                self._stream.write(data)
+            except OSError as error:
+                self.error = error
+        return size
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        """Does nothing: whoever opened the stream closes it."""
+
+
+def resolve(path: str | os.PathLike[str]) -> tuple[AbstractFileSystem, str]:
+    """Returns the filesystem of a path, and the absolute path in it.
+
+    A local path does not go through fsspec, which would split it at ``::``.
+    """
+    given = os.fspath(path)
+    if given.startswith("file://"):
+        given = given.removeprefix("file://")
+    elif _PROTOCOL.match(given) and "://" in given:
+        return url_to_fs(given)
+    return LocalFileSystem(), os.path.abspath(os.path.expanduser(given))
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Returns the absolute form of a local path; URLs stay as they are."""
+    fs, place = resolve(path)
+    return place if isinstance(fs, LocalFileSystem) else os.fspath(path)
+
+
+def sync(path: str) -> None:
+    """Flushes a local file or folder to the disk with fsync."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,286 @@
+"""The tensors of a checkpoint: planned by torch.distributed.checkpoint, written and read as plain bytes by `Files`.
+
+Each rank writes two files in the format of safetensors, which other tools can read too, and rank 0 says in
+`tensors.json` where each chunk is. Nothing of it is a pickle. The files of format 1, which were, still open: their
+metadata is read without unpickling, and each tensor by ``torch.load(weights_only=True)``.
+"""
+
+import dataclasses
+import io
+import json
+import math
+import pickle
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .checked_io import Files, NotAPlainFileError
+from .format1 import parse_metadata
+from .manifest import METADATA, TENSORS, CheckpointError, Manifest
+from .tensor_index import Chunk, Index, check_index, index_bytes, parse_index, to_metadata
+
+__all__ = ["Reader", "Writer", "read_index", "tensors_in"]
+
+_NUM_FILES = 2
+"""The number of files of each rank: one is written while the other's checksum is taken, or the disk is waited for."""
+
+_SAFETENSORS = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+}
+"""Names of dtypes in that format; all others are bytes there."""
+
+
+class _Piece(NamedTuple):
+    place: MetadataIndex
+    tensor: Tensor
+    is_whole: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class Writer(StorageWriter):
+    """Writes this rank's shards into `files`."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Implements `StorageWriter.reset`: there is nothing to reset."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Implements `StorageWriter.set_up_storage_writer`: there is nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Implements `StorageWriter.prepare_local_plan`: returns the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Numbers the ranks, for the names of their files."""
+        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes all chunks of a plan.
+
+        Raises:
+            OSError: of whichever file.
+        """
+        pieces = []
+        for item in plan.items:
+            assert item.type != WriteItemType.BYTE_IO, "only tensors are saved"
+            assert item.tensor_data is not None
+            is_whole = item.tensor_data.chunk.sizes == item.tensor_data.size
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            pieces.append(_Piece(item.index, tensor, is_whole))
+        buckets = [(f"shard-{plan.storage_data}-{i}.safetensors", part) for i, part in enumerate(_dealt(pieces))]
+        with ThreadPoolExecutor(_NUM_FILES) as threads:
+            results = list(threads.map(lambda bucket: self._write(*bucket), buckets))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([result for part in results for result in part])
+        return written
+
+    def _write(self, name: str, pieces: list[_Piece]) -> list[WriteResult]:
+        header, results = _header(pieces), []
+        position = len(header)
+        with self._files.writing(name) as stream:
+            stream.write(header)
+            for piece in pieces:
+                if piece.num_bytes:
+                    stream.write(_bytes_of(_plain(piece.tensor)))
+                results.append(WriteResult(piece.place, piece.num_bytes, (name, position, piece.num_bytes)))
+                position += piece.num_bytes
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index of the tensors, on one rank, when all have written."""
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        with self._files.writing(TENSORS) as stream:
+            stream.write(index_bytes(metadata, places))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Implements `StorageWriter.validate_checkpoint_id`: any id is valid, since none is used."""
+        return True
+
+
+class Reader(StorageReader):
+    """Reads shards from `files`.
+
+    Args:
+        files: of the checkpoint.
+        index: what `read_index` has found there.
+        is_packed: the checkpoint is of format 1.
+    """
+
+    def __init__(self, files: Files, index: Index, *, is_packed: bool = False) -> None:
+        self._files, self._is_packed = files, is_packed
+        self._metadata = to_metadata(index)
+        self._index = index
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Implements `StorageReader.reset`: there is nothing to reset."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the shape, the dtype and the chunks of each tensor, as torch's metadata."""
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Implements `StorageReader.set_up_storage_reader`: there is nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Implements `StorageReader.prepare_local_plan`: returns the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Implements `StorageReader.prepare_global_plan`: returns the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what a plan wants, file by file, in the order of the bytes."""
+        wanted: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                raise CheckpointError(f"{item.storage_index.fqn} is no tensor: it is not read")
+            chunk = self._metadata.storage_data[item.storage_index]
+            wanted.setdefault(chunk.file, []).append((chunk, item))
+        for name, items in wanted.items():
+            with self._files.reading(name) as stream:
+                for chunk, item in sorted(items, key=lambda pair: pair[0].start):
+                    self._read(stream, chunk, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, stream: Any, chunk: Chunk, item: ReadItem, planner: LoadPlanner) -> None:
+        target = planner.resolve_tensor(item).detach()
+        dtype = self._index[item.storage_index.fqn].dtype
+        if self._is_packed:
+            block, offsets = _unpacked(stream, chunk, dtype), list(item.storage_offsets)
+        else:
+            block, offsets = _rows(stream, chunk, dtype, item)
+        for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
+            block = block.narrow(dim, offset, length)
+        assert target.size() == block.size(), "as planned"
+        target.copy_(block)
+        planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Implements `StorageReader.validate_checkpoint_id`: any id is valid, since none is used."""
+        return True
+
+
+def read_index(files: Files, manifest: Manifest) -> Index:
+    """Reads the index of the tensors and checks it against the manifest.
+
+    Raises:
+        CheckpointError: it makes no sense, or does not fit the files.
+    """
+    is_packed = manifest.format < 2
+    try:
+        content = files.read(METADATA if is_packed else TENSORS)
+    except NotAPlainFileError as error:
+        raise CheckpointError(str(error)) from None
+    index = parse_metadata(content) if is_packed else parse_index(content)
+    check_index(index, manifest.files, is_packed=is_packed)
+    return index
+
+
+def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetadata]:
+    """Shape and dtype of each tensor in a checkpoint, by its key."""
+    return to_metadata(read_index(files, manifest)).state_dict_metadata  # type: ignore[return-value]
+
+
+# --- writing
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a tensor on the host, dense, and with its values as they are seen."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _dealt(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+    """Distributes tensors over files of about the same size; the widest dtypes first, so that all are aligned."""
+    buckets: list[list[_Piece]] = [[] for _ in range(_NUM_FILES)]
+    sizes = [0] * _NUM_FILES
+    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
+        smallest = sizes.index(min(sizes))
+        buckets[smallest].append(piece)
+        sizes[smallest] += piece.num_bytes
+    return [sorted(bucket, key=lambda piece: -piece.tensor.element_size()) for bucket in buckets if bucket]
+
+
+def _header(pieces: list[_Piece]) -> bytes:
+    """Returns a file's safetensors header: its size in 8 bytes, and JSON, padded to a multiple of 8."""
+    entries: dict[str, Any] = {}
+    position = 0
+    for piece in pieces:
+        key = piece.place.fqn
+        if not piece.is_whole or key in entries:
+            key += "@" + ",".join(map(str, piece.place.offset or ()))
+        name = _SAFETENSORS.get(piece.tensor.dtype)
+        end = position + piece.num_bytes
+        shape = list(piece.tensor.shape) if name else [piece.num_bytes]
+        entries[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# --- reading
+
+
+def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tuple[Tensor, list[int]]:
+    """Reads the wanted entries of a chunk's first dimension; returns them and where the wanted block begins in them."""
+    offsets, sizes = list(item.storage_offsets), list(chunk.sizes)
+    start = chunk.start
+    if sizes:
+        row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+        start += offsets[0] * row_bytes
+        sizes[0], offsets[0] = item.lengths[0], 0
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(sizes, dtype=dtype), offsets
+    content = torch.empty(num_bytes, dtype=torch.uint8)
+    stream.seek(start)
+    _fill(stream, content.numpy().data, chunk.file)
+    return content.view(dtype).view(sizes), offsets
+
+
+def _fill(stream: Any, room: memoryview, name: str) -> None:
+    while len(room):
+        count = stream.readinto(room)
+        if not count:
+            raise CheckpointError(f"{name} ends too early")
+        room = room[count:]
+
+
+def _unpacked(stream: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """A tensor that torch.save has written within a file."""
+    stream.seek(chunk.start)
+    content = io.BytesIO(stream.read(chunk.num_bytes))
+    try:
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise CheckpointError(f"a tensor in {chunk.file} can't be read: {str(error).splitlines()[0]}") from None
+    if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
+        raise CheckpointError(f"what {chunk.file} has in place of a tensor is something else")
+    return tensor

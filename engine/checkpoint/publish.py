@@ -1,0 +1,339 @@
+"""Publishes checkpoints (directories and single files) atomically: complete and verified, or not at all.
+
+Phases of a save:
+1. `begin` creates a staging directory beside the final path; its files are fsynced as they are written;
+2. `publish` writes `MANIFEST.json` last, with the size and checksum of every other file;
+3. it renames the directory to the final name, and then `update_link` sets the `last` link.
+
+A directory without a valid manifest does not count as a checkpoint. Object stores have no rename: there the files are
+written under the final name, and the manifest makes them a checkpoint. `writing_file` stages and renames a single file
+in the same way. Paths are local paths or fsspec URLs.
+"""
+
+import os
+import re
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from .checked_io import Files, resolve, sync
+from .locks import keep_lock, lock
+from .manifest import (
+    MANIFEST,
+    README,
+    CheckpointError,
+    Manifest,
+    NewerFormatError,
+    is_checkpoint,
+    is_directory,
+    is_file_of_ours,
+    manifest_bytes,
+    read_manifest,
+)
+from .ownership import check_may_replace, path_status
+from .single_file import HEAD, wrong_in
+
+__all__ = [
+    "LEFTOVERS",
+    "MANIFEST",
+    "CheckpointError",
+    "Manifest",
+    "NewerFormatError",
+    "begin",
+    "check_files",
+    "check_may_replace",
+    "discard",
+    "final_path_of",
+    "find",
+    "is_checkpoint",
+    "is_directory",
+    "is_leftover",
+    "lock",
+    "publish",
+    "read_manifest",
+    "remove",
+    "repair",
+    "update_link",
+    "writing_file",
+]
+
+_STAGING = ".saving-"
+_REPLACED = ".replaced-"
+_LINK = ".link-"
+LEFTOVERS = (_STAGING, _REPLACED)
+"""Name prefixes of temporary directories, which exist only while a checkpoint is saved or removed."""
+_LEFTOVER = re.compile(r"\.(saving|replaced)-[0-9a-f]{1,12}")
+_LEFT_LINK = re.compile(r"\.link-[0-9a-f]{12}")
+
+
+def begin(path: str | os.PathLike[str]) -> str:
+    """Creates the staging directory for the checkpoint `path`; called by one rank.
+
+    Raises:
+        CheckpointError: `path` exists and is not ours, or another run has locked the folder.
+    """
+    check_may_replace(path)
+    fs, final = resolve(path)
+    if not isinstance(fs, LocalFileSystem):
+        remove(path)
+        return fs.unstrip_protocol(final)
+    keep_lock(_parent(final))
+    staging = f"{_parent(final)}/{_STAGING}{_random_name()}"
+    os.makedirs(staging)
+    return staging
+
+
+def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> str | None:
+    """Publishes the directory `staging` as the checkpoint `path`, replacing an older one atomically.
+
+    A damaged checkpoint of that name is moved aside.
+
+    Returns:
+        A note for the user, or None.
+
+    Raises:
+        CheckpointError: `path` exists and is not ours.
+    """
+    files = Files(staging)
+    with files.writing(MANIFEST) as stream:
+        stream.write(manifest_bytes(manifest))
+    if not files.is_local:
+        return None
+    sync(staging)
+    return _give_name(staging, resolve(path)[1])
+
+
+@contextmanager
+def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]]:
+    """Opens a stream for the single-file checkpoint `path`, which appears under its name when all is written.
+
+    Yields the stream, and a list to which notes for the user are added.
+
+    Raises:
+        CheckpointError: `path` exists and is not ours, or another run has locked the folder.
+    """
+    check_may_replace(path)
+    fs, final = resolve(path)
+    notes: list[str] = []
+    if not isinstance(fs, LocalFileSystem):
+        if fs.isdir(final):
+            remove(path)
+        with fs.transaction, fs.open(final, "wb") as stream:
+            yield stream, notes
+        return
+    folder, staging = _parent(final), f"{_STAGING}{_random_name()}"
+    os.makedirs(folder, exist_ok=True)
+    keep_lock(folder)
+    try:
+        with Files(folder).writing(staging) as stream:
+            yield stream, notes
+        note = _give_name(f"{folder}/{staging}", final)
+    except BaseException:
+        if os.path.exists(f"{folder}/{staging}"):
+            os.remove(f"{folder}/{staging}")
+        raise
+    notes += [] if note is None else [note]
+
+
+def _give_name(staging: str, final: str) -> str | None:
+    """Renames `staging` to `final`; an older checkpoint stays until then. Returns a note for the user, or None."""
+    replaced = note = None
+    check_may_replace(final)
+    if os.path.islink(final) or os.path.isfile(final):
+        if os.path.isdir(staging):  # unlike a file, a directory can't replace a link by a rename
+            os.remove(final)
+    elif path_status(final).kind == "damaged":
+        aside = f"{final}.damaged-{_random_name()}"
+        os.rename(final, aside)
+        note = f"{final} was damaged: it was renamed to {aside}, and a new checkpoint has its name."
+    elif os.path.isdir(final) and os.listdir(final):
+        # A rename can't replace a non-empty directory, so two renames are needed; `repair` recovers a crash in between.
+        replaced = f"{_parent(final)}/{_REPLACED}{_random_name()}"
+        os.rename(final, replaced)
+    os.replace(staging, final)
+    sync(_parent(final))
+    if replaced is not None:
+        remove(replaced)
+    return note
+
+
+def update_link(path: str | os.PathLike[str], name: str = "last") -> str | None:
+    """Points the link `name` beside a local checkpoint at it. A file or directory of that name is left unchanged.
+
+    Returns:
+        A note for the user, or None.
+    """
+    fs, final = resolve(path)
+    if not isinstance(fs, LocalFileSystem):
+        return None
+    link = f"{_parent(final)}/{name}"
+    if os.path.lexists(link) and not os.path.islink(link):
+        return f"{link} is no link, so it is left unchanged and does not point at {final}."
+    fresh = f"{_parent(final)}/{_LINK}{_random_name()}"
+    os.symlink(os.path.basename(final), fresh)
+    os.replace(fresh, link)
+    return None
+
+
+def discard(staging: str) -> None:
+    """Removes the leftovers of a failed save."""
+    fs, folder = resolve(staging)
+    if fs.exists(folder):
+        fs.rm(folder, recursive=True)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Removes a checkpoint. Its manifest goes first, so that a partly removed one never counts as a checkpoint.
+
+    A path that is not one of our checkpoints is kept, with a warning; so are foreign files inside a checkpoint.
+    """
+    fs, folder = resolve(path)
+    status = path_status(path)
+    if isinstance(fs, LocalFileSystem) and os.path.islink(folder):
+        os.remove(folder)
+        return
+    if not fs.exists(folder):
+        return
+    if status.kind == "foreign":
+        warnings.warn(f"{path} is {status.about}: it is not removed.", stacklevel=2)
+        _remove_among_others(path, status.extras)
+        return
+    if not fs.isdir(folder):
+        fs.rm_file(folder)
+        return
+    if fs.exists(f"{folder}/{MANIFEST}"):
+        fs.rm_file(f"{folder}/{MANIFEST}")
+    if isinstance(fs, LocalFileSystem):
+        # Renamed first, so that `repair` can finish the removal if the process is killed during it.
+        leftover = f"{_parent(folder)}/{_STAGING}{_random_name()}"
+        os.rename(folder, leftover)
+        folder = leftover
+    fs.rm(folder, recursive=True)
+
+
+def _remove_among_others(path: str | os.PathLike[str], extras: tuple[str, ...]) -> None:
+    """Removes the files of a checkpoint, but not the foreign `extras`; does nothing if `path` is not a checkpoint."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return
+    files = Files(path)
+    files.fs.rm_file(files.join(MANIFEST))
+    for name in manifest.files.keys() - {*extras}:
+        if files.fs.exists(files.join(name)):
+            files.fs.rm_file(files.join(name))
+
+
+def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Reads the files of a checkpoint once and lists the faults.
+
+    Args:
+        path: the directory, or the single file.
+        manifest: the checkpoint's manifest.
+        share: (r, W) to check every W-th file (or record) from the r-th on, so that W ranks share the work.
+    """
+    files = Files(path)
+    if not is_directory(path) and files.fs.isfile(files.path):
+        return wrong_in(path, share)
+    names = sorted(manifest.files)[share[0] :: share[1]]
+    wrong = [problem for name in names if (problem := files.check(name, *manifest.files[name]))]
+    if share[0] == 0:
+        present = {os.path.basename(entry.rstrip("/")) for entry in files.fs.ls(files.path, detail=False)}
+        wrong += [f"{name} does not belong there" for name in sorted(present - {*manifest.files, MANIFEST, README})]
+    return wrong
+
+
+def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
+    """Returns the checkpoints in a folder that have a valid manifest, newest first; reads no other files."""
+    fs, root = resolve(folder)
+    if not fs.isdir(root):
+        return []
+    fs.invalidate_cache(root)
+    checkpoints = []
+    for entry in fs.ls(root, detail=False):
+        if isinstance(fs, LocalFileSystem) and os.path.islink(entry):
+            continue  # the link `last` points at a checkpoint that is listed itself
+        path = entry if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(entry)
+        try:
+            if is_checkpoint(path):
+                checkpoints.append((path, read_manifest(path)))
+        except CheckpointError:
+            continue
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint[1].order, reverse=True)
+
+
+def is_leftover(path: str) -> bool:
+    """Whether a local path is left over from a killed save or removal, judged by its name and its content."""
+    if not _LEFTOVER.fullmatch(os.path.basename(path)) or os.path.islink(path):
+        return False
+    if os.path.isfile(path):
+        with open(path, "rb") as stream:
+            return HEAD.startswith(stream.read(len(HEAD)))
+    if not os.path.isdir(path):
+        return False
+    with os.scandir(path) as entries:
+        return all(
+            (entry.name == MANIFEST or is_file_of_ours(entry.name)) and entry.is_file(follow_symlinks=False)
+            for entry in entries
+        )
+
+
+def repair(folder: str | os.PathLike[str]) -> list[str]:
+    """Cleans up after a process that was killed while it saved into `folder`; called by the only writer.
+
+    A complete checkpoint that was not yet renamed gets its final name; unfinished ones are removed.
+
+    Returns:
+        The paths that were restored.
+    """
+    fs, root = resolve(folder)
+    restored: list[str] = []
+    if not isinstance(fs, LocalFileSystem) or not os.path.isdir(root):
+        return restored
+    for entry in os.listdir(root):
+        if _LEFT_LINK.fullmatch(entry) and os.path.islink(f"{root}/{entry}"):  # killed before it got its name
+            os.remove(f"{root}/{entry}")
+    leftovers = [f"{root}/{entry}" for entry in sorted(os.listdir(root)) if is_leftover(f"{root}/{entry}")]
+    # Staged checkpoints first: they are newer than the checkpoints that they replace.
+    for path in sorted(leftovers, key=lambda path: os.path.basename(path).startswith(_REPLACED)):
+        try:
+            final = final_path_of(path)
+        except NewerFormatError:
+            continue  # left for the newer version that wrote it
+        if final is None:
+            discard(path)
+        else:
+            os.rename(path, final)
+            restored.append(final)
+    return restored
+
+
+def final_path_of(leftover: str) -> str | None:
+    """Returns the final path of a leftover that is complete; None if it is incomplete or the path is taken.
+
+    Args:
+        leftover: a local path whose name begins with one of `LEFTOVERS`.
+
+    Raises:
+        NewerFormatError: a newer version wrote it.
+    """
+    try:
+        manifest = read_manifest(leftover)
+    except NewerFormatError:
+        raise
+    except CheckpointError:
+        return None
+    final = f"{_parent(leftover)}/{manifest.name}"
+    return None if os.path.lexists(final) or check_files(leftover, manifest) else final
+
+
+def _parent(path: str) -> str:
+    return os.path.dirname(path)
+
+
+def _random_name() -> str:
+    return uuid.uuid4().hex[:12]

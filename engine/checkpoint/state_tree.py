@@ -1,0 +1,169 @@
+"""Splits Lightning's checkpoint (one nested dict) into tensors and the rest, and joins them again.
+
+Tensors have readable keys: ``state_dict.<parameter>``, ``optimizer_states.<i>.state.<parameter>.<name>``. Optimizer
+state is stored by parameter name, so that it does not depend on which rank holds which parameter.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "NAMES",
+    "by_name",
+    "by_number",
+    "is_plain",
+    "join",
+    "like",
+    "mapped",
+    "merged",
+    "split",
+    "tensor_keys",
+    "to_lightning",
+]
+
+NAMES = "optimizer_parameters"
+
+_MARK = "__tensor__"
+_MANY_BYTES = 1 << 20
+_ALWAYS = ("state_dict", "optimizer_states")
+
+
+def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Takes out the tensors that are weights or optimizer state, sharded, or large.
+
+    Args:
+        checkpoint: nested dict.
+        under: prefix of the tensors' keys.
+
+    Returns:
+        The tensors by key, and the checkpoint with marks in their places.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def visit(value: Any, path: str, takes_all: bool) -> Any:
+        if isinstance(value, Tensor):
+            if not is_plain(value):
+                return value
+            if takes_all or isinstance(value, DTensor) or value.numel() * value.element_size() >= _MANY_BYTES:
+                while path in tensors:
+                    path += "'"  # {"a.b": ...} beside {"a": {"b": ...}}
+                tensors[path] = value.detach()
+                return {_MARK: path}
+            return value
+        if type(value) in (dict, OrderedDict):
+            return _as(value, {key: visit(item, f"{path}.{key}", takes_all) for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)(visit(v, f"{path}.{i}", takes_all) for i, v in enumerate(value))
+        return value
+
+    return tensors, {key: visit(value, under + key, key in _ALWAYS) for key, value in checkpoint.items()}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is fully described by its bytes; others (sparse, say) stay in the rest, for `torch.save`."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Puts the tensors back in their places; None where a tensor was not read."""
+    if type(rest) in (dict, OrderedDict):
+        if rest.keys() == {_MARK}:
+            return tensors.get(rest[_MARK])
+        return _as(rest, {key: join(value, tensors) for key, value in rest.items()})
+    if type(rest) in (list, tuple):
+        return type(rest)(join(value, tensors) for value in rest)
+    return rest
+
+
+def tensor_keys(rest: Any) -> list[str]:
+    """Returns the keys of the tensors that `split` took out."""
+    if isinstance(rest, dict):
+        return (
+            [rest[_MARK]] if rest.keys() == {_MARK} else [key for value in rest.values() for key in tensor_keys(value)]
+        )
+    return [key for value in rest for key in tensor_keys(value)] if type(rest) in (list, tuple) else []
+
+
+def merged(trees: list[Any]) -> Any:
+    """Merges the nested values of several ranks into one; entries that several ranks have must be equal."""
+    first = trees[0]
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for tree in trees for key in tree)
+        return _as(first, {key: merged([tree[key] for tree in trees if key in tree]) for key in keys})
+    if type(first) in (list, tuple):
+        return type(first)(merged(list(parts)) for parts in zip(*trees, strict=True))
+    return first
+
+
+def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """Applies `function` to each tensor (or instance of `kind`) of a nested value; returns the new nested value."""
+    if isinstance(value, kind):
+        return function(value)
+    if type(value) in (dict, OrderedDict):
+        return _as(value, {key: mapped(function, item, kind) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(mapped(function, item, kind) for item in value)
+    return value
+
+
+def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Returns an optimizer's state dict with parameter names instead of numbers.
+
+    Args:
+        state: a result of `torch.optim.Optimizer.state_dict`.
+        names: names of the parameters, in the order of the optimizer's groups.
+    """
+    return _renamed(state, lambda number: names[number])
+
+
+def all_by_name(states: Sequence[dict[str, Any]], names: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """Applies `by_name` to several optimizers, each with its parameter names."""
+    return [by_name(state, of_state) for state, of_state in zip(states, names, strict=True)]
+
+
+def by_number(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Reverses `by_name`, for an optimizer whose parameters are in the order of `names`."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return _renamed(state, numbers.__getitem__)
+
+
+def to_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Converts the content of a checkpoint directory to the form of Lightning's hooks, callbacks and files.
+
+    The names of each optimizer's parameters are kept under `NAMES`.
+    """
+    states = checkpoint.get("optimizer_states", [])
+    names = [[name for group in state["param_groups"] for name in group["params"]] for state in states]
+    if states:
+        checkpoint["optimizer_states"] = [by_number(state, own) for state, own in zip(states, names, strict=True)]
+    checkpoint[NAMES] = names
+    return checkpoint
+
+
+def _as(original: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    """Converts `changed` to the type of `original`, with the `_metadata` attribute of a module's state dict."""
+    if type(original) is not OrderedDict:
+        return changed
+    ordered = OrderedDict(changed)
+    ordered.__dict__.update(original.__dict__)
+    return ordered
+
+
+def _renamed(state: dict[str, Any], new: Callable[[Any], Any]) -> dict[str, Any]:
+    return {
+        **state,
+        "state": {new(key): value for key, value in state["state"].items()},
+        "param_groups": [{**group, "params": [new(key) for key in group["params"]]} for group in state["param_groups"]],
+    }
+
+
+def like(template: Tensor | None, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Allocates a tensor to read into: sharded like `template` if the shapes agree, else unsharded on the CPU."""
+    if template is not None and template.shape == size:
+        return torch.empty_like(template, dtype=dtype, requires_grad=False)
+    return torch.empty(size, dtype=dtype)

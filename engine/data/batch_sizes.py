@@ -1,0 +1,177 @@
+"""The sizes of batches: how global batches are cut, and how many samples each micro-batch has."""
+
+import math
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
+from torch.utils.data import BatchSampler, DataLoader
+
+from . import GlobalBatches, GlobalOrder, Samples, UnevenTrainLoader
+
+__all__ = ["BatchSizes"]
+
+
+class BatchSizes:
+    """Sizes of global batches and micro-batches in the training data of a run.
+
+    Args:
+        trainer: whose data it is.
+        global_batch_size: samples of an optimizer step, on all ranks; None: as the DataLoader and the accumulation have
+            it.
+        micro: the most samples of a rank's micro-batch; None: the DataLoader's ``batch_size``; ``"auto"``: the rank's
+            whole share, or less if it does not fit in memory.
+    """
+
+    def __init__(self, trainer: Trainer, global_batch_size: int | None, micro: int | Literal["auto"] | None) -> None:
+        self._trainer: Any = trainer
+        self.global_batch_size = global_batch_size
+        self.micro = micro
+        self.fitted: int | None = None
+        """The largest micro-batch that fits in memory, found by this run or the resumed one; None: unknown."""
+        self.begin_epoch()
+        self._in_steps: dict[str, int] | None = None
+
+    def begin_epoch(self) -> None:
+        """Forgets the counts of the last batch and step: the loader may be another one now."""
+        self._of_batch: tuple[int, Samples] = -1, Samples(0, 0)
+        self._of_step: tuple[int, Samples] = -1, Samples(0, 0)
+
+    def cut(self, dataloader: DataLoader, order: GlobalOrder) -> GlobalBatches:
+        """Returns the global batches of `dataloader`, with its samples in this order."""
+        loader_size = getattr(dataloader.batch_sampler, "batch_size", None)
+        if self.micro == "auto":
+            micro = self.fitted or self.global_batch_size
+        else:
+            micro = self.micro or loader_size or self.global_batch_size
+        assert micro is not None  # check_loader
+        size = self.global_batch_size or micro * order.num_replicas
+        batches = GlobalBatches(order, size=size, micro_batch_size=micro, drop_last=order.drop_last)
+        if self.global_batch_size is not None:
+            self._count_in_steps(batches.per_step)
+        return batches
+
+    def resplit(self, micro: int) -> None:
+        """Cuts the rest of the epoch into micro-batches of another size."""
+        batches = self._batches
+        assert batches is not None
+        batches.cut_into(micro)
+        self.fitted = micro
+        self.begin_epoch()
+        self._count_in_steps(batches.per_step)
+
+    def _count_in_steps(self, per_step: int) -> None:
+        """Makes the flags that count batches count global batches, of `per_step` micro-batches each."""
+        trainer = self._trainer
+        trainer.accumulate_grad_batches = per_step
+        if self._in_steps is None:
+            given = {name: getattr(trainer, name) for name in ("limit_train_batches", "val_check_interval")}
+            self._in_steps = {name: value for name, value in given.items() if type(value) is int}
+        for name, num_steps in self._in_steps.items():
+            setattr(trainer, name, num_steps * per_step)
+        if "val_check_interval" in self._in_steps:
+            trainer.val_check_batch = trainer.val_check_interval
+
+    def samples(self, batch_idx: int) -> Samples:
+        """Returns the number of samples of a training batch, on this rank and on all ranks; 1 for each if unknown."""
+        if self._of_batch[0] != batch_idx:  # a step asks several times
+            self._of_batch = batch_idx, self._count(batch_idx)
+        return self._of_batch[1]
+
+    def _count(self, batch_idx: int) -> Samples:
+        loader = self.loader
+        if isinstance(loader, UnevenTrainLoader):
+            return loader.samples(batch_idx)
+        batches: Any = getattr(loader, "batch_sampler", None)
+        num_ranks = self._trainer.data_size
+        if isinstance(batches, (GlobalBatches, GlobalOrder)):
+            order = batches.sampler if isinstance(batches, GlobalBatches) else batches
+            if order.num_replicas == num_ranks:
+                return batches.samples(batch_idx)
+            # Each rank continues in its own order, and does not know those of others; all have equally many batches.
+            local = batches.samples(batch_idx).local if isinstance(batches, GlobalBatches) else 1
+            return Samples(local, local * num_ranks)
+        size = sized_len(batches.sampler) if type(batches) is BatchSampler else None
+        if size is not None and not has_iterable_dataset(loader):
+            local = min(batches.batch_size, size - batch_idx * batches.batch_size)
+            return Samples(local, local * num_ranks)
+        if loader is not None and num_ranks == 1:
+            size = self._trainer._data_connector.places.size_of_batch(loader, batch_idx)
+            if size is not None:
+                return Samples(size, size)
+        return Samples(1, num_ranks)
+
+    def samples_of_step(self, first: int, num_batches: int) -> Samples | None:
+        """Counts the samples of `num_batches` batches from `first` on; None if the end of the data is not known."""
+        if self._trainer.num_training_batches == float("inf") or isinstance(self.loader, UnevenTrainLoader):
+            return None
+        if self._of_step[0] != first:
+            # What is said of a batch that was not read yet may change.
+            batches = [self.samples(first), *(self._count(first + i) for i in range(1, num_batches))]
+            self._of_step = first, Samples(sum(b.local for b in batches), sum(b.total for b in batches))
+        return self._of_step[1]
+
+    def is_filler(self, batch_idx: int) -> bool:
+        """Whether a training batch is padding on this rank: it runs for its collectives only."""
+        loader = self.loader
+        if isinstance(loader, UnevenTrainLoader):
+            return loader.is_through(batch_idx)
+        return self.samples(batch_idx).local == 0 and self._trainer.data_size > 1
+
+    def joins(self, batch_idx: int) -> bool:
+        """Whether this rank joins the collectives of a padding batch without running the module."""
+        return isinstance(self.loader, UnevenTrainLoader) and self.loader.policy == "join" and self.is_filler(batch_idx)
+
+    @property
+    def current(self) -> int | None:
+        """The largest micro-batch that global batches are cut into now, in samples; None without global batches."""
+        batches = self._batches
+        if self.global_batch_size is None or batches is None:
+            return None
+        return min(batches.batch_size, math.ceil(batches.size / batches.sampler.num_replicas))
+
+    @property
+    def largest(self) -> int:
+        """The samples of the largest micro-batch of a full global batch, on one rank."""
+        batches = self._batches
+        assert batches is not None
+        return math.ceil(math.ceil(batches.size / batches.sampler.num_replicas) / batches.per_step)
+
+    @property
+    def of_full_step(self) -> tuple[int, int, int] | None:
+        """Samples of a full optimizer step on all ranks, samples of a micro-batch at most, and micro-batches of a rank.
+
+        None where they are not known, or change from epoch to epoch.
+        """
+        batches, loader = self._batches, self.loader
+        if self.global_batch_size is not None and batches is not None:
+            return batches.size, self.largest, batches.per_step
+        trainer = self._trainer
+        if loader is None or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):
+            return None
+        micro = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if not isinstance(micro, int):
+            return None
+        num_micro_batches = trainer.accumulate_grad_batches
+        return trainer.data_size * micro * num_micro_batches, micro, num_micro_batches
+
+    def smallest_batch(self) -> Any:
+        """Makes a batch of one sample in this process."""
+        loader, batches = self.loader, self._batches
+        assert loader is not None
+        assert batches is not None
+        assert loader.collate_fn is not None
+        return loader.collate_fn([loader.dataset[batches.sampler.first()]])
+
+    @property
+    def loader(self) -> DataLoader | None:
+        """The training DataLoader; None if there are several, or other iterables."""
+        combined = self._trainer.fit_loop._combined_loader  # Lightning: the loaders as _prepare_dataloader left them
+        loaders = [] if combined is None else combined.flattened
+        return loaders[0] if len(loaders) == 1 and isinstance(loaders[0], DataLoader) else None
+
+    @property
+    def _batches(self) -> GlobalBatches | None:
+        batches = getattr(self.loader, "batch_sampler", None)
+        return batches if isinstance(batches, GlobalBatches) else None

@@ -1,0 +1,304 @@
+"""A loader of streams with `state_dict`: torch's own iterators, whose workers send their position with each batch.
+
+The states have the format of torchdata's `StatefulDataLoader`, so a checkpoint can be resumed with either loader. There
+are two differences. A worker that had finished its part is not read again after a resumption, even if its data set
+would restart. And `state_dict` does not create an iterator.
+
+Before its first batch and after its last batch a worker yields its position alone. So the loader knows the positions
+of all workers at each batch, and the position of a persistent worker for the next epoch.
+"""
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
+
+# torch: the iterators of DataLoader._get_iterator, and the class that reads the batches of a data set.
+from .._compat.torch import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from .clone_loader import clone_loader
+
+__all__ = ["BeginsWithWorker", "StreamLoader", "can_be_read", "is_stateful"]
+
+
+def can_be_read(loader: DataLoader) -> bool:
+    """Whether a `StreamLoader` can replace `loader` and track its position.
+
+    Batches that workers deliver in any order have no position. torch shares a DataPipe among workers, and for that it
+    must be the loader's own data set.
+    """
+    return loader.num_workers == 0 or (loader.in_order and not isinstance(loader.dataset, IterDataPipe))
+
+
+class StreamLoader(DataLoader):
+    """A DataLoader of an `IterableDataset` with `state_dict` and `load_state_dict`."""
+
+    _iterator: Any
+    _loaded: dict[str, Any] | None = None
+
+    def _get_iterator(self) -> Any:
+        loaded, self._loaded = self._loaded, None
+        if self.num_workers == 0:
+            return _HereIterator(self, loaded)
+        self.check_worker_number_rationality()  # torch: as DataLoader._get_iterator does
+        return _WorkersIterator(self, loaded)
+
+    def __iter__(self) -> Any:
+        if self._iterator is not None and self.persistent_workers:
+            self._iterator._reset(self)
+        else:
+            self._iterator = self._get_iterator()
+        if self._iterator.has_ended:  # in the state that was loaded
+            if self.persistent_workers:
+                self._iterator._reset(self)
+            else:
+                self._iterator = self._get_iterator()
+        return self._iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the latest batch; empty if nothing was read or loaded."""
+        if self._iterator is None:
+            return self._loaded or {}
+        return self._iterator.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next iterator continue at a position; an empty state means the start."""
+        self._iterator = None
+        self._loaded = state or None
+
+
+class _HereIterator(_SingleProcessDataLoaderIter):
+    """Iterates in this process, without workers."""
+
+    def __init__(self, loader: DataLoader, loaded: dict[str, Any] | None) -> None:
+        if loaded is not None:
+            _load(loader.dataset, loaded)
+        super().__init__(loader)
+        self.has_ended = False
+        if loaded is not None:
+            self._restore(loaded)
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        if is_stateful(self._dataset) or is_stateful(self._dataset_fetcher.dataset_iter):
+            _continue(self._dataset_fetcher, loaded)
+        else:
+            _read_again(self, loaded["_num_yielded"], self._dataset)
+        self._num_yielded, self.has_ended = loaded["_num_yielded"], loaded["_iterator_finished"]
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.has_ended = True
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **_place(self._dataset_fetcher),
+            **_OF_SAMPLER,
+            "_sampler_iter_yielded": self._num_yielded,
+            "_num_yielded": self._num_yielded,
+            "_iterator_finished": self.has_ended,
+        }
+
+
+class BeginsWithWorker:
+    """Mixin for iterators with workers: the first pass starts with the worker `_first`, where another run stopped."""
+
+    _first: int
+
+    # torch: the cycle of worker turns; torch restarts it at the first worker in each pass.
+    @property
+    def _worker_queue_idx_cycle(self) -> Any:
+        return self._turns
+
+    @_worker_queue_idx_cycle.setter
+    def _worker_queue_idx_cycle(self, turns: Any) -> None:
+        self._turns, self._first = islice(turns, self._first, None), 0
+
+
+class _WorkersIterator(BeginsWithWorker, _MultiProcessingDataLoaderIter):
+    """Iterates with workers, and separates their positions from the batches."""
+
+    def __init__(self, loader: DataLoader, loaded: dict[str, Any] | None) -> None:
+        snapshot = {} if loaded is None else loaded["_snapshot"]
+        workers = snapshot.get("_worker_snapshots", {})
+        # Without states the batches of the pass are read again, by workers with the same seeds.
+        is_again = not any(_has_state(place) for place in workers.values())
+        self._given_seed = snapshot.get("_main_snapshot", {}).get("_base_seed")
+        self._first = 0 if is_again else snapshot["_last_yielded_worker_id"] + 1
+        self._places: dict[str, Any] = {}
+        batches = _Batches(loader, {} if is_again else workers)
+        # A batch of the stream is a sample of `batches`.
+        how: dict[str, Any] = {
+            "batch_size": None,
+            "batch_sampler": None,
+            "collate_fn": _as_it_is,
+            "worker_init_fn": batches.begin,
+        }
+        super().__init__(clone_loader(loader, dataset=batches, **how))
+        self._given_seed = None
+        if loaded is not None:
+            if is_again:
+                _read_again(self, snapshot["_snapshot_step"], loader.dataset)
+            self._restore(loaded)
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        snapshot = loaded["_snapshot"]
+        self._latest, self._num_yielded = snapshot["_last_yielded_worker_id"], snapshot["_snapshot_step"]
+        for _ in range(loaded["_steps_since_snapshot"]):  # torchdata: with snapshot_every_n_steps > 1
+            next(self)
+        self.has_ended = loaded["_iterator_finished"]
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._latest, self.has_ended = self._num_workers - 1, False
+        super()._reset(loader, first_iter)
+        for _ in range(self._num_workers):  # each worker's first item is its initial position
+            self._places.update([super()._next_data()[1].content])
+
+    # torch: the seed of the workers; each iterator draws a new one.
+    @property
+    def _base_seed(self) -> int:
+        return self._seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        self._seed = drawn if self._given_seed is None else self._given_seed
+
+    def _next_data(self) -> Any:
+        while True:
+            try:
+                batch, place = super()._next_data()
+            except StopIteration:
+                self.has_ended = True
+                raise
+            self._places.update([place.content])
+            if place.has_batch:
+                self._latest = place.worker
+                return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        main = {**_OF_SAMPLER, "_num_workers": self._num_workers, "_sampler_iter_yielded": self._num_yielded}
+        return {
+            "_snapshot": {
+                "_snapshot_step": self._num_yielded,
+                "_last_yielded_worker_id": self._latest,
+                "_main_snapshot": {**main, "_base_seed": self._base_seed},
+                "_worker_snapshots": dict(self._places),
+            },
+            "_steps_since_snapshot": 0,
+            "_iterator_finished": self.has_ended,
+        }
+
+
+class _Batches(IterableDataset[Any]):
+    """Reads a stream in a worker, in batches.
+
+    Args:
+        loader: the loader whose data set and settings are used.
+        places: the positions at which the workers continue.
+    """
+
+    def __init__(self, loader: DataLoader, places: dict[str, Any]) -> None:
+        self.dataset: Any = loader.dataset
+        self._how = loader._auto_collation, loader.collate_fn, loader.drop_last
+        self._indices = [None] * (loader.batch_size or 1)
+        self._users_init, self._places = loader.worker_init_fn, places
+
+    def begin(self, worker: int) -> None:
+        """Replaces `worker_init_fn`: shows the user's data set in the worker's info, and calls the user's function."""
+        object.__setattr__(get_worker_info(), "dataset", self.dataset)  # the object is frozen
+        if self._users_init is not None:
+            self._users_init(worker)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker: Any = get_worker_info()
+        place = self._places.pop(_key(worker.id), None)
+        if place is not None:
+            _load(self.dataset, place)
+        fetcher: Any = _DatasetKind.create_fetcher(_DatasetKind.Iterable, self.dataset, *self._how)
+        if place is not None:
+            _continue(fetcher, place)
+        return self._read(fetcher, worker.id)
+
+    def _read(self, fetcher: Any, worker: int) -> Iterator[tuple[Any, "_Place"]]:
+        yield None, _Place(worker, fetcher, has_batch=False)
+        while True:
+            try:
+                batch = fetcher.fetch(self._indices)
+            except StopIteration:
+                break
+            yield batch, _Place(worker, fetcher, has_batch=True)
+        fetcher.ended = True
+        yield None, _Place(worker, fetcher, has_batch=False)
+
+
+class _Place:
+    """The position of a worker, copied because it is sent later. Not a tuple, which pin_memory would traverse."""
+
+    def __init__(self, worker: int, fetcher: Any, *, has_batch: bool) -> None:
+        self.worker, self.has_batch = worker, has_batch
+        self.content = _key(worker), {"worker_id": worker, **copy.deepcopy(_place(fetcher))}
+
+
+_OF_SAMPLER: dict[str, Any] = {
+    "_sampler_iter_state": None,
+    "_index_sampler_state": None,
+    "_IterableDataset_len_called": None,
+    "_shared_seed": None,
+}
+"""Other entries of a torchdata state; they have no meaning for a stream."""
+
+
+def _key(worker: int) -> str:
+    return f"worker_{worker}"
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def is_stateful(part: Any) -> bool:
+    """Whether a loader, a data set or its iterator has `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _read_again(batches: Iterator[Any], count: int, dataset: Any) -> None:
+    """Reads the first batches of a stream that has no state."""
+    if (num_batches := sum(1 for _ in islice(batches, count))) < count:
+        name = type(getattr(dataset, "dataset", dataset)).__name__  # of the user's data set inside a proxy
+        raise ValueError(
+            f"{name} has {num_batches} batches, but {count} were read before the checkpoint: use the same data, or load"
+            " the weights alone to begin an epoch."
+        )
+
+
+def _place(fetcher: Any) -> dict[str, Any]:
+    """Returns the states of a stream and of its iterator, which may be the same object."""
+    dataset, samples = fetcher.dataset, fetcher.dataset_iter
+    is_apart = samples is not dataset and is_stateful(dataset)
+    return {
+        "dataset_state": dataset.state_dict() if is_apart else None,
+        "fetcher_state": {
+            "dataset_iter_state": samples.state_dict() if is_stateful(samples) else None,
+            "fetcher_ended": fetcher.ended,
+        },
+    }
+
+
+def _has_state(place: dict[str, Any]) -> bool:
+    return place["dataset_state"] is not None or place["fetcher_state"]["dataset_iter_state"] is not None
+
+
+def _load(dataset: Any, place: dict[str, Any]) -> None:
+    """Loads the state of a stream before it is iterated."""
+    if place["dataset_state"] is not None and is_stateful(dataset):
+        dataset.load_state_dict(place["dataset_state"])
+
+
+def _continue(fetcher: Any, place: dict[str, Any]) -> None:
+    """Loads the state of a stream's iterator."""
+    if place["fetcher_state"]["dataset_iter_state"] is not None and is_stateful(fetcher.dataset_iter):
+        fetcher.dataset_iter.load_state_dict(place["fetcher_state"]["dataset_iter_state"])
+    fetcher.ended = place["fetcher_state"]["fetcher_ended"]

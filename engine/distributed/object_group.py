@@ -1,0 +1,94 @@
+"""Object collectives on the host: plain values over the hosts' network; devices neither take part nor wait."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SELF", "WORLD", "ObjectGroup", "num_ranks"]
+
+_made: list[Any] = [None, None]
+"""The default group, and the group beside it that was made for plain values."""
+
+
+def num_ranks() -> int:
+    """Number of processes that are connected; 1 where none are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _everyone() -> Any:
+    """A gloo group of all ranks, for their main threads."""
+    default = dist.group.WORLD
+    if dist.get_backend(default) == "gloo":
+        return default
+    if _made[0] is not default:
+        _made[:] = default, dist.new_group(backend="gloo")
+    return _made[1]
+
+
+class ObjectGroup:
+    """Ranks that tell each other plain values: all of them call the same methods, in the same order.
+
+    Args:
+        group: a gloo group; None for all ranks that are connected.
+        is_alone: this rank talks to nobody.
+    """
+
+    def __init__(self, group: Any = None, *, is_alone: bool = False) -> None:
+        self._group = group
+        self._is_alone = is_alone
+
+    @property
+    def process_group(self) -> Any:
+        """The gloo group they are, by which torch can have them work together; None where there is none."""
+        return None if self.size == 1 else self._group or _everyone()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        if self._is_alone:
+            return 1
+        return num_ranks() if self._group is None else dist.get_world_size(self._group)
+
+    @property
+    def rank(self) -> int:
+        """The index of this rank in the group."""
+        return 0 if self.size == 1 else dist.get_rank(self._group)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in their order, on every rank; pickle must be able to take them."""
+        values = [value] * self.size
+        if len(values) > 1:
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in their order, on the first rank; the lists of the others mean nothing."""
+        values = [value] * self.size
+        if len(values) > 1:
+            dist.gather_object(value, values if self.rank == 0 else None, group=self.process_group, group_dst=0)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns the first rank's value on every rank."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, group=self.process_group, group_src=0)
+        return values[0]
+
+    def all_gather_ints(self, value: int) -> list[int]:
+        """Returns the numbers of all ranks, in their order, on every rank: one all-reduce of a number per rank."""
+        said = torch.zeros(self.size, dtype=torch.int64)
+        if len(said) == 1:
+            return [value]
+        said[self.rank] = value
+        dist.all_reduce(said, group=self.process_group)
+        return said.tolist()
+
+    def all_gather_bools(self, value: bool) -> list[bool]:
+        """Returns the flags of all ranks, in their order, on every rank."""
+        return [bool(flag) for flag in self.all_gather_ints(value)]
+
+
+WORLD = ObjectGroup()
+SELF = ObjectGroup(is_alone=True)

@@ -1,0 +1,54 @@
+"""Declared waits for other ranks: a thread says what it waits for, and the watchdog of its process reads it.
+
+Collectives of torch need none: the watchdog finds them in the stack of the thread (`reliability/heartbeat.py`).
+"""
+
+import threading
+from contextlib import suppress
+from types import TracebackType
+
+__all__ = ["current_wait", "wait_that_raised", "waiting"]
+
+_waits: dict[int, list[str]] = {}
+"""The declared waits of each thread, the innermost last, by the thread's identifier."""
+_ATTRIBUTE = "_polyphase_wait"
+
+
+class waiting:  # noqa: N801 (a context manager, named as a function is)
+    """Context manager around a wait for other ranks. It costs an append and a pop: no lock, no system call.
+
+    Args:
+        what: is waited for, in the words of reports: "waits for other ranks in <what>".
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        _waits.setdefault(threading.get_ident(), []).append(self._what)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _waits[threading.get_ident()].pop()
+        # The report of a failure is made when the wait is over: the innermost wait stays with the exception.
+        if error is not None and wait_that_raised(error) is None:
+            with suppress(AttributeError, TypeError):  # some exceptions take no attributes
+                setattr(error, _ATTRIBUTE, self._what)
+
+
+def current_wait(thread: int) -> str | None:
+    """The innermost wait that a thread of this process has declared; None if it does not wait.
+
+    Args:
+        thread: its identifier, as of `threading.get_ident`.
+    """
+    waits = _waits.get(thread, [])[-1:]  # one operation: the thread goes on meanwhile
+    return waits[0] if waits else None
+
+
+def wait_that_raised(error: BaseException) -> str | None:
+    """The wait in which an exception was raised; None if it was raised in no declared wait."""
+    return getattr(error, _ATTRIBUTE, None)

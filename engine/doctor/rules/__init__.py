@@ -1,0 +1,60 @@
+"""The rules of the verdict: a table of causes with their thresholds, and one pure function for each, by topic."""
+
+from .between import checkpoint_stall, slow_callback, slow_logging, slow_validation
+from .data import padding, slow_copy, slow_loader, uneven_data
+from .finding import Finding, Rule
+from .health import (
+    dead_parameters,
+    gradient_spikes,
+    loss_scale_falls,
+    lr_stands_still,
+    replicas_differ,
+)
+from .host import device_reads, memory_leak, thread_oversubscription, unused_parameter_search
+from .ranks import exposed_communication, slow_rank, unequal_stages, varying_steps
+
+__all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
+
+MIN_STEPS = 10
+"""Optimizer steps below which nothing is judged."""
+
+RULES = (
+    Rule(cause="slow_loader", threshold=0.10, find=slow_loader,
+         of="share of the time in data wait: of one rank beyond the others, or of all"),
+    Rule(cause="slow_copy", threshold=0.10, find=slow_copy, of="share of the time in copies to the device"),
+    Rule(cause="slow_rank", threshold=0.15, find=slow_rank,
+         of="share of a step that one rank computes longer than the median of the others, and 1.2 times as long;"
+            " called uneven_data or busy_neighbour where samples or the run queue explain it"),
+    Rule(cause="unequal_stages", threshold=0.10, find=unequal_stages,
+         of="share of a step that the slowest pipeline stage computes longer than the mean, and 1.2 times as long"),
+    Rule(cause="slow_callback", threshold=0.05, find=slow_callback, of="share of the time in one class's hooks"),
+    Rule(cause="slow_logging", threshold=0.05, find=slow_logging, of="share of the time in loggers"),
+    Rule(cause="checkpoint_stall", threshold=0.05, find=checkpoint_stall, of="share of the time in saves"),
+    Rule(cause="exposed_communication", threshold=0.15, find=exposed_communication,
+         of="share of the time in exposed communication, mean over ranks; called sync_while_accumulating where"
+            " gradients are averaged 1.5 times or more for an optimizer step, and small_buckets below bucket_cap_mb=1"),
+    Rule(cause="device_reads", threshold=1, find=device_reads,
+         of="reads of an accelerator in the `training_step` that was watched"),
+    Rule(cause="thread_oversubscription", threshold=0.10, find=thread_oversubscription,
+         of="share of the time without a CPU, where threads outnumber CPUs"),
+    Rule(cause="padding", threshold=0.20, find=padding, of="share of padding among the tokens"),
+    Rule(cause="uneven_data", threshold=0.05, find=uneven_data, of="share of filler batches on a rank"),
+    Rule(cause="slow_validation", threshold=0.30, find=slow_validation, of="share of the time in validation"),
+    Rule(cause="replicas_differ", threshold=1e-9, find=replicas_differ,
+         of="relative difference between the checksums of parameters that ranks must have in common"),
+    Rule(cause="gradient_spikes", threshold=20, find=gradient_spikes,
+         of="times the median of the gradient norms of a rank, at one that was looked at"),
+    Rule(cause="loss_scale_falls", threshold=64, find=loss_scale_falls,
+         of="times that the loss scale has fallen below its largest value, and stayed there"),
+    Rule(cause="dead_parameters", threshold=3, find=dead_parameters,
+         of="looks, all of which found a parameter without gradient on all ranks"),
+    Rule(cause="lr_stands_still", threshold=3, find=lr_stands_still,
+         of="times that a learning rate scheduler was due since it was last stepped"),
+    Rule(cause="memory_leak", threshold=0.1, find=memory_leak,
+         of="growth of the memory of a rank's process, as a share of it, that has not slowed down by half"),
+    Rule(cause="unused_parameter_search", threshold=3, find=unused_parameter_search,
+         of="looks, none of which found a parameter without gradient, under find_unused_parameters"),
+    Rule(cause="varying_steps", threshold=0.15, find=varying_steps,
+         of="share of the time in which even the rank that waits least waits for the others"),
+)  # fmt: skip
+"""All causes; docs/doctor.md has the same table."""

@@ -1,0 +1,98 @@
+"""Rules about the host of a step: reads of the device, threads, memory; searches of the graph."""
+
+from statistics import median
+
+from ..figures import Figures
+from .finding import Finding, at, option
+
+__all__ = ["device_reads", "memory_leak", "thread_oversubscription", "unused_parameter_search"]
+
+_MIN_INTERVALS = 5
+"""Intervals below which no growth of memory is called a leak."""
+
+
+def device_reads(figures: Figures, threshold: float) -> Finding | None:
+    """`training_step` reads from the device, and so waits for it."""
+    counts = {rank: sum(total.reads.values()) for rank, total in figures.totals.items()}
+    rank = max(counts, key=lambda each: counts[each])
+    if counts[rank] < threshold or figures.ranks[rank].device == "cpu":
+        return None
+    reads = figures.totals[rank].reads
+    worst = max(reads, key=lambda each: reads[each])
+    return Finding(
+        cause="device_reads",
+        evidence=f"training_step reads from the device {counts[rank]} times: {worst}",
+        numbers={"reads": counts[rank]},
+        remedy="keep it a tensor (`detach()`), and hand that to self.log, which reads when somebody looks",
+    )
+
+
+def thread_oversubscription(figures: Figures, threshold: float) -> Finding | None:
+    """The ranks of a host have more threads than it has CPUs, and wait for these."""
+    info = figures.info
+    wanted = info.num_threads * info.local_ranks
+    queued = [(t.runqueue_s or 0.0) / max(t.wall_s, 1e-12) for t in figures.totals.values()]
+    share = sum(queued) / len(queued)
+    if info.device != "cpu" or info.num_threads == 1 or wanted <= info.num_cpus or share < threshold:
+        return None
+    fitting = max(1, int(info.num_cpus / max(info.local_ranks, 1)))
+    return Finding(
+        cause="thread_oversubscription",
+        host=info.host,
+        evidence=f"{info.local_ranks} ranks of {info.num_threads} threads share {info.num_cpus:g} CPUs, and have none"
+        f" for {share:.0%} of the time",
+        numbers={"threads": wanted, "cpus": info.num_cpus, "share": share},
+        remedy=f"OMP_NUM_THREADS={fitting}",
+        gain=share,
+    )
+
+
+def memory_leak(figures: Figures, threshold: float) -> Finding | None:
+    """The memory of a process grows without end."""
+    noted = {
+        rank: [(each.step, each.rss_mb) for each in intervals if each.rss_mb is not None]
+        for rank, intervals in figures.series.items()
+    }
+    if min(map(len, noted.values())) < _MIN_INTERVALS:
+        return None
+    grown: dict[int, float] = {}
+    for rank, series in noted.items():
+        sizes = [mb for _, mb in series]
+        middle = sizes[len(sizes) // 2]
+        goes_on = sizes[-1] - middle >= (middle - sizes[0]) / 2  # what is allocated once and kept does not
+        grown[rank] = (sizes[-1] - sizes[0]) / max(sizes[0], 1.0) if goes_on else 0.0
+    rank = max(grown, key=lambda each: grown[each])
+    if grown[rank] < threshold:
+        return None
+    (first_step, first_mb), *_, (last_step, last_mb) = noted[rank]
+    per_step = (last_mb - first_mb) / max(last_step - first_step, 1)
+    others = median([each for other, each in grown.items() if other != rank] or [grown[rank]])
+    where = at(figures, rank, len(grown) > 1 and others < grown[rank] / 2)
+    who = f"rank {rank}" if where else "each rank"
+    return Finding(
+        cause="memory_leak",
+        evidence=f"the memory of {who} grows by {per_step:.3g} MB a step: from {first_mb:.0f} to {last_mb:.0f} MB",
+        numbers={"mb_per_step": per_step, "from_mb": first_mb, "to_mb": last_mb},
+        remedy="keep nothing of each step: `loss.detach()` in lists and sums, no batches on `self`; and look at caches",
+        **where,
+    )
+
+
+def unused_parameter_search(figures: Figures, threshold: float) -> Finding | None:
+    """Each step searches the graph for parameters without gradient, and there are none."""
+    info = figures.info
+    is_on = option(info, "find_unused_parameters") == "true" or "find_unused_parameters_true" in str(
+        info.flags.get("strategy")
+    )
+    looks = [
+        [each.without_gradient for each in intervals if each.without_gradient is not None]
+        for intervals in figures.series.values()
+    ]
+    if not is_on or len(figures.totals) < 2 or min(map(len, looks)) < threshold or any(map(any, looks)):
+        return None
+    return Finding(
+        cause="unused_parameter_search",
+        evidence=f"each step searches for parameters without gradient; in {min(map(len, looks))} looks there were none",
+        numbers={"looks": min(map(len, looks))},
+        remedy="leave out find_unused_parameters, unless some batches use fewer parameters than those looked at",
+    )

@@ -1,0 +1,163 @@
+"""Rules about what one rank computes beside the others, and how ranks wait for each other."""
+
+from collections.abc import Callable
+from statistics import median
+
+from ..figures import Figures, Outlier
+from .finding import RATIO, Finding, ms, option
+
+__all__ = ["exposed_communication", "slow_rank", "unequal_stages", "varying_steps"]
+
+_SYNCS_A_STEP = 1.5
+"""Averaged backwards for each optimizer step from which on some of them are not needed."""
+_SMALL_BUCKET_MB = 1.0
+"""The size that torch has for its first bucket."""
+
+
+def slow_rank(figures: Figures, threshold: float) -> Finding | None:
+    """One rank computes longer than the others, by more samples, for want of a CPU, or for itself."""
+    if len(figures.totals) < 2 or figures.info.layout.get("pp", 1) > 1:
+        return None
+    found = figures.outlier(lambda rank: figures.step_seconds("compute", rank))
+    share = found.excess / max(figures.step_s, 1e-12)
+    if share < threshold or found.value < RATIO * found.others:
+        return None
+    host = figures.ranks[found.rank].host
+    evidence = f"rank {found.rank} ({host}) computes for {ms(found.value)} a step, the others for {ms(found.others)}"
+    cause, why, remedy = _why_slow(figures, found)
+    numbers = {"step_ms": 1e3 * found.value, "others_ms": 1e3 * found.others, "share": share}
+    return Finding(
+        cause=cause, ranks=(found.rank,), host=host, evidence=f"{evidence}; {why}", numbers=numbers, remedy=remedy,
+        gain=share,
+    )  # fmt: skip
+
+
+def _why_slow(figures: Figures, found: Outlier) -> tuple[str, str, str]:
+    """Returns the cause's name, what shows it, and what mends it."""
+    rank = found.rank
+    samples = figures.outlier(lambda each: figures.totals[each].num_samples or 0)
+    if samples.rank == rank and samples.others and samples.excess / samples.others * found.others > found.excess / 2:
+        why = f"it has {samples.value / samples.others:.2g} times as many samples"
+        return "uneven_data", why, "deal the samples evenly: leave the distributed sampler to the engine"
+    queued = _excess_per_step(figures, rank, lambda each: figures.totals[each].runqueue_s)
+    busy = _excess_per_step(figures, rank, lambda each: figures.totals[each].cpu_s)
+    if queued is not None and queued > found.excess / 2:
+        why = f"for {ms(queued)} more than the others it is ready, and other processes have its CPU"
+        remedy = f"end what else computes on {figures.ranks[rank].host}, or give each rank CPUs of its own (taskset)"
+        return "busy_neighbour", why, remedy
+    if busy is not None and busy < found.excess / 2 and figures.ranks[rank].device == "cpu":
+        why = f"its thread computes for {ms(max(busy, 0.0))} more than the others, and else waits for something"
+        return "slow_rank", why, "look for reads of files, locks and sleeps in `training_step` on this rank"
+    remedy = f"compare clock, temperature and other users of the device on {figures.ranks[rank].host}; or leave it out"
+    return "slow_rank", "with as many samples", remedy
+
+
+def _excess_per_step(figures: Figures, rank: int, seconds: Callable[[int], float | None]) -> float | None:
+    """Returns by how many seconds a step `rank` has more than the median of the others; None if not known."""
+    if any(seconds(each) is None for each in figures.totals):
+        return None
+    per_step = {each: (seconds(each) or 0.0) / max(figures.totals[each].num_steps, 1) for each in figures.totals}
+    return per_step[rank] - median(value for each, value in per_step.items() if each != rank)
+
+
+def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
+    """A stage of the pipeline computes longer than the others."""
+    num_stages = figures.info.layout.get("pp", 1)
+    if num_stages < 2 or figures.info.world_size != len(figures.totals):
+        return None
+    per_stage = figures.info.world_size // num_stages
+    stages = {
+        stage: [figures.step_seconds("compute", rank) for rank in figures.totals if rank // per_stage == stage]
+        for stage in range(num_stages)
+    }
+    means = {stage: sum(values) / max(len(values), 1) for stage, values in stages.items()}
+    mean = sum(means.values()) / num_stages
+    slowest = max(means, key=lambda stage: means[stage])
+    share = (means[slowest] - mean) / max(figures.step_s, 1e-12)
+    if share < threshold or means[slowest] < RATIO * mean:
+        return None
+    ranks = tuple(rank for rank in figures.totals if rank // per_stage == slowest)
+    each = ", ".join(ms(means[stage]) for stage in range(num_stages))
+    return Finding(
+        cause="unequal_stages",
+        ranks=ranks,
+        host=figures.ranks[ranks[0]].host,
+        evidence=f"stage {slowest} computes for {ms(means[slowest])} a step, the mean is {ms(mean)} ({each})",
+        numbers={"step_ms": 1e3 * means[slowest], "mean_ms": 1e3 * mean, "stage": slowest, "share": share},
+        remedy=f"move layers away from stage {slowest}: `pipeline_stages()` of the module says where it is cut",
+        gain=share,
+    )
+
+
+def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
+    """Collectives are not hidden behind computing."""
+    if len(figures.totals) < 2:
+        return None
+    shares = [figures.share("communication", rank) for rank in figures.totals]
+    share = sum(shares) / len(shares)
+    if share < threshold:
+        return None
+    more = _why_exposed(figures, share)
+    if more is not None:
+        return more
+    info = figures.info
+    remedy = {
+        "ddp": "compression='bf16' or 'auto' (`polyphase bench-comm` measures which one pays)",
+        "zero1": "compression='bf16' or 'auto' (`polyphase bench-comm` measures which one pays)",
+        "fsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or hsdp, which gathers within a node",
+        "hsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or compression='bf16'",
+        "tp": "fewer ranks along tp, and fsdp or ddp for the others",
+        "pp": "more micro-batches: pp:microbatches=...",
+        "local_sgd": "a larger local_sgd:every",
+        "diloco": "a larger diloco:every",
+        "ps": "compression, or a larger ps:staleness",
+    }.get(info.strategy.partition(":")[0].partition("+")[0], "a larger batch")
+    if info.strategy.startswith(("ddp", "zero1", "fsdp", "hsdp")):
+        remedy += f"; or accumulate_grad_batches={2 * info.accumulate_grad_batches}, which sends half as often"
+    return Finding(
+        cause="exposed_communication",
+        evidence=f"collectives that nothing hides take {share:.0%} of the time, without waiting for slower ranks",
+        numbers={"share": share},
+        remedy=remedy,
+        gain=share,
+    )
+
+
+def _why_exposed(figures: Figures, share: float) -> Finding | None:
+    """Returns the more precise cause, if there is one: averages that are not needed, or in small buckets."""
+    total = figures.totals[min(figures.totals)]
+    if total.num_syncs is not None and total.num_syncs >= _SYNCS_A_STEP * total.num_steps:
+        syncs = total.num_syncs / max(total.num_steps, 1)
+        return Finding(
+            cause="sync_while_accumulating",
+            evidence=f"gradients are averaged {syncs:.3g} times for each optimizer step, for {share:.0%} of the time",
+            numbers={"share": share, "syncs": syncs},
+            remedy="`with self.trainer.model.no_sync():` around all backwards of a step but the last; or"
+            f" automatic optimization with accumulate_grad_batches={round(syncs)}",
+            gain=share * (1.0 - 1.0 / syncs),
+        )
+    size_mb = option(figures.info, "bucket_cap_mb")
+    if size_mb is not None and float(size_mb) < _SMALL_BUCKET_MB:
+        return Finding(
+            cause="small_buckets",
+            evidence=f"averaging gradients in buckets of {float(size_mb):g} MiB takes {share:.0%} of the time",
+            numbers={"share": share, "bucket_mb": float(size_mb)},
+            remedy="leave out bucket_cap_mb, which is 25 by default: few large collectives cost less than many",
+            gain=share,
+        )
+    return None
+
+
+def varying_steps(figures: Figures, threshold: float) -> Finding | None:
+    """Ranks wait for each other in turn, and none of them is slow by itself."""
+    shares = [figures.share("waiting", rank) for rank in figures.totals]
+    share = min(shares)
+    if len(shares) < 2 or share < threshold:
+        return None
+    return Finding(
+        cause="varying_steps",
+        evidence=f"every rank waits for the others in turn, for at least {share:.0%} of the time",
+        numbers={"share": share},
+        remedy="make steps alike: batches of one length (LengthBucketing), the same work on all ranks",
+        gain=share,
+    )

@@ -1,0 +1,1 @@
+"""Starting the processes of a run, and finding out who has started them."""

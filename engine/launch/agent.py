@@ -1,0 +1,91 @@
+"""torchrun that ends when the host of its rendezvous has gone silent; `polyphase launch` is this on several machines.
+
+    python -m polyphase.engine.launch.agent [torchrun options] script.py [arguments]
+
+torchrun keeps a connection to the key-value store at the rendezvous endpoint. Where that host has lost its power, or
+the network drops packets, it waits in a store call until its kernel gives the connection up: a quarter of an hour or
+more, long after its ranks have ended. So a thread asks the kernel of that host, by a new connection each time, and ends
+torchrun and its ranks when there has been no answer for too long.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+
+from ..distributed.host_liveness import Sign, ring
+
+__all__ = ["main", "watch"]
+
+LONGEST_S = 60.0
+"""The longest silence of the host; ranks have found out by then, and have written their reports."""
+_PERIOD_S = 2.0
+_LAST_WORDS_S = 10.0
+"""The time that the ranks have between SIGTERM and SIGKILL."""
+
+
+def main(words: list[str]) -> None:
+    """Does what torchrun does with these words."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.run import get_rdzv_endpoint, parse_args, run
+
+    options = parse_args(words)
+    place = _place(get_rdzv_endpoint(options))
+    if place is not None:
+        threading.Thread(target=watch, args=place, name="polyphase-rendezvous", daemon=True).start()
+    record(run)(options)
+
+
+def watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
+    """Ends this process, and all that it has started, once the host at `address` has been silent for `longest_s`.
+
+    One that has never answered is waited for, as torchrun itself says how long. One that answers that nobody listens
+    there is not silent: torchrun learns it, too.
+    """
+    silent_s = 0.0
+    has_answered = False
+    before = time.monotonic()
+    while silent_s < longest_s:
+        time.sleep(_PERIOD_S)
+        sign, now = ring(address, port), time.monotonic()
+        has_answered |= sign is Sign.LIVES
+        # Time in which this machine slept does not count.
+        silent_s = silent_s + min(now - before, 3 * _PERIOD_S) if has_answered and sign is Sign.UNKNOWN else 0.0
+        before = now
+    print(
+        f"polyphase launch: the host of the rendezvous, {address}:{port}, has not answered for {silent_s:.0f} s. The"
+        " job can't go on without it: this machine's processes end. Start the job again once the host is back.",
+        file=sys.stderr,
+        flush=True,
+    )
+    _end_children()
+    os._exit(1)  # torchrun itself stands in a call to the store that does not return
+
+
+def _end_children() -> None:
+    children = psutil.Process().children(recursive=True)
+    _send(children, signal.SIGTERM)
+    _send(psutil.wait_procs(children, timeout=_LAST_WORDS_S)[1], signal.SIGKILL)
+
+
+def _send(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _place(endpoint: str) -> tuple[str, int] | None:
+    """Host and port of a rendezvous endpoint; None where it is on this machine or names no port, as with etcd."""
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal():
+        host, port = endpoint, "29400"  # torch: c10d_rendezvous_backend.DEFAULT_PORT
+    is_here = host in ("", "localhost", "127.0.0.1", "::1")
+    return None if is_here or int(port) == 0 else (host.strip("[]"), int(port))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,239 @@
+"""The launcher of a run's processes, and the numbers that say which of them this one is.
+
+Whatever says that there are several processes makes them one run, or is refused by name: N lone runs that write into
+one folder would all end with exit code 0. Lightning knows torchrun, SLURM and LSF; the others are here.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LSFEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from ..flags import check_count
+
+__all__ = ["LaunchedEnvironment", "environment_of_launcher", "launched_sizes", "launcher_name", "resolve_sizes"]
+
+
+class _Names(NamedTuple):
+    """The variables in which a launcher says which of its processes one is."""
+
+    size: str
+    rank: str
+    local_rank: str
+    """The variable of the rank among the processes of this machine."""
+    local_size: str
+
+
+_PLAIN = "RANK and WORLD_SIZE"
+_MPI = {
+    "Open MPI": _Names(*(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
+    "MVAPICH": _Names(*(f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
+    "mpiexec": _Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""Launchers that come before SLURM: if one starts processes within its allocation, SLURM's numbers are not theirs."""
+_OTHERS = {
+    "LSF": _Names(*(f"JSM_NAMESPACE_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
+    # submitit's own processes are all on one machine; on others it is SLURM that starts them.
+    "submitit": _Names(*(f"SUBMITIT_LOCAL_{name}" for name in ("NTASKS", "GLOBALID", "LOCALID", "NTASKS"))),
+    _PLAIN: _Names("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+_JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HYDRA_JOBID", "SUBMITIT_LOCAL_JOB_ID", "PBS_JOBID")
+"""Variables that all processes of a job have in common, and no other job has."""
+_PORTS = range(20_000, 30_000)
+"""Ports below those that systems give away by themselves."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def launcher_name() -> str | None:
+    """``"torchrun"``, ``"SLURM"``, ``"Open MPI"``, ...; None where nobody has started several processes."""
+    if TorchElasticEnvironment.detect():
+        return "torchrun"
+    if (name := _found(_MPI)) is not None:
+        return name
+    # SLURM_NTASKS_PER_NODE and friends also exist in an interactive allocation, which starts one process only.
+    if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        return "SLURM"
+    return _found(_OTHERS)
+
+
+def launched_sizes() -> tuple[int, int] | None:
+    """(processes in all, processes per node) as the launcher has them; 0 for what it does not say; None without one."""
+    launcher = launcher_name()
+    if launcher is None:
+        return None
+    if launcher == "SLURM":
+        total = int(os.environ["SLURM_NTASKS"])
+        num_nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "0")))
+        return total, _whole_share(total, num_nodes) if num_nodes else 0
+    names = _names(launcher)
+    is_one_per_node = launcher == _PLAIN and names.local_rank not in os.environ
+    return int(os.environ[names.size]), int(os.environ.get(names.local_size, "1" if is_one_per_node else "0"))
+
+
+def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> tuple[Any, int]:
+    """`devices` and `num_nodes` to hand to Lightning, completed from the launcher.
+
+    A `ClusterEnvironment` among the plugins (`KubeflowEnvironment`, say) knows its processes itself, where the launcher
+    is none of Lightning's.
+
+    Raises:
+        ValueError: the flags contradict the launcher; the message has the flags that fit it. Or there are several
+            processes, of which nothing says how they make one run.
+    """
+    check_count("num_nodes", num_nodes)
+    launched = launched_sizes()
+    if launched is None:
+        _check_alone()
+        return devices, num_nodes
+    if LaunchedEnvironment.detect() and any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        return devices, num_nodes
+    total, per_node = launched
+    num_devices = _count(devices)
+    address = os.environ.get("MASTER_ADDR", "localhost")
+    says_nothing = not per_node and num_nodes == 1 and num_devices is None
+    if says_nothing and launcher_name() != "SLURM" and address not in _LOOPBACK:
+        raise ValueError(
+            f"{launcher_name()} started {total} processes, but nothing says how many of them are on this machine: set"
+            f" {_names(str(launcher_name())).local_size}, or give devices and num_nodes."
+        )
+    per_node = per_node or _whole_share(total, num_nodes)
+    nodes = _whole_share(total, per_node)
+    if num_devices not in (None, per_node) or num_nodes not in (1, nodes):
+        raise ValueError(
+            f"{launcher_name()} started {nodes} node(s) x {per_node} process(es), but the flags say"
+            f" num_nodes={num_nodes} and devices={devices!r}: leave both out, or give num_nodes={nodes},"
+            f" devices={per_node}."
+        )
+    return (per_node if num_devices is None else devices), nodes
+
+
+class LaunchedEnvironment(ClusterEnvironment):
+    """The processes of a launcher that Lightning does not know.
+
+    Args:
+        launcher: its name.
+        num_nodes: as `resolve_sizes` has found.
+
+    Raises:
+        ValueError: its variables contradict each other, or don't say where the processes meet.
+    """
+
+    def __init__(self, launcher: str, num_nodes: int) -> None:
+        super().__init__()
+        names = _names(launcher)
+        self._size, self._rank = int(os.environ[names.size]), int(os.environ[names.rank])
+        per_node = self._size // num_nodes
+        self._node_rank, local_rank = divmod(self._rank, per_node)
+        self._local_rank = int(os.environ.get(names.local_rank, local_rank))
+        if not (0 <= self._rank < self._size and self._local_rank == local_rank):
+            raise ValueError(
+                f"{names.rank}={self._rank} and {names.local_rank}={self._local_rank} don't fit {self._size} processes"
+                f" ({names.size}) on {num_nodes} node(s) of {per_node} each, numbered node by node: set"
+                f" {names.local_size}, or give num_nodes and devices."
+            )
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
+        if (address is None and num_nodes > 1) or (port is None and job is None):
+            raise ValueError(
+                f"{launcher} started {self._size} processes, but nothing says where they meet: set MASTER_ADDR to the"
+                " machine of rank 0 and MASTER_PORT to a free port there, the same for all of them"
+                + (" (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500)." if launcher == "Open MPI" else ".")
+            )
+        self.main_address = address or "127.0.0.1"
+        self.main_port = _port_of(job or "") if port is None else int(port)
+
+    main_address: str = ""  # Lightning: ClusterEnvironment.main_address
+    main_port: int = 0  # Lightning: ClusterEnvironment.main_port
+    creates_processes_externally: bool = True  # Lightning: ClusterEnvironment.creates_processes_externally
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether this process was started by such a launcher."""
+        return launcher_name() in {*_MPI, *_OTHERS} and not LSFEnvironment.detect()
+
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._size
+
+    def global_rank(self) -> int:
+        """The rank of this process."""
+        return self._rank
+
+    def local_rank(self) -> int:
+        """The rank of this process within its node."""
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        """The rank of its node."""
+        return self._node_rank
+
+    def set_world_size(self, size: int) -> None:
+        """Does nothing: Lightning sets what is known from the launcher."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Does nothing: Lightning sets what is known from the launcher."""
+
+
+def environment_of_launcher(plugins: list[Any], num_nodes: int) -> list[Any]:
+    """Returns a cluster environment for the plugins, if a launcher unknown to Lightning has started this process."""
+    if not LaunchedEnvironment.detect() or any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        return []
+    return [LaunchedEnvironment(str(launcher_name()), num_nodes)]
+
+
+def _found(launchers: dict[str, _Names]) -> str | None:
+    # The ranks that Lightning starts have WORLD_SIZE, too, but no RANK.
+    is_named = {name: names.rank in os.environ for name, names in launchers.items()}
+    sizes = {name: int(os.environ.get(launchers[name].size) or "1") for name in launchers if is_named[name]}
+    return next((name for name, size in sizes.items() if size > 1), None)
+
+
+def _names(launcher: str) -> _Names:
+    return (_MPI | _OTHERS).get(launcher) or _OTHERS[_PLAIN]  # torchrun's are the plain ones
+
+
+def _check_alone() -> None:
+    """Refuses to be one of several lone runs."""
+    nodes = os.environ.get("PET_NNODES", "1").rpartition(":")[2]
+    if nodes.isdecimal() and int(nodes) > 1:
+        raise ValueError(
+            f"this is one of {nodes} nodes (PET_NNODES), whose processes torchrun starts: run torchrun, or `polyphase"
+            " launch --`, in front of the script; both take their options from these variables."
+        )
+    rank = os.environ.get("RANK", "0")
+    if rank.isdecimal() and int(rank) > 0 and "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"this is process {rank} of several (RANK), but WORLD_SIZE does not say of how many: set it.")
+
+
+def _port_of(job: str) -> int:
+    return _PORTS[int.from_bytes(hashlib.sha256(job.encode()).digest()[:4]) % len(_PORTS)]
+
+
+def _whole_share(num_processes: int, parts: int) -> int:
+    if num_processes % parts:
+        raise ValueError(
+            f"{launcher_name()} started {num_processes} processes, which is no multiple of {parts}: start the same"
+            " number on every node."
+        )
+    return num_processes // parts
+
+
+def _count(devices: Any) -> int | None:
+    """Number of devices asked for; None for "auto" and for -1 (all)."""
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    text = str(devices).strip()
+    if text in ("auto", "-1"):
+        return None
+    if text.isdecimal() and not isinstance(devices, bool):
+        return int(text)
+    raise ValueError(f"devices must be a whole number of at least 1, -1 (all), a list or 'auto': got {devices!r}.")

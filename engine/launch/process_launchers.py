@@ -1,0 +1,369 @@
+"""Which launcher starts the processes of a strategy, and what comes back from workers that were spawned."""
+
+import atexit
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+# Imported before any process group exists: it binds the default group into function defaults, which would otherwise
+# outlive `destroy_process_group` and abort the process at exit under gloo.
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.strategies.launchers import multiprocessing as launchers
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+# Lightning: the private launcher is the one that its own DDPStrategy uses.
+from .._compat.lightning import _MultiProcessingLauncher
+from ..checkpoint import get_random_state
+from ..distributed.ports import reserve_port
+from ..environment import child_environment, owns_master_port, shows_all_frames
+from ..flags import LAUNCHERS
+from ..initialization.stored_weights import make_room
+from ..reliability.failure import report_failure
+from ..reliability.hard_exit import end_tree
+from ..reliability.parent import watch_parent
+from ..reliability.tracebacks import shorten
+from .generators import pickle_generators
+from .script_launcher import ScriptLauncher
+
+__all__ = ["end_group_at_exit", "make_launcher"]
+
+_INTERRUPTED_S = 3.0
+"""The time that workers have to end after Ctrl-C."""
+_TICK_S = 0.05
+_STOPPED = 128 + signal.SIGTERM
+"""Exit code of a process that was asked to stop, as shells have it."""
+_UNGUARDED = 96
+"""Exit code of a worker that has come to start workers itself, as it ran the script from its first line."""
+_NO_GUARD = """\
+strategy {strategy!r} starts workers that run this script from its first line, and so came to this call themselves:
+put what starts training under `if __name__ == "__main__":`, or leave out _spawn."""
+
+
+def end_group_at_exit() -> None:
+    """Makes this process end its process group before it exits.
+
+    Gloo's threads may otherwise outlive the interpreter, and end a successful run by SIGABRT ("terminate called without
+    an active exception"). Lightning does so for NCCL only.
+    """
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()  # FSDP leaves cycles that hold finished collectives; freed any later, they end in SIGABRT
+
+
+def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """The launcher that a flag's suffix stands for.
+
+    Raises:
+        ValueError: this platform can't start processes in that way.
+    """
+    start_method = LAUNCHERS[suffix]
+    # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
+    if start_method == "popen" or environment.creates_processes_externally:
+        return ScriptLauncher(strategy, environment, num_processes, num_nodes)
+    if start_method not in mp.get_all_start_methods():
+        raise ValueError(
+            f"strategy {strategy!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
+            " none."
+        )
+    return _WorkerLauncher(strategy, start_method=start_method)
+
+
+class _Stored:
+    """Results of a worker in a file: a queue would lend them out of the memory of a process that has ended."""
+
+    def __init__(self, results: Any) -> None:
+        self.path = os.path.join(tempfile.mkdtemp(), "results.pt")
+        torch.save(results, self.path)
+
+    def take(self) -> Any:
+        try:
+            # Any objects: a worker of ours has just written them, to a folder of this user's alone.
+            return torch.load(self.path, weights_only=False)
+        finally:
+            shutil.rmtree(os.path.dirname(self.path))
+
+
+class _Workers(mp.ProcessContext):
+    """Worker processes of which some may fail without ending the others."""
+
+    def __init__(self, started: mp.ProcessContext, can_lose: Callable[[int], bool]) -> None:
+        super().__init__(started.processes, started.error_files)
+        self._can_lose = can_lose
+        self._lost: list[int] = []
+
+    def join(self, *args: Any, **kwargs: Any) -> bool:
+        for sentinel in wait(self.sentinels) if self.sentinels else ():
+            index = self.sentinels[sentinel]
+            self.processes[index].join()
+            if self.processes[index].exitcode != 0 and self._can_lose(index):
+                del self.sentinels[sentinel]
+                self._lost.append(index)
+                return not self.sentinels
+        try:
+            return super().join(*args, **kwargs)
+        except (ProcessExitedException, ProcessRaisedException) as ended:
+            if isinstance(ended, ProcessRaisedException) and not shows_all_frames():
+                ended.msg = shorten(ended.msg)
+                ended.args = (ended.msg,)
+            earlier = [index for index in self._lost if os.path.exists(self.error_files[index])]
+            if not earlier or getattr(ended, "exit_code", None) == _STOPPED:
+                raise
+            text = str(ended)
+            for index in earlier:  # perhaps it could not be lost yet, and the others have ended because of it
+                with open(self.error_files[index], "rb") as file:
+                    said = pickle.load(file)  # noqa: S301 - what torch has written
+                text += f"\n\nBefore that, process {index} had failed:\n{said}"
+            raise ProcessRaisedException(text, ended.error_index, ended.error_pid) from None
+
+
+@contextmanager
+def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
+    """Joins the workers that are started in here as `_Workers`."""
+    # Lightning: _MultiProcessingLauncher.launch calls torch.multiprocessing.start_processes, and joins them itself.
+    start = mp.start_processes
+    torchs = logging.getLogger("torch.multiprocessing.spawn")  # says of each worker that it is ended because of another
+    level = torchs.level
+
+    def started(*args: Any, **kwargs: Any) -> _Workers:
+        return _Workers(start(*args, **kwargs), can_lose)
+
+    mp.start_processes = started
+    torchs.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        mp.start_processes = start
+        torchs.setLevel(level)
+
+
+@contextmanager
+def _fork_allowed(strategy: Any) -> Iterator[None]:
+    """Has Lightning fork workers that use no GPU also in a process that was forked itself.
+
+    It asks torch, which takes CUDA for spoilt in such a process as soon as it has been asked how many GPUs there are.
+    """
+    check = launchers._check_bad_cuda_fork  # Lightning: what _MultiProcessingLauncher.launch calls before it forks
+    if not isinstance(strategy.accelerator, CUDAAccelerator):
+        launchers._check_bad_cuda_fork = lambda: None
+    try:
+        yield
+    finally:
+        launchers._check_bad_cuda_fork = check
+
+
+@contextmanager
+def _port_reserved(environment: Any) -> Iterator[None]:
+    """Gives the workers that are started in here a port of their own, where nobody has named one.
+
+    One that was good for the last run of this process may have been taken since.
+    """
+    # Lightning: LightningEnvironment keeps the port of its first launch in _main_port, and _MultiProcessingLauncher
+    # leaves it in MASTER_PORT for all launches to come.
+    with owns_master_port(environment) as is_ours:
+        if not is_ours:
+            yield
+            return
+        with reserve_port(environment):
+            try:
+                yield
+            finally:
+                environment._main_port = -1
+
+
+_before: list[Any] = []
+"""The SIGTERM handlers that this process had before it started workers that are still there."""
+
+
+@contextmanager
+def _sigterm_calls(handler: Callable[..., None]) -> Iterator[None]:
+    """Calls `handler` when this process gets a SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    _before.append(signal.signal(signal.SIGTERM, handler))
+    try:
+        yield
+    finally:
+        _restore_sigterm()
+
+
+def _restore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, _before.pop() or signal.SIG_DFL)
+
+
+class _WorkerLauncher(_MultiProcessingLauncher):
+    """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
+
+    returns_predictions = True
+    """Whether `predict` may return its outputs, which Lightning's own launchers of workers refuse."""
+    _is_stopping = False
+    _failures = ""
+    """Folder to which workers write what they raise."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        # multiprocessing: what Lightning takes for the sign of a script without a guard, at greater length.
+        if self._start_method == "spawn" and getattr(mp.current_process(), "_inheriting", False):
+            sys.exit(_UNGUARDED)  # the parent says why
+        if self._start_method == "spawn":
+            pickle_generators()
+        self._failures = tempfile.mkdtemp()
+        self._strategy.random_state_at_launch = get_random_state()  # type: ignore[attr-defined]
+        try:
+            return self._launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessRaisedException as raised:
+            raised.__cause__ = self._first_exception(raised.error_index)
+            raise
+        finally:
+            self._strategy.random_state_at_launch = None  # type: ignore[attr-defined]
+            shutil.rmtree(self._failures, ignore_errors=True)
+
+    def _launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        try:
+            with (
+                _port_reserved(self._strategy.cluster_environment),
+                child_environment(),
+                _sigterm_calls(self._stop),
+                _joining(self._strategy.can_lose),  # type: ignore[attr-defined]
+                _fork_allowed(self._strategy),
+            ):
+                results = super().launch(function, *args, trainer=trainer, **kwargs)
+            return results.take() if isinstance(results, _Stored) else results
+        except ProcessExitedException as ended:
+            # Workers that were not ready for SIGTERM yet have ended by it.
+            if ended.exit_code == _STOPPED or (self._is_stopping and ended.exit_code == -signal.SIGTERM):
+                raise SIGTERMException(_STOPPED) from None
+            if ended.exit_code == _UNGUARDED:
+                reason = _NO_GUARD.format(strategy=self._strategy)
+                raise ProcessExitedException(reason, ended.error_index, ended.error_pid, ended.exit_code) from None
+            raise
+        except KeyboardInterrupt:
+            self._end_workers(_INTERRUPTED_S)  # they have got it, too, unless it was sent to this process alone
+            raise
+        except BaseException:
+            self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may for each other
+            raise
+
+    def _stop(self, signum: int, _: Any) -> None:
+        """Asks the workers to stop, which save what they have before they end."""
+        self._is_stopping = True
+        if not any(worker.is_alive() for worker in self.procs):
+            raise SIGTERMException(_STOPPED)
+        self.kill(signum)
+
+    def _end_workers(self, patience_s: float) -> None:
+        """Waits for the workers to end, and ends those that don't."""
+        deadline = time.monotonic() + patience_s
+        while any(worker.is_alive() for worker in self.procs) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        for worker in self.procs:
+            if worker.is_alive() and worker.pid is not None:
+                end_tree(worker.pid)
+
+    # Lightning: _MultiProcessingLauncher._wrapping_function runs in each worker, outside of the trainer's own handling
+    # of exceptions, so callbacks don't see them there.
+    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
+        watch_parent(process_idx, grace_s=0.0)
+        if self._start_method == "spawn":  # as its loaders' workers are, too
+            pickle_generators()
+        if not faulthandler.is_enabled():  # a fork: others have been told by the environment
+            faulthandler.enable(file=2)
+        if _before:  # a fork of the process that has started it
+            _restore_sigterm()
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except SIGTERMException:
+            sys.exit(_STOPPED)  # with its own code of 0, the parent would wait for a result
+        except BaseException as exception:
+            report_failure(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
+            with suppress(Exception):  # one that can't be pickled stays here
+                self._keep(process_idx, exception)
+            raise
+        finally:
+            _finish_experiments(trainer)
+
+    def _keep(self, worker: int, exception: BaseException) -> None:
+        """Leaves this worker's exception for the parent, which has its traceback as text only."""
+        with open(os.path.join(self._failures, str(worker)), "wb") as file:
+            file.write(pickle.dumps(exception))
+
+    def _first_exception(self, worker: int) -> BaseException | None:
+        with suppress(Exception), open(os.path.join(self._failures, str(worker)), "rb") as file:
+            exception = pickle.load(file)  # noqa: S301 - a worker of ours has just written it, to a folder of this user's
+            return exception if isinstance(exception, BaseException) else None
+        return None
+
+    # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would
+    # be rank 0's shards; the strategy gathers them.
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        if trainer.state.fn == TrainerFn.PREDICTING and results is not None and self._strategy.local_rank == 0:
+            results = _Stored(results)
+        state_dict = self._strategy.lightning_module_state_dict()
+        module = trainer.lightning_module
+        module.state_dict = lambda *args, **kwargs: state_dict  # type: ignore[method-assign, assignment]
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del module.state_dict
+
+    # Lightning: _MultiProcessingLauncher._recover_results_in_main_process loads the weights into the module as it is.
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if worker_output.weights_path is not None:
+            make_room(trainer.lightning_module)
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+    # Lightning: _MultiProcessingLauncher.get_extra_results, which returns the metrics alone.
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        progress = {name: tracker.state_dict() for name, tracker in _progress(trainer).items()}
+        score = getattr(trainer.checkpoint_callback, "best_model_score", None)
+        score = None if score is None else float(score)
+        return {**super().get_extra_results(trainer), "progress": progress, "best_model_score": score}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        for name, tracker in _progress(trainer).items():
+            tracker.load_state_dict(extra["progress"][name])
+        if extra["best_model_score"] is not None:
+            trainer.checkpoint_callback.best_model_score = torch.tensor(extra["best_model_score"])  # type: ignore[union-attr]
+
+
+def _finish_experiments(trainer: Trainer | None) -> None:
+    """Flushes what was logged to Weights & Biases, which does so when Python exits; a worker never does."""
+    for logger in trainer.loggers if trainer is not None else ():
+        # Lightning: WandbLogger._experiment is None where nothing was logged.
+        experiment = logger._experiment if isinstance(logger, WandbLogger) else None
+        if experiment is not None:
+            experiment.finish()
+
+
+def _progress(trainer: Trainer) -> dict[str, Any]:
+    """The progress that `current_epoch` and `global_step` are read from, and that a second `fit` continues."""
+    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    return {
+        "epochs": epochs.epoch_progress,
+        "batches": batches.batch_progress,
+        "steps": batches.automatic_optimization.optim_progress,
+        "manual_steps": batches.manual_optimization.optim_step_progress,
+    }

@@ -1,0 +1,124 @@
+"""The default launcher: rank 0 is the user's process, and starts its own command once more for each other rank."""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+# Lightning: the private launcher is the one that its own DDPStrategy uses, and the thread by which it watches them.
+from .._compat.lightning import _ChildProcessObserver, _SubprocessScriptLauncher
+from ..distributed.ports import reserve_port
+from ..environment import child_environment, keep_job_secret, owns_master_port
+from ..reliability.failure import print_rank
+from ..reliability.hard_exit import LAST_WORDS_S, await_ranks, end_tree, hard_exit, started_ranks
+from ..reliability.parent import watch_parent
+
+__all__ = ["RefusedLaunchError", "ScriptLauncher"]
+
+_NO_SCRIPT = """\
+strategy {strategy!r} starts the script once more per device, but there is no script file ({source}): choose the suffix
+_fork or _notebook, or put the code into a file."""
+
+_RAY = """\
+strategy {strategy!r} starts this process's command once more per device, which is Ray's own: have Ray start the
+workers, with a TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers={num_processes})) in this trial or
+task, or give devices=1. See docs/clusters.md."""
+_RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
+"""Ray: the end of the path of the script that its workers run."""
+
+_LAST_WORDS_S = 8.0
+"""The time that a rank has to find out what has happened, and to write the report, before or after its parent ends."""
+
+_reservations: list[socket.socket] = []
+"""Keep the port at which the ranks meet, in all runs of this process."""
+
+
+class RefusedLaunchError(ValueError, MisconfigurationException):
+    """The processes can't be started in this way; both ours and Lightning's kind of error."""
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the ranks as Lightning does; none outlives rank 0.
+
+    Rank 0's process is the last to end: the job's store is in it, and whoever has started it sees its exit code alone.
+    """
+
+    _hang_timeout_s: float | None = None
+    """The seconds that a rank may stand in one place; None for ever."""
+    _has_ended_them = False
+    _can_lose: Callable[[int], bool] = staticmethod(lambda rank: False)
+    """Which ranks the run can go on without: how they ended says nothing of it."""
+
+    def __init__(self, strategy: Any, environment: Any, num_processes: int, num_nodes: int) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._strategy = strategy
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts the other ranks, where nobody else has, and calls the function."""
+        trainer = kwargs.get("trainer")
+        self._hang_timeout_s = getattr(trainer, "hang_timeout_s", None)
+        self._can_lose = self._strategy.can_lose
+        watch_parent(self._first_rank + self.cluster_environment.local_rank(), _LAST_WORDS_S)
+        return super().launch(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Sends all of them a signal."""
+        self._has_ended_them = True
+        super().kill(signum)
+
+    @property
+    def _first_rank(self) -> int:
+        """The first of the ranks on this machine."""
+        return self.cluster_environment.node_rank() * self.num_processes
+
+    # Lightning: _SubprocessScriptLauncher._check_can_spawn_children, called before it starts the script by sys.argv[0].
+    def _check_can_spawn_children(self) -> None:
+        super()._check_can_spawn_children()
+        if self.num_processes > 1 and Path(sys.argv[0]).parts[-4:] == _RAYS_COMMAND:
+            raise RefusedLaunchError(_RAY.format(strategy=self._strategy, num_processes=self.num_processes))
+        main: Any = sys.modules["__main__"]
+        if self.num_processes > 1 and main.__spec__ is None and not os.path.exists(sys.argv[0]):
+            source = {"-c": "python -c", "-": "standard input", "": "a prompt"}.get(sys.argv[0], repr(sys.argv[0]))
+            raise RefusedLaunchError(_NO_SCRIPT.format(strategy=self._strategy, source=source))
+
+    # Lightning: _SubprocessScriptLauncher._call_children_scripts, called by `launch` on the first rank of a machine.
+    def _call_children_scripts(self) -> None:
+        keep_job_secret()
+        with owns_master_port(self.cluster_environment) as is_ours:
+            if is_ours:
+                _reservations.append(reserve_port(self.cluster_environment))
+        with child_environment():
+            super()._call_children_scripts()
+        started_ranks.update(enumerate(self.procs, self._first_rank + 1))
+        atexit.register(self._see_out)
+
+    def _longest_s(self) -> float | None:
+        # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs: it comes first.
+        return None if self._hang_timeout_s is None else self._hang_timeout_s + _LAST_WORDS_S
+
+    def _see_out(self) -> None:
+        for thread in threading.enumerate():
+            if isinstance(thread, _ChildProcessObserver):
+                thread._child_processes = []  # Lightning: it would kill this process, too
+        has_failed = getattr(sys, "last_value", None) is not None  # CPython: by which exception the program has ended
+        longest_s = LAST_WORDS_S if has_failed or self._has_ended_them else self._longest_s()
+        late = await_ranks(longest_s)
+        for rank in late:
+            end_tree(started_ranks[rank].pid)
+            started_ranks[rank].wait()
+        codes = {rank: p.returncode for rank, p in started_ranks.items() if rank in late or not self._can_lose(rank)}
+        started_ranks.clear()
+        if has_failed or self._has_ended_them or not any(codes.values()):
+            return
+        for rank, code in codes.items():
+            if rank in late:
+                print_rank(rank, f"still ran {longest_s:g} s after rank 0 had come to its end, and was ended")
+            elif code:
+                print_rank(rank, f"has ended with exit code {code}, after rank 0 had come to its end")
+        hard_exit(max(1, *codes.values()))

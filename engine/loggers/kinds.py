@@ -1,0 +1,342 @@
+"""Resumes each of Lightning's loggers: where it logs to, how far it has come, how later points are taken back.
+
+The loggers stay the user's objects: their attributes are set before they make what they write with, and their files are
+cut. Lightning's private names are used here alone, with a comment where each of them is.
+"""
+
+import csv
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+# Lightning: what CSVLogger.experiment makes.
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+# Lightning: how its own loggers bring hyperparameters of any kind into flat dicts.
+from .._compat.lightning import _convert_params, _flatten_dict
+from ..checkpoint.checked_io import absolute, is_plain_name
+
+__all__ = ["LoggerKind", "kind_of"]
+
+_HEX_ID = re.compile(r"[0-9A-Za-z_.-]{1,128}")
+_FLUSH_S = 15.0
+"""wandb: x_transaction_log_flush_interval, after which it writes rows to the disk."""
+_MOST_ROWS = 10_000
+_EVENTS = ".tfevents."
+"""Part of the name of each file of TensorBoard's."""
+
+
+class LoggerKind:
+    """One class of loggers. All is called by rank 0 alone, but for `place` and `adopt`."""
+
+    logger_class: ClassVar[type]
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        """The arguments that the user has chosen: the logger of a later start is the same if it has the same."""
+        raise NotImplementedError
+
+    def id_of(self, logger: Any) -> Any:
+        """The run's own name within that place: a plain value; None if it has none yet."""
+        raise NotImplementedError
+
+    def adopt(self, logger: Any, run_id: Any) -> str | None:
+        """Makes a logger that has not begun continue the run `run_id`; else returns why it can't."""
+        raise NotImplementedError
+
+    def open(self, logger: Any) -> None:
+        """Called before a logger that has adopted a run first writes."""
+
+    @contextmanager
+    def logging_parameters(self, logger: Any) -> Iterator[None]:
+        """Around the logging of hyperparameters by a logger that has adopted a run."""
+        yield
+
+    def position(self, logger: Any) -> Any:
+        """The amount that was logged so far, as plain values."""
+        raise NotImplementedError
+
+    def note(self, logger: Any, metrics: dict[str, Any], step: int) -> None:
+        """Called after the engine has logged something."""
+
+    def close(self, logger: Any) -> None:
+        """Lets go of the files, before any is cut."""
+
+    def checked(self, position: Any) -> Any:
+        """A position that was read from a file.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if type(position) is not int or position < 0:
+            raise ValueError(f"the position {position!r} is no number")
+        return position
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        """Removes what was logged after `position`; the next optimizer step is number `step`."""
+        raise NotImplementedError
+
+
+class _Versions(LoggerKind):
+    """Loggers with a folder for each version."""
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        return {"save_dir": absolute(str(logger.save_dir)), "name": logger.name}
+
+    def id_of(self, logger: Any) -> Any:
+        return logger.version
+
+    def adopt(self, logger: Any, run_id: Any) -> str | None:
+        if type(run_id) is not int and not is_plain_name(run_id):
+            return f"{run_id!r} is no version"
+        chosen = logger._version  # Lightning: None until somebody has given it, or asked for it
+        # One that the engine has chosen itself, for the flag `name`, is no choice of the user's.
+        if chosen not in (None, run_id) and getattr(logger, "chosen_version", None) != chosen:
+            return f"version={chosen!r} was given, or asked for before fit"
+        logger._version = run_id
+        return None
+
+
+class _CSV(_Versions):
+    logger_class = CSVLogger
+
+    def open(self, logger: Any) -> None:
+        if logger._experiment is None:  # Lightning: None until the first use
+            logger._experiment = _ContinuedWriter(log_dir=logger.log_dir)
+
+    def position(self, logger: Any) -> Any:
+        logger.save()
+        return len(self._lines(logger))
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        lines = self._lines(logger)
+        if len(lines) <= position:
+            return
+        path, files = logger.experiment.metrics_file_path, logger.experiment._fs  # Lightning: an fsspec file system
+        if not position:
+            files.rm_file(path)
+            logger.experiment.metrics_keys = []
+            return
+        with files.open(f"{path}.part", "wb") as stream:
+            stream.writelines(lines[:position])
+        files.mv(f"{path}.part", path)
+
+    def _lines(self, logger: Any) -> list[bytes]:
+        """The header and the rows of the file, which Lightning writes anew where a column is added."""
+        writer = logger.experiment
+        if not writer._fs.isfile(writer.metrics_file_path):
+            return []
+        return writer._fs.cat_file(writer.metrics_file_path).splitlines(keepends=True)
+
+
+class _ContinuedWriter(ExperimentWriter):
+    """Lightning's, which goes on in the file that is there."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        if self._fs.isfile(self.metrics_file_path):
+            with self._fs.open(self.metrics_file_path, "r", newline="") as stream:
+                self.metrics_keys = list(csv.DictReader(stream).fieldnames or ())
+
+    def _check_log_dir_exists(self) -> None:  # Lightning: deletes the rows of an earlier start
+        pass
+
+
+class _TensorBoard(_Versions):
+    logger_class = TensorBoardLogger
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        return {**super().place(logger), "sub_dir": logger.sub_dir, "asked": getattr(logger, "asked_name", None)}
+
+    def checked(self, position: Any) -> Any:
+        return _checked_sizes(position)
+
+    def position(self, logger: Any) -> Any:
+        logger.experiment.flush()
+        return _sizes(logger.log_dir, _EVENTS)
+
+    def close(self, logger: Any) -> None:
+        logger.experiment.close()  # it opens another file when it next writes
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        _cut(logger.log_dir, _EVENTS, position)
+        # For a TensorBoard that has read further already, and for logs that are not on this machine's disks.
+        logger.experiment.purge_step = step
+
+
+class _Wandb(LoggerKind):
+    """W&B writes rows to the disk every 15 s: of a process that was killed, those that it had logged last are lost.
+
+    So a snapshot keeps the latest rows, which are logged again, each under the number that it had.
+    """
+
+    logger_class = WandbLogger
+
+    def __init__(self) -> None:
+        self._recent: WeakKeyDictionary[Any, deque[tuple[float, int, int, dict[str, str]]]] = WeakKeyDictionary()
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        return {"save_dir": absolute(str(logger.save_dir or ".")), "project": logger.name}
+
+    def id_of(self, logger: Any) -> Any:
+        return logger.version
+
+    def adopt(self, logger: Any, run_id: Any) -> str | None:
+        if not isinstance(run_id, str) or not _HEX_ID.fullmatch(run_id):
+            return f"{run_id!r} is no id"
+        if logger.version not in (None, run_id):
+            return f"id={logger.version!r} was given"
+        if logger._experiment is None:  # Lightning: the run, once there is one
+            # Lightning: the arguments of wandb.init, among which is resume="allow".
+            logger._wandb_init["id"] = logger._id = run_id
+        return None
+
+    def note(self, logger: Any, metrics: dict[str, Any], step: int) -> None:
+        next_row = self._next_row(logger)
+        if next_row is None:
+            return
+        rows, now = self._recent.setdefault(logger, deque(maxlen=_MOST_ROWS)), time.monotonic()
+        while rows and rows[0][0] < now - 2 * _FLUSH_S:
+            rows.popleft()
+        # As text, for a manifest takes no numbers that are not finite.
+        values = {name: repr(float(value)) for name, value in metrics.items() if isinstance(value, (int, float))}
+        rows.append((now, next_row - 1, step, values))
+
+    def position(self, logger: Any) -> Any:
+        recent = [[row, step, values] for _, row, step, values in self._recent.get(logger, ())]
+        return {"next": self._next_row(logger), "recent": recent}
+
+    def checked(self, position: Any) -> Any:
+        try:
+            rows = [
+                (int(row), int(step), {str(name): float(value) for name, value in values.items()})
+                for row, step, values in position["recent"]
+            ]
+            return {"next": int(position["next"]), "recent": rows}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the position {position!r} says no rows") from error
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        # W&B takes back nothing; rows that are logged again get the numbers that they had.
+        for row, at_step, metrics in position["recent"]:
+            logger.experiment.log({}, step=row)
+            logger.log_metrics(metrics, at_step)
+        logger.experiment.log({}, step=position["next"])
+
+    def _next_row(self, logger: Any) -> int | None:
+        """None if this version of wandb does not say."""
+        # wandb: Run.step asks another process for it; `_step` in older versions.
+        counters = (getattr(logger.experiment, name, None) for name in ("_local_step", "_step"))
+        return next((row for row in counters if type(row) is int), None)
+
+
+class _MLFlow(LoggerKind):
+    logger_class = MLFlowLogger
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        # Lightning: both are what the constructor was given.
+        return {"experiment": logger._experiment_name, "tracking_uri": logger._tracking_uri}
+
+    def id_of(self, logger: Any) -> Any:
+        return logger.run_id
+
+    def adopt(self, logger: Any, run_id: Any) -> str | None:
+        if not isinstance(run_id, str) or not _HEX_ID.fullmatch(run_id):
+            return f"{run_id!r} is no id"
+        chosen = logger._run_id  # Lightning: None until it is given, or made
+        if chosen not in (None, run_id):
+            return f"run_id={chosen!r} was given"
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = logger._mlflow_client.get_run(run_id)  # Lightning: the client; `experiment` would begin a run
+        except MlflowException as gone:
+            return f"its run is gone ({gone.error_code})"
+        if run.info.lifecycle_stage == "deleted":
+            return "its run was deleted"
+        logger._run_id = run_id
+        return None
+
+    @contextmanager
+    def logging_parameters(self, logger: Any) -> Iterator[None]:
+        """MLflow refuses a second value of a parameter, so those of the first start stay."""
+        log = logger.log_hyperparams
+
+        def log_new(params: Any) -> None:
+            logged = logger.experiment.get_run(logger.run_id).data.params
+            flat = _flatten_dict(_convert_params(params))
+            log({name: value for name, value in flat.items() if name not in logged})
+
+        logger.log_hyperparams = log_new
+        try:
+            yield
+        finally:
+            del logger.log_hyperparams
+
+    def checked(self, position: Any) -> Any:
+        return None if position is None else _checked_sizes(position)
+
+    def position(self, logger: Any) -> Any:
+        folder = self._folder(logger)
+        return None if folder is None else _sizes(folder, "")
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        logger.experiment.update_run(logger.run_id, status="RUNNING")
+        folder = self._folder(logger)
+        if folder is not None and position is not None:
+            _cut(folder, "", position)
+
+    def _folder(self, logger: Any) -> str | None:
+        """The run's metrics in MLflow's store of files; None for databases and servers, which take back nothing."""
+        uri, ids = logger._tracking_uri, (logger.experiment_id, logger.run_id)
+        is_elsewhere = "://" in uri and not uri.startswith("file:")
+        if is_elsewhere or None in ids:  # tests have clients that give no ids
+            return None
+        return os.path.join(url2pathname(urlparse(uri).path if uri.startswith("file:") else uri), *ids, "metrics")
+
+
+def _checked_sizes(sizes: Any) -> dict[str, int]:
+    if not isinstance(sizes, dict) or any(type(size) is not int or size < 0 for size in sizes.values()):
+        raise ValueError(f"the position {sizes!r} has no sizes of files")
+    return sizes
+
+
+def _sizes(folder: str, marker: str) -> dict[str, int]:
+    """Sizes of the files in a local folder and below whose names contain `marker`, by path within it."""
+    sizes = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if marker in name:
+                path = os.path.join(parent, name)
+                sizes[os.path.relpath(path, folder)] = os.path.getsize(path)
+    return sizes
+
+
+def _cut(folder: str, marker: str, sizes: dict[str, int]) -> None:
+    """Brings these files back to `sizes`; those that were not there yet are removed."""
+    for name, size in _sizes(folder, marker).items():
+        path = os.path.join(folder, name)
+        if not sizes.get(name):
+            os.remove(path)
+        elif size > sizes[name]:
+            os.truncate(path, sizes[name])
+
+
+_KINDS: tuple[LoggerKind, ...] = (_TensorBoard(), _CSV(), _Wandb(), _MLFlow())
+
+
+def kind_of(logger: Any) -> LoggerKind | None:
+    """The kind of a logger; None for others, and for classes that make what they write with in a way of their own."""
+    for kind in _KINDS:
+        if isinstance(logger, kind.logger_class):
+            is_lightnings = type(logger).experiment is kind.logger_class.experiment  # type: ignore[attr-defined]
+            return kind if is_lightnings else None
+    return None

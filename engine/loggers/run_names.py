@@ -1,0 +1,164 @@
+"""Tells runs apart where they are compared, by the name of the log's folder and the hyperparameters in it.
+
+How the run was made, see `run_parameters`, is logged beside the values that the module and the data module have saved:
+by the default logger always, by those of the user's where Lightning logs such values. ``hparams.yaml`` (all that a
+`CSVLogger` writes) and checkpoints, from which modules are made again, keep the module's values alone.
+"""
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from fsspec.core import url_to_fs
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+# Lightning: the module whose global `_log_hyperparams` Trainer._run calls.
+from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.utilities import rank_zero_only
+
+# Lightning: how its own loggers bring hyperparameters of any kind into flat dicts.
+from .._compat.lightning import _convert_params, _flatten_dict
+from ..run_info import run_parameters
+
+__all__ = ["RunLogger", "check_run_name", "logging_run_parameters", "use_run_logger"]
+
+_NAME = re.compile(r"(?!\.)[^/\\\0\n]+")
+
+
+class RunLogger(TensorBoardLogger):
+    """The default logger: Lightning's, with hyperparameters but without the placeholder metric ``hp_metric`` of -1."""
+
+    def __init__(self, save_dir: Any, version: int | str | None = None) -> None:
+        super().__init__(save_dir, version=version, default_hp_metric=False)
+        self.chosen_version = version
+        """The version that the engine has chosen, which a resumed run may change; None: the next free number."""
+        self.asked_name: str | None = None
+        """The engine's flag `name`."""
+
+    @rank_zero_only
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | None = None, step: int | None = None
+    ) -> None:
+        """Writes them for TensorBoard, which takes all scalars of the run for its metrics where none are given."""
+        super().log_hyperparams(params, metrics, step)
+        if metrics:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        # Lightning: it writes no hyperparameters without a metric. What the first of these three summaries says of all
+        # runs in a folder would hide the metrics of the others; the third says that the run has ended well.
+        flat = self._sanitize_params(_flatten_dict(_convert_params(params)))
+        _, start, _ = hparams(flat, {})
+        self.experiment._get_file_writer().add_summary(start, step)  # torch: what SummaryWriter.add_hparams calls
+
+
+def check_run_name(name: str | None, logger: Any) -> None:
+    """Checks the flag `name`.
+
+    Args:
+        name: as given.
+        logger: the flag of that name; None and True stand for the default one.
+
+    Raises:
+        ValueError: it can't be the name of a folder, or there is no default logger whose folder it could be.
+    """
+    if name is None:
+        return
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"name={name!r}: a name for the folder of the run's logs, without slashes and no dot in front, such as"
+            " 'wide-layers'."
+        )
+    if logger is False:
+        raise ValueError(f"name={name!r} names the folder of the run's logs, but logger=False: there are none.")
+    if logger not in (None, True):
+        classes = ", ".join(type(item).__name__ for item in (logger if isinstance(logger, (list, tuple)) else [logger]))
+        raise ValueError(
+            f"name={name!r} names the folder of the default logger, but logger={classes} is your own: give it the"
+            " name there (version= of TensorBoardLogger and CSVLogger, name= of WandbLogger), and leave out name=."
+        )
+
+
+def use_run_logger(trainer: Any, name: str | None) -> None:
+    """Puts a `RunLogger` in the place of Lightning's default logger, if `trainer` has that.
+
+    Args:
+        trainer: has not run yet.
+        name: of the run's folder; one that is taken gets a number: ``name-2``. None: ``version_0``, 1, ...
+    """
+    (default,) = trainer.loggers if len(trainer.loggers) == 1 else [None]
+    if type(default) is not TensorBoardLogger:  # fast_dev_run: none that writes
+        return
+    # Lightning: TensorBoardLogger._version is the number of a SLURM job, or None for the next free one.
+    logger = RunLogger(default.save_dir, default._version if name is None else None)
+    if name is not None:
+        # Here, not at the first use: all ranks find the same folders now, before one of them writes.
+        logger._version = logger.chosen_version = _free_name(logger.root_dir, name)
+        logger.asked_name = name
+    trainer.loggers = [logger]
+
+
+def _free_name(folder: str, name: str) -> str:
+    files, path = url_to_fs(os.path.expanduser(os.path.expandvars(folder)))
+    free, number = name, 1
+    while files.exists(f"{path}/{free}"):
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+@contextmanager
+def logging_run_parameters() -> Iterator[None]:
+    """Makes the engines that run in here log how they were made, with the hyperparameters that Lightning logs."""
+    # Lightning: lightning.pytorch.trainer.trainer._log_hyperparams
+    lightnings = trainer_module._log_hyperparams
+
+    def log_hyperparams(trainer: Any) -> None:
+        if hasattr(trainer, "heartbeat"):
+            trainer._checkpoint_connector.logs.take_back_unless_over()
+        if not trainer.loggers or not hasattr(trainer, "heartbeat") or not trainer.is_global_zero:
+            lightnings(trainer)
+            return
+        parameters = run_parameters(trainer)
+        sources = [trainer.lightning_module, trainer.datamodule]
+        # Lightning: LightningModule._log_hyperparams says whether there are some to log.
+        has_some = any(source is not None and source._log_hyperparams for source in sources)
+        with ExitStack() as stack:
+            stack.enter_context(trainer._checkpoint_connector.logs.logging_parameters())
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger) and (has_some or isinstance(logger, RunLogger)):
+                    stack.enter_context(_adding(logger, parameters))
+                    if not has_some:
+                        logger.log_hyperparams({})
+                elif has_some and not isinstance(logger, (CSVLogger, TensorBoardLogger)):
+                    logger.log_hyperparams(parameters)
+            lightnings(trainer)
+
+    trainer_module._log_hyperparams = log_hyperparams
+    try:
+        yield
+    finally:
+        trainer_module._log_hyperparams = lightnings
+
+
+@contextmanager
+def _adding(logger: TensorBoardLogger, parameters: dict[str, Any]) -> Iterator[None]:
+    """Adds `parameters` to what `logger` logs, as TensorBoard shows what is written at once only.
+
+    The user's value stands where both have one.
+    """
+    log: Any = logger.log_hyperparams
+
+    def log_both(params: Any, *args: Any, **kwargs: Any) -> None:
+        log({**parameters, **params}, *args, **kwargs)
+        for name in parameters.keys() - params.keys():
+            logger.hparams.pop(name, None)  # Lightning: what it writes into hparams.yaml
+
+    logger.log_hyperparams = log_both  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del logger.log_hyperparams

@@ -1,0 +1,386 @@
+"""Puts the engine's loop parts in the place of Lightning's, right after the trainer was built."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, Literal, ParamSpec
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichModelSummary
+
+# Lightning: what it does where a run is interrupted.
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+
+# Lightning: how a finder, such as BatchSizeFinder, ends the run in which it was.
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+# Lightning: what its launchers of workers, and ours, are made of.
+# Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
+from .._compat.lightning import _CallbackConnector, _MultiProcessingLauncher, _parse_env_variables, _TunerExitException
+from ..config import EngineConfig
+from ..data import naming_foreign_ranks
+from ..data.batch_sizes import BatchSizes
+from ..data.loader_classes import restoring_loader_classes
+from ..distributed.object_group import SELF, WORLD, ObjectGroup
+from ..environment import keeping_interface
+from ..flags import check_count
+from ..loggers.run_names import check_run_name, logging_run_parameters, use_run_logger
+from ..reliability.failure import report_failure
+from ..reliability.heartbeat import Heartbeat
+from ..reliability.nonfinite import NonFiniteWatch
+from ..reliability.signals import SignalConnector
+from ..reliability.stack_answers import StackAnswers
+from ..reliability.watchdog import Watchdog
+from ..resume.checkpoint_connector import CheckpointConnector
+from ..resume.run_history import RunHistory
+from ..run_info import log_folder
+from ..strategies import adapt, capabilities_of
+from .conflicts import check_callbacks
+from .data_connector import DataConnector
+from .evaluation import EvaluationLoop
+from .first_steps import FirstSteps
+from .fit import FitLoop
+from .metrics import LoggerConnector
+from .model_summary import summarize
+from .noise import going_on, quiet
+from .out_of_memory import OutOfMemory
+from .prediction import PredictionLoop
+from .runs import checked, says_how_it_ends
+from .training import TrainingEpochLoop
+
+__all__ = ["TrainerBase", "defaults_from_environment", "install_loops"]
+
+_P = ParamSpec("_P")
+
+
+def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorates an ``__init__`` so that PL_TRAINER_* variables stand for the arguments that are not given."""
+
+    @says_how_it_ends
+    @functools.wraps(init)
+    def with_defaults(*args: _P.args, **flags: _P.kwargs) -> None:
+        init(*args, **{**vars(_parse_env_variables(Trainer)), **flags})
+
+    return with_defaults
+
+
+_LAST_SAVE_S = 5.0
+"""The seconds that a rank that failed waits for the save in flight, which is its peers' as well."""
+
+
+def _whole(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)
+
+
+class TrainerBase(Trainer):
+    """A trainer that saves in the background, and names a failed rank before any callback can wait for the others."""
+
+    heartbeat: Heartbeat
+    """The position of this process in its run."""
+    hang_timeout_s: float | None = None
+    """The seconds that a rank may stand in one place; None for ever."""
+    config: EngineConfig
+    """The arguments that it was made with."""
+    _run_summary: Callback | None = None
+    _doctor: Callback | None = None
+    _ended_by: BaseException | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with quiet():
+            super().__init__(*args, **kwargs)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The arguments it was made with, by name."""
+        return self.config.arguments
+
+    fit = checked(Trainer.fit)  # and the engine's own says how it ends
+    validate = says_how_it_ends(checked(Trainer.validate))
+    test = says_how_it_ends(checked(Trainer.test))
+    predict = says_how_it_ends(checked(Trainer.predict))
+
+    # Lightning: Trainer._run, within the trainer's own handling of exceptions.
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._ended_by = None
+        try:
+            with quiet(), logging_run_parameters(), keeping_interface(), restoring_loader_classes():
+                results = self._run_watched(*args, **kwargs)
+        except BaseException as exception:
+            self._ended_by = exception
+            is_worker = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+            if is_worker and isinstance(exception, SIGTERMException):
+                call._interrupt(self, exception)  # only here there is something to save
+            if is_worker or isinstance(exception, _TunerExitException):  # nobody handles it, or not as an error
+                self._end_run(exception)
+            raise
+        self._end_run(None)
+        return results
+
+    def add_run_summary(self) -> None:
+        """Puts summary and doctor among the callbacks while it trains: before and after they are the user's."""
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        if self._run_summary is not None and self._run_summary not in callbacks:
+            callbacks.append(self._run_summary)
+        # The module may have brought another one.
+        if self._doctor is not None and not any(hasattr(callback, "notes_folder") for callback in callbacks):
+            callbacks.append(self._doctor)
+
+    def _end_run(self, exception: BaseException | None) -> None:
+        """Tells callbacks that the run is over, and nothing of it is still to be saved; all other hooks are through."""
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        for callback in dict.fromkeys([*callbacks, self._run_summary]):
+            if (on_run_end := getattr(callback, "on_run_end", None)) is not None:
+                on_run_end(self, self.lightning_module, exception)
+        callbacks[:] = [callback for callback in callbacks if callback not in (self._run_summary, self._doctor)]
+
+    def _run_watched(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        checkpoints.begin()
+        checkpoints.logs.open()
+        self._data_connector.places.begin_run()  # type: ignore[attr-defined]
+        folder = os.path.join(self.default_root_dir, "failures")
+        logs = log_folder(self) if self.is_global_zero else None
+        answers = StackAnswers(self.heartbeat, _whole(self.default_root_dir), logs and _whole(logs), self.world_size)
+        watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy, answers)
+        watchdog.start()
+        try:
+            ranks = self.global_rank, self.world_size, self.num_devices
+            with going_on() if checkpoints.logs.goes_on else nullcontext(), naming_foreign_ranks(*ranks):
+                results = super()._run(*args, **kwargs)
+            checkpoints.saver.finish()
+            watchdog.stop()
+            return results
+        except BaseException as exception:
+            checkpoints.is_ending = True
+            patience_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S
+            report_failure(
+                exception,
+                # Lightning: the launchers of workers, whose parent raises what one of them has raised.
+                print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
+                watchdog=watchdog,
+                leaves=adapt(self.strategy).can_exit_alone,
+                finish=lambda: checkpoints.saver.finish(patience_s),
+            )
+            raise
+
+    # Lightning: Trainer._teardown, called at the end of a run, which ends connections that a save may need.
+    def _teardown(self) -> None:
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        if not checkpoints.is_ending:  # else the failure has seen to it
+            checkpoints.saver.finish()
+        super()._teardown()
+        # Lightning: the end of its handling of an exception, after all callbacks and loggers have seen it.
+        if self.state.status == TrainerStatus.INTERRUPTED and self._ended_by is not None:
+            self._end_run(self._ended_by)
+
+    @property
+    def data_ranks(self) -> ObjectGroup:
+        """The ranks that have samples of their own, as this one sees them."""
+        # A single process may run an engine of its own within a group of others.
+        return SELF if self.world_size == 1 else adapt(self.strategy).data_ranks
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that have samples of their own, connected or not."""
+        return adapt(self.strategy).data_size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among them."""
+        return adapt(self.strategy).data_rank
+
+    @property
+    def all_ranks(self) -> ObjectGroup:
+        """All ranks of the run, those apart without which it goes on; they are connected while it runs."""
+        if self.world_size == 1:
+            return SELF
+        return self.data_ranks if self.data_size == self.world_size else WORLD
+
+    @property
+    def batch_sizes(self) -> tuple[int, int, int] | None:
+        """Samples of an optimizer step, of a micro-batch at most, and micro-batches of a rank; None if not known."""
+        return self._data_connector.sizes.of_full_step  # type: ignore[attr-defined]
+
+    def is_filler(self, batch_idx: int) -> bool:
+        """Whether a training batch of this rank only keeps it in step with the others: its samples don't count."""
+        return self.data_size > 1 and self._data_connector.sizes.is_filler(batch_idx)  # type: ignore[attr-defined]
+
+    @property
+    def data_wait_s(self) -> float | None:
+        """Seconds that this rank's training has waited for batches since its start; None if that is not known."""
+        return self.fit_loop.epoch_loop.data_wait_s  # type: ignore[attr-defined]
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples of a rank's micro-batch at most, under a `global_batch_size`; None without one, or before training.
+
+        With ``micro_batch_size="auto"`` it can be set, by all ranks in the same step, to let it grow again.
+        """
+        return self._data_connector.sizes.current  # type: ignore[attr-defined]
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, size: int) -> None:
+        watch = self.fit_loop.epoch_loop.automatic_optimization.out_of_memory  # type: ignore[attr-defined]
+        if watch is None:
+            raise ValueError("micro_batch_size changes while training only where it was given as 'auto'.")
+        watch.wanted = check_count("micro_batch_size", size)
+
+    def request_snapshot(self) -> None:
+        """Has all ranks save a snapshot after the same step; any rank may ask."""
+        self._signal_connector.request_snapshot()  # type: ignore[attr-defined]
+
+    @property
+    def snapshots_path(self) -> str | None:
+        """The folder in which a callback saves snapshots; None if none does."""
+        folders = [getattr(callback, "snapshot_folder", None) for callback in self.callbacks]  # type: ignore[attr-defined]
+        return next((folder(self) for folder in folders if folder is not None), None)
+
+    def on_rank_zero(self, function: Callable[[], Any]) -> Any:
+        """Calls `function` on rank 0, whose result it returns there; what it raises there, all ranks raise."""
+        kept: list[Any] = []
+        self._checkpoint_connector.saver.agree(lambda: kept.append(function()))  # type: ignore[attr-defined]
+        return kept[0] if kept else None
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The newest checkpoint that this run has saved, once it is on the disk."""
+        return self._checkpoint_connector.saver.newest  # type: ignore[attr-defined]
+
+    @property
+    def run_history(self) -> RunHistory:
+        """Which run this is, and which snapshots are its own."""
+        return self._checkpoint_connector.history  # type: ignore[attr-defined]
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Removes a checkpoint, as soon as the save in flight has succeeded; called by one rank."""
+        self._checkpoint_connector.saver.remove(path)  # type: ignore[attr-defined]
+
+    def save_checkpoint(
+        self,
+        filepath: Any,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+        *,
+        link: str | None = None,
+        kind: Literal["snapshot", "checkpoint"] = "checkpoint",
+    ) -> None:
+        """Saves the state of the run as `filepath`; all ranks call it, and it is there when this returns.
+
+        It is one file, as stock Lightning writes it; a directory where the state is sharded. See `checkpoint_format`.
+
+        Args:
+            filepath: local path or fsspec URL.
+            weights_only: leave out what only training needs.
+            storage_options: for a CheckpointIO of the user's.
+            link: name of a link beside `filepath` that shall point at it.
+            kind: a ``"snapshot"`` is a directory that may be removed by this run, and by one that continues it; while
+                training goes on, it is written in the background.
+
+        Raises:
+            TypeError: `storage_options` without a CheckpointIO of the user's.
+            CheckpointError: something that is no checkpoint stands at `filepath`.
+            NonFiniteError: with ``nonfinite="error"``, a loss or gradient norm was not finite.
+        """
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        consolidated_weights = adapt(self.strategy).consolidated_weights
+        if self.model is None or not checkpoints.is_portable:
+            with consolidated_weights():
+                super().save_checkpoint(filepath, weights_only, storage_options)
+            return
+        with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"), consolidated_weights():  # type: ignore[attr-defined]
+            checkpoints.save(filepath, weights_only, storage_options, link=link, kind=kind)
+
+
+class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector
+    """Lightning's; a progress bar that the module brings takes the place of the default one, of whatever class."""
+
+    def __init__(self, trainer: Trainer, default_bar: Callback | None) -> None:
+        super().__init__(trainer)
+        self._default_bar = default_bar
+
+    def _attach_model_callbacks(self) -> None:
+        super()._attach_model_callbacks()
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(c, ProgressBar) and c is not self._default_bar for c in callbacks):
+            self.trainer.callbacks = [c for c in callbacks if c is not self._default_bar]  # type: ignore[attr-defined]
+        sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
+        # Those that the module brings are known only now.
+        check_callbacks(callbacks, launcher=None, global_batch_size=sizes.global_batch_size)
+
+
+def install_loops(
+    trainer: TrainerBase,
+    config: EngineConfig,
+    watch: NonFiniteWatch,
+    default_bar: Callback | None,
+    run_summary: Callback | None,
+    doctor: Callback | None,
+) -> None:
+    """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
+
+    Args:
+        trainer: changed in place.
+        config: the arguments that it was made with.
+        watch: sees each loss and gradient norm.
+        default_bar: the progress bar that nobody asked for by name; None for none.
+        run_summary: a callback for the time of each run; None for none.
+        doctor: another one.
+    """
+    trainer.heartbeat = Heartbeat(trainer)
+    trainer.hang_timeout_s = config.hang_timeout_s
+    trainer._run_summary, trainer._doctor = run_summary, doctor
+    # Lightning: the private parts that Trainer.__init__ makes.
+    trainer._callback_connector = CallbackConnector(trainer, default_bar)
+    _install_loggers(trainer, config)
+    _install_connectors(trainer, config)
+    _install_fit_loop(trainer, config, watch)
+    _install_evaluation_loops(trainer)
+
+
+def _install_loggers(trainer: TrainerBase, config: EngineConfig) -> None:
+    check_run_name(config.name, config.logger if not trainer.barebones else False)
+    if config.logger in (None, True):
+        use_run_logger(trainer, config.name)
+    users = config.callbacks if isinstance(config.callbacks, Iterable) else [config.callbacks]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Lightning: the summary that Trainer.__init__ adds where there is none.
+        if type(callback) is RichModelSummary and callback not in users:
+            callback.summarize = summarize  # type: ignore[method-assign]
+
+
+def _install_connectors(trainer: TrainerBase, config: EngineConfig) -> None:
+    trainer._checkpoint_connector = CheckpointConnector(
+        trainer,
+        form=config.checkpoint_format,
+        in_background=config.async_checkpoints,
+        # A global batch size is kept by whoever deals the samples.
+        keeps_global_batch=config.continues_runs and config.global_batch_size is None,
+    )
+    sizes = BatchSizes(trainer, config.global_batch_size, config.micro_batch_size)
+    trainer._data_connector = DataConnector(trainer, sizes, config.uneven, seeds_samples=config.seed_samples)
+    trainer._signal_connector = SignalConnector(trainer)
+    # The connector was told its loggers already: they stay.
+    trainer._logger_connector = LoggerConnector(trainer)
+
+
+def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFiniteWatch) -> None:
+    epochs = trainer.fit_loop.epoch_loop
+    trainer.fit_loop = FitLoop(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
+    trainer.fit_loop.epoch_loop = TrainingEpochLoop(trainer, epochs.min_steps, epochs.max_steps, watch)
+    trainer.fit_loop.epoch_loop.first_steps = FirstSteps(trainer, config.check_first_steps)
+    if config.micro_batch_size == "auto":
+        trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory = OutOfMemory(trainer)
+
+
+def _install_evaluation_loops(trainer: TrainerBase) -> None:
+    inference_mode = trainer.validate_loop.inference_mode
+    inference_mode &= capabilities_of(trainer.strategy).evaluates_in_inference_mode
+    for name, fn, stage in (
+        ("validate_loop", TrainerFn.VALIDATING, RunningStage.VALIDATING),
+        ("test_loop", TrainerFn.TESTING, RunningStage.TESTING),
+    ):
+        verbose = getattr(trainer, name).verbose
+        setattr(trainer, name, EvaluationLoop(trainer, fn, stage, verbose, inference_mode))
+    trainer.predict_loop = PredictionLoop(trainer, inference_mode)

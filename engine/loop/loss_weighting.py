@@ -1,0 +1,194 @@
+"""Weighs the loss of each micro-batch in its optimizer step.
+
+The step's gradient shall be that of the mean over everything that its micro-batches hold, on all ranks: over samples,
+or over whatever `training_step` counts and returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With
+w_ij for micro-batch j of rank i, T for the sum of all w_ij and W ranks, whose gradients a strategy averages:
+
+    gradient = 1/W sum_ij (W w_ij / T) gradient(mean loss_ij)
+
+Where each rank steps by its own gradient, W is 1 and T is of that rank.
+
+How many samples each rank has is known from the order of samples, so nothing is sent for it. Weights of `training_step`
+are added up over the ranks: one all-reduce of one number in the step's first micro-batch, from which T is estimated
+(and known, where the step has but one), and one in the last, beside its backward, after which the gradients are
+corrected. On accelerators the first one doesn't wait for the forward either, where a weight is a Python number.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..data import Samples
+from ..devices import multiply
+from ..strategies import adapt
+
+__all__ = ["LossWeighting"]
+
+
+class LossWeighting:
+    """Weighs the losses of the micro-batches of the current optimizer step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._strategy = adapt(trainer.strategy)
+        self._first = -1
+        self._estimate: Any = None
+        """The estimate of T; None before the first micro-batch of a step."""
+        self._is_known = False
+        """Whether that is the number itself."""
+        self._samples: dict[int, int] = {}
+        """The samples of all ranks together, by micro-batch of the step."""
+        self._total: Callable[[], Tensor] | None = None
+        """The sum of all weights of the step; None until it is begun, with the last micro-batch."""
+        self._is_summed = False
+        """Whether the gradients are of losses times their weights, divided by nothing."""
+        self._has_weights = False
+        """Whether `training_step` has said what the last micro-batch counts for."""
+        self._weights: dict[int, Tensor] = {}
+        """This rank's weights, as `training_step` has them. (An optimizer may ask for a loss several times.)"""
+        self.data_size = 1
+        """Number of ranks that have samples of their own, known from the first epoch on."""
+
+    def begin_epoch(self) -> None:
+        """Looks up the number of ranks, which no epoch changes."""
+        self.data_size = self._trainer.data_size
+
+    def weigh(
+        self,
+        loss: Tensor | None,
+        output: Any,
+        batch_idx: int,
+        *,
+        is_repeated: bool = False,
+        is_summed: bool = False,
+    ) -> Tensor | None:
+        """A micro-batch's loss, times what it counts for; one without a loss counts, too.
+
+        Args:
+            loss: the mean over what the micro-batch holds.
+            output: of `training_step`.
+            batch_idx: within the epoch.
+            is_repeated: it is done for its collectives only: it may have been weighed before, and counts for nothing.
+            is_summed: backward is over, of the loss times its weight alone.
+
+        Raises:
+            ValueError: some micro-batches of a step say what they count for, and some do not.
+        """
+        trainer = self._trainer
+        window: int = trainer.accumulate_grad_batches
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        if weight is None and window == 1 and self.data_size == 1:
+            self._estimate = None
+            return loss
+        first = batch_idx - batch_idx % window
+        if first != self._first or (batch_idx == first and not is_repeated):
+            self.forget()
+            self._first = first
+        elif self._samples if weight is not None else self._weights:
+            raise ValueError(
+                "`training_step` returned a weight for some micro-batches of a step and none for others: return one for"
+                " all of them (zero is allowed), or for none."
+            )
+        self._has_weights, self._is_summed = weight is not None, is_summed
+        if weight is None or loss is None:
+            return self._by_samples(loss, batch_idx)
+        if is_repeated:
+            weight = 0
+        return self._by_weight(loss, weight, batch_idx)
+
+    def counted(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
+        """The weight that `training_step` returned for a micro-batch; zero for a filler, which keeps ranks in step."""
+        if isinstance(weight, Tensor):
+            mine = weight.detach().to(device, torch.float32)
+        else:  # filled by the device: a copy from the host would wait for it
+            mine = torch.full((), float(weight), dtype=torch.float32, device=device)
+        return torch.zeros_like(mine) if self._trainer._data_connector.sizes.is_filler(batch_idx) else mine
+
+    def weigh_nothing(self, batch_idx: int) -> None:
+        """Takes part in weighing a micro-batch of which this rank has nothing, not even a loss."""
+        nothing = torch.zeros((), device=self._trainer.lightning_module.device)
+        self.weigh(nothing, {"weight": 0.0} if self._has_weights else nothing, batch_idx)
+
+    def forget(self) -> None:
+        """Discards the weights of the micro-batches so far: the next one is the first of its step."""
+        self._first, self._estimate, self._total = -1, None, None
+        self._samples.clear()
+        self._weights.clear()
+
+    def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
+        sizes = self._trainer._data_connector.sizes
+        samples = sizes.samples(batch_idx)
+        mine, everyones = samples.local, self._together(samples)
+        if self._estimate is None:
+            planned = self._planned_length(batch_idx)
+            known = samples if planned == 1 else sizes.samples_of_step(self._first, planned)
+            self._is_known = known is not None
+            self._estimate = everyones * planned if known is None else self._together(known)
+        self._samples[batch_idx] = everyones
+        if loss is None:
+            return None
+        # Infinite for a filler.
+        divisor = self._estimate / (mine * self._num_ranks) if mine else torch.inf
+        return loss if divisor == 1 else loss / divisor
+
+    def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
+        mine = self._weights[batch_idx] = self.counted(weight, loss.device, batch_idx)
+        if self._estimate is None:
+            num_planned = self._planned_length(batch_idx)
+            self._is_known = num_planned == 1
+            is_number = not isinstance(weight, Tensor)
+            # A number is written once more, since the stream on which it is summed waits for nothing else then.
+            estimate = self._begin_sum(
+                lambda: self.counted(weight, loss.device, batch_idx) if is_number else mine.clone(),
+                needs_device=not is_number,
+            )()
+            estimate = estimate * num_planned
+            self._estimate = torch.where(estimate > 0, estimate, 1.0)
+        is_last = not self._trainer.fit_loop._should_accumulate()  # Lightning: whether the optimizer steps after it
+        if is_last and self._total is None and (self._is_summed or not self._is_known):
+            self._total = self._begin_sum(self._weights_of_step, needs_device=True)
+        # The mean of nothing is not a number.
+        return loss.masked_fill(mine == 0, 0.0) * (mine * self._num_ranks / self._estimate)
+
+    def correct(self, optimizer: Optimizer) -> None:
+        """Called after the last backward of a step: its gradients become those of the mean."""
+        if self._estimate is None or (self._is_known and not self._is_summed):
+            return
+        if self._samples:
+            factor = self._estimate / max(sum(self._samples.values()), 1)
+        else:
+            total = (self._total or self._begin_sum(self._weights_of_step, needs_device=True))()
+            factor = torch.where(total > 0, (self._num_ranks if self._is_summed else self._estimate) / total, 1.0)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        multiply((g.to_local() if isinstance(g, DTensor) else g for g in gradients), factor)
+
+    @property
+    def _num_ranks(self) -> int:
+        """Ranks whose gradients are averaged: all that have samples, or this one alone."""
+        return self.data_size if self._strategy.averages_gradients else 1
+
+    def _together(self, samples: Samples) -> int:
+        """The number of samples of the ranks whose gradients are averaged."""
+        return samples.local if self._num_ranks == 1 else samples.total
+
+    def _planned_length(self, batch_idx: int) -> int:
+        """Number of micro-batches of the step, as far as the length of the epoch is known."""
+        full = self._trainer.accumulate_grad_batches
+        left = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
+        return full if left > full else max(1, int(left))
+
+    def _weights_of_step(self) -> Tensor:
+        """The sum of this rank's weights."""
+        return torch.stack(list(self._weights.values())).sum()
+
+    def _begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
+        """Begins the sum over the ranks whose gradients are averaged; see `EngineStrategy`."""
+        if self._num_ranks > 1:
+            return self._strategy.begin_sum(make, needs_device=needs_device)
+        total = make()
+        return lambda: total

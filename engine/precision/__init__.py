@@ -1,0 +1,1 @@
+"""Precision by flag, the same under every strategy and on every device."""

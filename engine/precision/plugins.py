@@ -1,0 +1,144 @@
+"""Precision by flag, the same under every strategy and on every device.
+
+Lightning's plugins, with two differences: clipping is that of `clipping.py`, which knows sharded gradients and keeps
+the norm, and `16-mixed` is what it says on the CPU too (Lightning quietly takes bf16 there) and under FSDP2 (refused
+there). GradScaler's check for infinities agrees over all ranks: averaged gradients carry an infinity to everyone, and
+for sharded ones torch reduces the finding over the mesh.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import precision as lightnings
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..strategies.clipping import clip_by_norm, clip_by_value
+from .names import PRECISIONS, canonical_precision
+
+__all__ = ["PRECISIONS", "autocast_dtype", "canonical_precision", "make_precision"]
+
+
+class _Clipping(Precision):
+    """Clips whole and sharded gradients alike; `grad_norm` is the last norm before clipping, a 0-d tensor."""
+
+    grad_norm: Tensor | None = None
+    norm_of: Callable[[Iterable[Tensor]], Tensor] | None = None
+    """A strategy's, where other ranks have gradients of other parameters; None where none has."""
+    clipper: Callable[[str, float], None] | None = None
+    """Told how to clip, "norm" or "value", and to how much, where that is done elsewhere; None: here."""
+
+    # Lightning: Precision.train_step_context and .val_step_context do the same by way of a generator.
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.forward_context()
+
+    def val_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.forward_context()
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self.clipper is not None:
+            self.clipper("norm", clip_val)
+            return
+        self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val, self.norm_of)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self.clipper is not None:
+            self.clipper("value", clip_val)
+            return
+        clip_by_value(self.main_params(optimizer), clip_val)
+
+
+class _Hooked(Precision):
+    """Calls the hooks around backward and step by way of `hooks`, where a loop has put some there.
+
+    Comes last in a class's bases: what the others do to the loss or the gradients, they do around it.
+    """
+
+    hooks: Any = None
+    """The loop's, with `call(name, *arguments)` and `has_own(name)`; None: Lightning calls the hooks."""
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.hooks is None:
+            return super().pre_backward(tensor, module)
+        self.hooks.call("on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.hooks is None:
+            return super().post_backward(tensor, module)
+        self.hooks.call("on_after_backward")
+        return tensor
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        # Lightning: Precision._after_closure, once the gradients are there
+        if self.hooks is None:
+            super()._after_closure(model, optimizer)
+            return
+        self.hooks.call("on_before_optimizer_step", optimizer)
+        trainer = model.trainer
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        has_own = self.hooks.has_own
+        if value is not None or has_own("configure_gradient_clipping") or has_own("clip_gradients"):
+            self._clip_gradients(model, optimizer, value, algorithm)
+
+
+class _Scaler(torch.amp.GradScaler):
+    """torch's, that also takes gradients which are whole beside others that are cut, over one mesh or several."""
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        # torch: GradScaler._unscale_grads_, which hands all gradients to one operation.
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        # In the order of the parameters, which all ranks have in common: sets have one of their own on each rank, and
+        # the ranks would wait for each other in different collectives.
+        kinds = list(dict.fromkeys(g.device_mesh if isinstance(g, DTensor) else None for g in gradients))
+        if len(kinds) <= 1 or any(g.dtype == torch.float16 for g in gradients):  # which it has its own words for
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        by_dtype = defaultdict(list)
+        for gradient in gradients:
+            by_dtype[gradient.dtype].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        with torch.no_grad():
+            for local in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
+            for group in dict.fromkeys(group for mesh in kinds if mesh is not None for group in mesh.get_all_groups()):
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)
+        return {found_inf.device: found_inf}
+
+
+class _Full(_Clipping, _Hooked): ...
+
+
+# By this name a checkpoint has the loss scale: Lightning's own files, and those it is to open, have it so. It is this
+# module's name of the class as well, by which spawned processes find it.
+class MixedPrecision(_Clipping, lightnings.MixedPrecision, _Hooked):
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.autocast_context_manager()
+
+
+class _Half(_Clipping, HalfPrecision, _Hooked): ...
+
+
+class _Double(_Clipping, DoublePrecision, _Hooked): ...
+
+
+def make_precision(name: str, device_type: str) -> Precision:
+    """The plugin of a precision's full name, for ``"cpu"``, ``"cuda"``, ..."""
+    if name in ("16-mixed", "bf16-mixed"):
+        scaler = _Scaler(device_type) if name == "16-mixed" else None
+        return MixedPrecision(name, device_type, scaler)  # type: ignore[arg-type]
+    if name in ("16-true", "bf16-true"):
+        return _Half(name)  # type: ignore[arg-type]
+    return _Double() if name == "64-true" else _Full()
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """The dtype to which autocast rounds in a module's steps; None without autocast."""
+    if not isinstance(plugin, lightnings.MixedPrecision):
+        return None
+    return torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16

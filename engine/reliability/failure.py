@@ -1,0 +1,434 @@
+"""When one rank raises: that rank is named, once, every other one is let go, nobody hangs.
+
+Ranks that still train are blocked in a collective which the failed one will never join, and Lightning's exception
+callbacks (a checkpoint on exception, say) would join in with barriers of their own. So, before anything else happens, a
+rank that raises
+
+1. writes its rank and error into the job's key-value store (out of band, no collective), where the first one wins;
+2. writes the failure report, if it is that first one; else puts its traceback into the store;
+3. ends its process group, which makes the peers' pending collectives raise (where backward failed, when its process
+   ends) and turns later barriers into no-ops; and
+4. if it is the first one, waits a moment for the other ranks' tracebacks, adds them to the report, and prints: who
+   failed, who stopped because of it, where the report is, and the user's frames of its traceback.
+
+A rank that finds another's name in the store is silent, and waits for its launcher to end it, so that the job's exit is
+the culprit's. One whose connection broke finds out who is gone, and reports that. A peer that doesn't notice (a GPU
+waits in a collective) is ended by its watchdog, or by the launcher, as each does when one of its processes fails.
+
+A process alone leaves the printing to Python, which does it if nobody catches the exception, and writes no report.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+
+# Lightning: by which its tuner ends a run that went well.
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from .._compat.lightning import _TunerExitException
+from .._compat.torch import _engine_run_backward
+from ..distributed.job_store import FIRST_FAILURE, CausedByRank, JobStore
+from ..version import __version__
+from .flight_recorder import mismatches, recorded, told
+from .lost_hosts import DIED, HOST_LOST, because, blame, connection_lost
+from .rank_registry import in_words
+from .rendezvous import current_job
+from .tracebacks import shown
+from .uncaught import Failure, on_uncaught
+
+__all__ = ["SEEN", "Report", "print_rank", "report_failure"]
+
+SEEN = f"{FIRST_FAILURE}/seen"
+"""Counter of the ranks whose watchdogs have seen the failure, if it is an exception. It only says for how long to wait:
+a writer that is no rank makes a rank wait for less, or until it has waited long enough."""
+
+_GRACE_S = 2.0
+"""The time that a rank that stops because of another waits for its launcher to see the other's exit first."""
+_TELLING_S = 10.0
+"""The time that it waits before that for the other to have said what happened."""
+_COLLECT_S = 1.0
+"""The time that the first rank that failed waits for the others' tracebacks."""
+_HOST_S = 3.0
+"""The time that it waits for the others' watchdogs to have seen its failure, where its process may have the store."""
+_POLL_S = 0.05
+_TOLD = f"{FIRST_FAILURE}/told"
+_NUMBER, _HEARD = f"{FIRST_FAILURE}/number", f"{FIRST_FAILURE}/heard"
+"""Counters of the ranks that have left their tracebacks, and of those that know that all is said."""
+_LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
+"""Matches the messages of the errors that a peer's end causes."""
+
+
+def report_failure(
+    exception: BaseException,
+    *,
+    print_traceback: bool = True,
+    watchdog: Any = None,
+    leaves: bool = False,
+    finish: Callable[[], Any] = lambda: None,
+) -> None:
+    """Names the rank that failed first, writes the report, and ends this process's group if it has one.
+
+    Args:
+        exception: that this rank raised.
+        print_traceback: False if the launcher shows the traceback to the user.
+        watchdog: the `Watchdog` of the run, which knows the other ranks; it is stopped.
+        leaves: whether the other ranks continue without this one, when they see that its process has ended.
+        finish: called before the group ends.
+    """
+    if isinstance(exception, (SIGTERMException, _TunerExitException)):  # no failure: all ranks agreed to stop here
+        finish()
+        if watchdog is not None:
+            watchdog.stop()
+        return
+    if watchdog is not None:
+        watchdog.wait_for_verdict()
+    rank, is_alone = _this_rank(watchdog)
+    if leaves and not is_alone:
+        _leave(rank, exception, finish)
+        return
+    first, is_first = _first_failure(rank, exception, watchdog, is_alone)
+    is_interrupt = first["message"].startswith("KeyboardInterrupt")
+    # The traceback of a process alone is complete, for its caller too: the trials of a sweep leave no reports.
+    is_silent = watchdog is None or is_interrupt or is_alone or not is_first or _is_ordinary_end(exception)
+    report = None if is_silent else _report(first, exception, watchdog)
+    if report is not None:
+        report.write()  # at once: this process may be ended
+    if watchdog is not None:
+        watchdog.stop()
+    job = None if is_alone else current_job()
+    if job is None:  # alone; or the ranks are not connected yet
+        finish()
+        on_uncaught(exception, Failure(is_interrupt=is_interrupt, say=partial(_say_where, rank, report)))
+        return
+    if is_first:
+        finish()
+        _end_group(exception)
+        _tell(job, first, exception, report, print_traceback=print_traceback)
+    else:
+        _follow(job, rank, first, exception, finish, watchdog)
+    on_uncaught(exception, Failure(is_said=True, is_interrupt=is_interrupt))
+
+
+def _this_rank(watchdog: Any) -> tuple[int, bool]:
+    """Returns this rank, and whether there is no other one."""
+    is_connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    is_alone = not is_connected and (watchdog is None or watchdog.world_size == 1)
+    return dist.get_rank() if is_connected else 0 if watchdog is None else watchdog.heartbeat.rank, is_alone
+
+
+def _leave(rank: int, exception: BaseException, finish: Callable[[], Any]) -> None:
+    """Prints the failure of a rank that the others do not need, and ends its group."""
+    print_rank(rank, f"failed, and leaves the other ranks to go on:\n{shown(exception).rstrip()}")
+    on_uncaught(exception, Failure(is_said=True))
+    finish()
+    _end_group(exception)  # its watchdog runs until the process ends, so it does not report that it is done
+
+
+def _follow(
+    job: Any, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any], watchdog: Any
+) -> None:
+    """Stops this rank because another one has failed first."""
+    # A rank that has ended has told all it had to, and may have had the store.
+    peers = None if watchdog is None else watchdog.peers
+    has_ended = peers is not None and peers.has_ended(first["by"])
+    is_asked = watchdog is not None and watchdog.was_asked_to_end
+    _stop_because_of(None if has_ended else job, rank, first, exception, finish, is_asked)
+
+
+def _is_ordinary_end(exception: BaseException) -> bool:
+    """Whether the run was ended on purpose: `sys.exit()`, a job that submitit has requeued, a trial of a sweep."""
+    if type(exception).__name__ == "TrialPruned":  # Optuna's; not imported for this
+        return True
+    if not isinstance(exception, SystemExit):
+        return False
+    last = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exception.__traceback__)][-1:]
+    # submitit's handler of signals, which has requeued the job, and Ray, which stops a trial.
+    return exception.code in (0, None) or any(name.partition(".")[0] in ("submitit", "ray") for name in last)
+
+
+def _tell(
+    job: JobStore,
+    first: dict[str, Any],
+    exception: BaseException,
+    report: "Report | None",
+    *,
+    print_traceback: bool,
+) -> None:
+    """Collects what the others say of themselves, completes the report and prints."""
+    me, culprit, world_size = first["by"], first["rank"], job.num_ranks
+    others = [rank for rank in range(world_size) if rank not in (me, culprit)]
+    said = _collected(job, [rank for rank in range(world_size) if rank != me])
+    if report is not None and said:
+        report.add(said)
+    same = [rank for rank, failure in said.items() if failure["message"] == first["message"] and rank in others]
+    stopped = [rank for rank in others if rank not in same]
+    sentences = [f"{in_words(same)} failed with the same error"] if same and first["kind"] == "exception" else []
+    sentences += [f"{in_words(stopped)} stopped because of it"] if stopped else []
+    consequences = "".join(f"; {sentence}" for sentence in sentences)
+    where = "" if report is None else f". The failure report, with all frames: {report.where}"
+    differences = "" if report is None else "".join(f". The collectives differ: {each}" for each in report.mismatches)
+    if first["kind"] != "exception":
+        print_rank(me, f"ends the run {blame(first)}{consequences}{differences}{where}")
+    elif isinstance(exception, KeyboardInterrupt):
+        print_rank(me, "was interrupted (Ctrl-C), and so the run ends")
+    else:
+        text = f"\n{shown(exception).rstrip()}" if print_traceback else ""
+        ends = "failed and ends the run" if me == culprit else f"ends the run because of rank {culprit}"
+        print_rank(me, f"{ends}{consequences}{differences}{where}{text}")
+    with contextlib.suppress(RuntimeError):  # the store's host is gone
+        job.write(_TOLD, {"by": me})
+        if me == 0:
+            _await(job, _HEARD, len(said), _COLLECT_S)
+            _await(job, SEEN, world_size - 1, _HOST_S)  # later failures are known as consequences without the store
+
+
+def _collected(job: JobStore, ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """Collects what those of `ranks` say that fail as well, within a moment."""
+    keys = {f"{FIRST_FAILURE}/{rank}": rank for rank in ranks}
+    try:
+        _await(job, _NUMBER, len(ranks), _COLLECT_S)
+        return {keys[key]: word for key, word in job.read_all(keys, {"message": str, "traceback": str}).items()}
+    except RuntimeError:  # the store's host is gone
+        return {}
+
+
+def _await(job: JobStore, counter: str, number: int, patience_s: float) -> None:
+    """Waits until so many ranks have raised a counter."""
+    deadline = time.monotonic() + patience_s
+    while job.count(counter) < number and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _stop_because_of(
+    job: JobStore | None,
+    rank: int,
+    first: dict[str, Any],
+    exception: BaseException,
+    finish: Callable[[], Any],
+    is_asked: bool,
+) -> None:
+    """Hands over this rank's traceback, and waits until the rank that failed first has said all."""
+    own_failure = {"message": _message(exception), "traceback": _traceback(exception), "collectives": recorded()}
+    has_told = job is None
+    with contextlib.suppress(RuntimeError):  # the store's host is gone
+        if job is not None:
+            job.write(f"{FIRST_FAILURE}/{rank}", own_failure)
+            job.count(_NUMBER, 1)
+    finish()
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
+    with contextlib.suppress(RuntimeError):
+        if job is not None:
+            has_told = _has_told(job)
+    if not has_told:
+        print_rank(rank, f"stops because {because(first)}")
+    if not is_asked:  # the launcher asks once it has seen the other's exit
+        time.sleep(_GRACE_S)
+    _end_group(exception)
+
+
+def _has_told(job: JobStore) -> bool:
+    """Whether the rank that failed first says what happened, as one may expect of it soon."""
+    deadline = time.monotonic() + _TELLING_S
+    while job.read(_TOLD, {"by": int}) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    job.count(_HEARD, 1)
+    return True
+
+
+def _say_where(rank: int, report: "Report | None") -> None:
+    """Prints where the report is, for a rank that has not met the others, before Python prints the traceback."""
+    if report is not None:
+        report.write()
+        print_rank(rank, f"failed. The failure report, with all frames: {report.where}")
+
+
+def _end_group(exception: BaseException) -> None:
+    """Ends this process's groups; after a backward that failed, their connections stay until the process ends.
+
+    torch: who lets go last of a gloo group destroys it, and waits for the group's thread. DDP's Reducer holds Python's
+    lock meanwhile, for which that thread waits in turn if a collective ends that backward had begun.
+    """
+    if any(frame.f_code is _engine_run_backward.__code__ for frame, _ in traceback.walk_tb(exception.__traceback__)):
+        for group in list(dist.distributed_c10d._world.pg_map):  # torch: all groups that this process is in
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    with contextlib.suppress(RuntimeError):  # a group whose connections are gone already may refuse to shut down
+        if dist.is_initialized():
+            # torch: as destroy_process_group, by which NCCL would wait for collectives that nobody joins any more.
+            dist.distributed_c10d._abort_process_group()
+
+
+def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone: bool) -> tuple[dict[str, Any], bool]:
+    """The first failure of the job, and whether it is this rank's to report."""
+    culprit = exception.rank if isinstance(exception, CausedByRank) else rank
+    own_failure = {"rank": culprit, "kind": "exception", "by": rank, "message": _message(exception)}
+    if is_alone:
+        return own_failure, True
+    if watchdog is not None and watchdog.first_failure is not None:
+        return watchdog.first_failure, False
+    try:
+        job = current_job()
+        if job is None:
+            return own_failure, True
+        if _LOST.search(str(exception)) and watchdog is not None:
+            own_failure = _cause(job, watchdog, rank) or _elsewhere(exception, watchdog, rank) or own_failure
+        first = job.record_failure(own_failure)
+    except RuntimeError:  # the store's host is gone, or silent
+        gone = _gone(watchdog)
+        if gone:
+            own_failure = _death(gone[0], rank)
+        elif _LOST.search(str(exception)):
+            own_failure = _elsewhere(exception, watchdog, rank) or own_failure
+        first = own_failure
+    return first, first == own_failure
+
+
+def _gone(watchdog: Any) -> list[int]:
+    return watchdog.peers.gone() if watchdog is not None and watchdog.peers is not None else []
+
+
+def _cause(job: JobStore, watchdog: Any, rank: int) -> dict[str, Any] | None:
+    """Who is to blame for a broken connection, if that turns out in time."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and job.first_failure() is None:
+        gone = _gone(watchdog)
+        if gone:
+            return _death(gone[0], rank)
+        time.sleep(0.05)
+    return None
+
+
+def _elsewhere(exception: BaseException, watchdog: Any, rank: int) -> dict[str, Any] | None:
+    peers = None if watchdog is None else watchdog.peers
+    return None if peers is None else connection_lost(peers, exception, rank)
+
+
+def _death(culprit: int, by: int) -> dict[str, Any]:
+    return {"rank": culprit, "kind": "death", "by": by, "message": DIED}
+
+
+def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> "Report":
+    details = {}
+    reports = watchdog.known(exception=exception)
+    if first["kind"] == "exception":
+        details = {
+            "type": type(exception).__name__,
+            "message": str(exception),
+            "traceback": _traceback(exception),
+        }
+    else:  # of another rank, which this one has found
+        reports[first["by"]] |= {"message": _message(exception), "traceback": _traceback(exception)}
+    return Report(watchdog.folder, first, reports, watchdog.heartbeat.resume_from, details, watchdog.heartbeat.run_id)
+
+
+class Report:
+    """The JSON that says how a run ended; made and written without any collective.
+
+    Args:
+        folder: local path or fsspec URL, created if need be.
+        failure: the record of the first failure: rank, kind, message and by whom.
+        ranks: what is known of each rank.
+        resume_from: the newest checkpoint.
+        details: of the exception.
+        run_id: as the manifests of the run's checkpoints have it.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        failure: dict[str, Any],
+        ranks: dict[int, dict[str, Any]],
+        resume_from: str | None,
+        details: dict[str, Any] | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        now = time.time()
+        self._content = {
+            "first_failing_rank": None if failure["kind"] == HOST_LOST else failure["rank"],
+            "kind": failure["kind"],
+            "message": failure["message"],
+            "exception": details or None,
+            "resume_from": resume_from,
+            "run": run_id,
+            "collectives": told(_collectives(ranks)),
+            "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
+            "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),
+            "versions": {
+                "polyphase": __version__,
+                "torch": torch.__version__,
+                "lightning": lightning.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-rank{failure['by']}-{os.getpid()}.json"
+        self._folder, self._name = folder, name
+        self.where = f"{folder}/{name}"
+        """Its path; or why there is none, once that is known."""
+        self.mismatches = mismatches(_collectives(ranks))
+        """Those of `collectives` in which operations, sizes or types differ."""
+
+    def add(self, said: dict[int, dict[str, Any]]) -> None:
+        """Writes it once more, with what other ranks that failed as well have said."""
+        ranks: dict[str, Any] = self._content["ranks"]
+        for rank, failure in said.items():
+            ranks[str(rank)] = {**ranks.get(str(rank), {}), **failure}
+        records = _collectives({int(rank): failure for rank, failure in ranks.items()})
+        self._content["collectives"] = told(records)
+        self.mismatches = mismatches(records)
+        self.write()
+
+    @property
+    def collectives(self) -> list[str]:
+        """The collectives that the ranks do not agree on, in sentences."""
+        return list(self._content["collectives"])
+
+    def write(self) -> str:
+        """Writes it; returns `where`."""
+        try:
+            files, path = url_to_fs(self._folder)
+            files.makedirs(path, exist_ok=True)
+            with files.open(f"{path}/{self._name}.part", "w") as stream:
+                json.dump(self._content, stream, indent=2, default=str)
+            files.mv(
+                f"{path}/{self._name}.part", f"{path}/{self._name}"
+            )  # whole, where this process is ended meanwhile
+        except Exception as error:  # a run that fails is not to fail once more over its report
+            self.where = f"not written: {type(error).__name__}: {error}"
+        return self.where
+
+
+def _collectives(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any] | None]:
+    return {rank: each.get("collectives") for rank, each in ranks.items()}
+
+
+def _message(exception: BaseException) -> str:
+    return f"{type(exception).__name__}: {exception}"[:1000]
+
+
+def _traceback(exception: BaseException) -> str:
+    return "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
+
+
+def print_rank(rank: int, text: str) -> None:
+    """Prints to standard error, at once."""
+    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)

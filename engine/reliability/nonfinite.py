@@ -1,0 +1,124 @@
+"""Says at which step and on which rank a loss, or the norm of the gradients, was first not finite.
+
+A step only keeps a reference to its scalar; the values are read together, at logging intervals and at the end of an
+epoch, so that no step waits for the device.
+"""
+
+import contextlib
+import logging
+import math
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from ..distributed.job_store import CausedByRank
+from ..flags import choose
+from .blame import earliest
+
+__all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
+
+NONFINITE_POLICIES = ("warn", "error", "ignore")
+
+_INTERVAL_STEPS = 50
+"""The steps between two reads where `log_every_n_steps=0` says that nothing is logged."""
+
+log = logging.getLogger("polyphase.engine")
+
+
+class NonFiniteError(CausedByRank, RuntimeError):
+    """A loss or gradient norm was infinite or not a number, first on `rank`, and `nonfinite` says to stop then."""
+
+
+class NonFiniteWatch:
+    """Watches scalars for infinities and NaN.
+
+    Args:
+        policy: ``"warn"`` once for each scalar and epoch, raise an ``"error"``, or ``"ignore"``.
+
+    Raises:
+        ValueError: another policy.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
+        self._unread: list[tuple[str, int, Tensor]] = []
+        self._since = 0  # the optimizer step at which the values were last read
+        self._names: dict[str, int] = {}  # in the order in which a step has them
+        self._said: set[str] = set()  # what was reported in this epoch
+        self._failure: NonFiniteError | None = None
+
+    def observe(self, trainer: Trainer, name: str, value: Tensor | None, step: int) -> None:
+        """Keeps a 0-d tensor of optimizer step `step`; reads what was kept once a logging interval has passed."""
+        if self.policy == "ignore" or value is None:
+            return
+        if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):  # type: ignore[attr-defined]
+            self._read(trainer)
+            self._since = step
+        if name not in self._names:
+            self._names[name] = len(self._names)
+        self._unread.append((name, step, value))
+
+    def begin_run(self) -> None:
+        """Knows of no failure."""
+        self._failure = None
+
+    def read_before_save(self, trainer: Trainer) -> NonFiniteError | None:
+        """Reads what was kept; returns why the state is not to be saved, None if it may be.
+
+        Under the policy ``"warn"`` the run is to go on, and its state is saved as it is.
+        """
+        with contextlib.suppress(NonFiniteError):  # is in `_failure`
+            self._read(trainer)
+        return self._failure
+
+    def begin_epoch(self, trainer: Trainer) -> None:
+        """Forgets an epoch that was cut off, and what was said."""
+        self._unread, self._since = [], trainer.global_step
+        self._said.clear()
+
+    def end_epoch(self, trainer: Trainer) -> None:
+        """Reads what the last interval left."""
+        self._read(trainer)
+
+    def _read(self, trainer: Trainer) -> None:
+        unread, self._unread = self._unread, []
+        values = _read_all([value for _, _, value in unread], trainer.strategy.root_device)
+        bad = [(name, step) for (name, step, _), value in zip(unread, values, strict=True) if not math.isfinite(value)]
+        for name in dict.fromkeys(name for name, _ in bad if name not in self._said):
+            self._said.add(name)
+            self._report(trainer, name, next(step for other, step in bad if other == name))
+
+    def _report(self, trainer: Trainer, name: str, step: int) -> None:
+        if self.policy == "error":
+            order = self._names[name]
+            first = earliest({"rank": trainer.global_rank, "step": step, "name": name, "order": order})
+            self._failure = NonFiniteError(
+                _message(trainer, first["name"], first["step"], first["rank"]), first["rank"]
+            )
+            raise self._failure
+        message = _message(trainer, name, step, trainer.global_rank)
+        log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)
+
+
+def _message(trainer: Trainer, name: str, step: int, rank: int) -> str:
+    return (
+        f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank {rank}. Often a learning"
+        " rate that is too high, a logarithm or division of zero, or float16 that overflowed."
+    )
+
+
+def _read_all(values: list[Tensor], device: torch.device) -> list[float]:
+    """Reads scalars, those on accelerators by one copy from `device`.
+
+    On the host there is nothing to wait for, and a stack would take longer than to read them one by one. The norm of
+    offloaded gradients is there, too.
+    """
+    elsewhere = [_scalar(value).to(device) for value in values if not value.is_cpu]
+    copied = iter(torch.stack(elsewhere).tolist() if elsewhere else ())
+    return [_scalar(value).item() if value.is_cpu else next(copied) for value in values]
+
+
+def _scalar(value: Tensor) -> Tensor:
+    value = value.detach() if value.dim() == 0 else value.detach().sum()
+    return value if value.dtype == torch.float32 else value.float()

@@ -1,0 +1,34 @@
+"""The process that has started the other ranks ends itself when one of them ends, but not before it has said why."""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+# Lightning: the thread by which the process that started the others watches them.
+from .._compat.lightning import _ChildProcessObserver
+
+__all__ = ["delay_the_kill"]
+
+_LAST_WORDS_S = 4.0
+"""The time that a process outlives one that it has started."""
+
+
+def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
+    """Delays Lightning's observer, so that this process can find out what happened and end by itself.
+
+    Children that the run can go on without are observed no more.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
+            kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too
+            thread._terminate_all = partial(_late, kill)  # type: ignore[method-assign]
+            # Lightning: the processes that are observed, of the ranks that follow this one's.
+            children: Any = thread._child_processes
+            thread._child_processes = [c for other, c in enumerate(children, rank + 1) if not can_lose(other)]
+
+
+def _late(kill: Callable[[], None]) -> None:
+    time.sleep(_LAST_WORDS_S)
+    kill()

@@ -1,0 +1,49 @@
+"""A rank does not outlive the process that has started it: rank 0, the caller of ``fit``, or torchrun's agent.
+
+Looked for once a second, by a thread: the kernel's own signal (PR_SET_PDEATHSIG) comes when the *thread* ends that has
+started the rank, and a pipe would be inherited by the other ranks.
+"""
+
+import os
+import threading
+import time
+
+import psutil
+
+from ..environment import parent_pid
+from .failure import print_rank
+from .hard_exit import hard_exit
+from .rank_registry import has_ended
+
+__all__ = ["watch_parent"]
+
+_PERIOD_S = 1.0
+
+_watched: set[int] = set()
+"""Ids of the processes that have a thread for that; a fork has none of its parent's."""
+
+
+def watch_parent(rank: int, grace_s: float) -> None:
+    """Ends this process soon after the one that has started it as a rank; watches none if nobody has.
+
+    Args:
+        rank: of this process.
+        grace_s: how long it may go on, to find out and say why that one is gone.
+    """
+    pid, me = parent_pid(), os.getpid()
+    if pid is None or me in _watched:
+        return
+    _watched.add(me)
+    try:
+        parent = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        parent = None
+    threading.Thread(target=_watch, args=(parent, pid, rank, grace_s), name="polyphase-parent", daemon=True).start()
+
+
+def _watch(parent: psutil.Process | None, pid: int, rank: int, grace_s: float) -> None:
+    while not has_ended(parent):
+        time.sleep(_PERIOD_S)
+    time.sleep(grace_s)
+    print_rank(rank, f"ends: process {pid}, which has started it, is gone")
+    hard_exit()

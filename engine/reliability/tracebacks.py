@@ -1,0 +1,132 @@
+"""Tracebacks for a person: the user's frames, and in place of the libraries' a count.
+
+Text in, text out: so it also serves what has come from another process (a worker, a DataLoader's) as text.
+"""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from ..environment import ALL_FRAMES, shows_all_frames
+
+__all__ = ["shorten", "shown"]
+
+_LIBRARIES = ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchdata")
+_OF_PYTHON = ("contextlib.py", "functools.py", "importlib", "multiprocessing", "runpy.py", "threading.py")
+_COMMANDS = ("polyphase", "torchrun")
+_SOURCES = Path(__file__).parents[2]
+_OURS = tuple(f"{_SOURCES / package}{os.sep}" for package in ("callbacks", "engine"))
+_PYTHON = os.path.dirname(os.__file__)
+
+_FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]*)", line \d+, in .*')
+_MARKS = re.compile(r"[ |]*[~^][~^ ]*")
+"""Matches the line that Python puts under a line of code to mark a part of it."""
+
+
+class _Frame(NamedTuple):
+    lines: list[str]
+    """Its place, its line of code, and how often it is repeated."""
+    indent: str
+    package: str | None
+    """None: the user's."""
+
+
+def shown(exception: BaseException) -> str:
+    """The traceback of `exception` as the terminal gets it: short, unless the user wants all frames."""
+    kind, trace = type(exception), exception.__traceback__
+    if isinstance(
+        exception, (ProcessExitedException, ProcessRaisedException)
+    ):  # its text is a worker's traceback, and its cause that once more
+        here = "".join(traceback.format_tb(trace))
+        if not shows_all_frames():
+            here = shorten(here, keeps_innermost=False, says_how=False)
+        message = "".join(traceback.format_exception_only(kind, exception))
+        return f"Traceback (most recent call last):\n{here}{message}"
+    text = "".join(traceback.format_exception(kind, exception, trace))
+    return text if shows_all_frames() else shorten(text, keeps_innermost=not _says_what_is_wrong(exception))
+
+
+def _says_what_is_wrong(exception: BaseException) -> bool:
+    """Whether the engine's own code tells the user of a mistake: where it does so doesn't matter."""
+    frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    return isinstance(exception, ValueError) and bool(frames) and frames[-1].f_code.co_filename.startswith(_OURS)
+
+
+def shorten(text: str, *, keeps_innermost: bool = True, says_how: bool = True) -> str:
+    """`text` with a count in place of the frames of libraries in all tracebacks in it.
+
+    Args:
+        text: any, with tracebacks as Python prints them.
+        keeps_innermost: keep the last frame of each traceback, whosever it is: where the error arose.
+        says_how: say at the first count how to see all frames.
+    """
+    lines, out, number = text.splitlines(), [], 0
+    while number < len(lines):
+        stack = _stack_at(lines, number)
+        if not stack:
+            out.append(lines[number])
+            number += 1
+            continue
+        number += sum(len(frame.lines) for frame in stack)
+        for place, is_count in _kept(stack, keeps_innermost):
+            out.append(f"{place} ({ALL_FRAMES}=full shows them)" if is_count and says_how else place)
+            says_how = says_how and not is_count
+    return "\n".join(out) + ("\n" if text.endswith("\n") else "")
+
+
+def _stack_at(lines: Sequence[str], number: int) -> list[_Frame]:
+    """The frames that follow each other from line `number` on."""
+    stack: list[_Frame] = []
+    while number < len(lines) and (header := _FRAME.fullmatch(lines[number])):
+        indent = header["indent"]
+        end = number + 1
+        while end < len(lines) and lines[end].startswith(f"{indent}  ") and not _FRAME.fullmatch(lines[end]):
+            end += 1
+        if end < len(lines) and lines[end].startswith(f"{indent}[Previous line repeated"):
+            end += 1
+        stack.append(_Frame(list(lines[number:end]), indent, _package_of(header["file"])))
+        number = end
+    return stack
+
+
+def _kept(stack: Sequence[_Frame], keeps_innermost: bool) -> Iterator[tuple[str, bool]]:
+    """The lines that are left of a stack, and whether each is a count."""
+    left_out: list[str] = []
+    for frame in stack:
+        if frame.package is not None and not (keeps_innermost and frame is stack[-1]):
+            left_out.append(frame.package)
+            continue
+        yield from _count(left_out, frame.indent)
+        left_out.clear()
+        yield from ((line, False) for line in frame.lines if not _MARKS.fullmatch(line))
+    yield from _count(left_out, stack[-1].indent)
+
+
+def _count(libraries: Sequence[str], indent: str) -> Iterator[tuple[str, bool]]:
+    if libraries:
+        frames = "1 frame" if len(libraries) == 1 else f"{len(libraries)} frames"
+        yield f"{indent}... {frames} of {', '.join(sorted(set(libraries)))}", True
+
+
+def _package_of(file: str) -> str | None:
+    if file.startswith(_OURS) or (os.path.basename(os.path.dirname(file)) in ("bin", "Scripts") and _is_command(file)):
+        return "polyphase"
+    if file.startswith("<frozen ") or file == "<string>":
+        return "python"
+    if file.startswith(_PYTHON) and file[len(_PYTHON) + 1 :].split(os.sep)[0] in _OF_PYTHON:
+        return "python"
+    for name in _LIBRARIES:
+        place = getattr(sys.modules.get(name), "__file__", None)
+        if place is not None and file.startswith(os.path.dirname(place) + os.sep):
+            return name
+    return None
+
+
+def _is_command(file: str) -> bool:
+    return os.path.splitext(os.path.basename(file))[0] in _COMMANDS

@@ -1,0 +1,364 @@
+"""Every way in which Lightning loads a checkpoint goes through `engine.checkpoint`, under every strategy.
+
+Files of Lightning's own still load. How checkpoints are saved is in `saving`.
+"""
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.strategies import Strategy
+
+# Lightning: how the hooks of a module are called.
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from ..checkpoint import (
+    NAMES,
+    CheckpointError,
+    by_name,
+    is_checkpoint,
+    is_directory,
+    read_manifest,
+    seed_rank_stream,
+    set_random_state,
+    to_lightning,
+)
+from ..checkpoint.run_record import RunRecord
+from ..checkpoint.single_file import OURS
+from ..checkpoint.state_tree import mapped
+from ..checkpoint.whole import names_in, part_of
+from ..compression import reshard_residuals
+from ..distributed.object_group import num_ranks
+from ..environment import restart_count
+from ..initialization.stored_weights import check_stored, read_stored
+from ..strategies import adapt
+from .restoring import TargetTensors, in_order_of, matching_accumulation, to_last_step, with_samples
+from .run_history import AUTO, FRESH, Seen, check_may_start_afresh
+from .saving import STRATEGY, SavingConnector
+
+__all__ = ["CheckpointConnector"]
+
+
+class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_connector
+    """Loads what a `SavingConnector` saves, and what Lightning does."""
+
+    _engine_state: dict[str, Any]
+    """The engine's own part of the checkpoint that was opened; it stands there under `OURS`."""
+    _saved_names: list[list[str]] | None = None
+    """The names of the parameters of each of its optimizers; None if it does not say them."""
+
+    def begin(self) -> None:
+        """Called when the trainer begins to run."""
+        self.is_ending = self._draws_alone = False
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Opens a checkpoint, whose files are all checked before anything is changed."""
+        self.saver.finish()
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        seen = self.history.look() if is_fit else None
+        is_same = False
+        if seen is not None and checkpoint_path in (AUTO, FRESH):
+            is_same = self._resume_newest(seen, checkpoint_path, weights_only)
+        elif checkpoint_path and is_directory(checkpoint_path):
+            rank_zero_info(f"Restoring states from the checkpoint path at {checkpoint_path}")
+            self._open(str(checkpoint_path), weights_only)
+        else:
+            if self.is_portable and checkpoint_path and _is_foreign(checkpoint_path):
+                read_manifest(checkpoint_path)  # says what is missing
+            self._open_file(checkpoint_path, weights_only)
+        # Hooks are to see what Lightning's checkpoints have.
+        loaded = self._loaded_checkpoint or {}
+        self._engine_state, self._saved_names = loaded.pop(OURS, {}), loaded.pop(NAMES, None)
+        if is_fit:
+            self._begin_run(is_same)
+
+    def _begin_run(self, is_same: bool) -> None:
+        trainer = self.trainer
+        opened = read_manifest(str(self._ckpt_path)) if is_same and trainer.is_global_zero else None
+        if opened is None or not 0 <= trainer.max_steps <= opened.step:  # else nothing is logged again
+            loggers, step = (None, 0) if opened is None else (opened.loggers, opened.step)
+            self.logs.take_back(loggers, step, waits=bool(self._engine_state.get("cut_short")))
+        trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
+        trainer.fit_loop.is_cut_short = False
+        # Of format 1, and of Lightning's own files, the run is not known; they are continued all the same.
+        continues = self._engine_state.get("run") or ({} if self._loaded_checkpoint else None)
+        self.history.begin(continues, is_same=is_same)
+        self.history.record(
+            {
+                "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                "accumulation_asked": self._accumulation_asked,
+                "world_size": trainer.world_size,
+                "layout": self._layout,
+            },
+            self.logs.positions(),
+        )
+
+    def _open_file(self, path: Any, weights_only: bool | None) -> None:
+        """Opens a checkpoint by the strategy, as Lightning does; of ours, each rank takes its part."""
+        if path and self.is_portable:
+            self.saver.check_file(str(path))
+        if path and self.is_portable and self._is_sharded and is_checkpoint(path):
+            # Lightning: ModelParallelStrategy.load_checkpoint would gather and deal what each takes here by itself.
+            rank_zero_info(f"Restoring states from the checkpoint path at {path}")
+            self._ckpt_path = path
+            self._loaded_checkpoint = self.trainer.strategy.checkpoint_io.load_checkpoint(
+                path, weights_only=weights_only
+            )
+        else:
+            super().resume_start(path, weights_only)
+        if not path or not self.is_portable:
+            return
+        names = names_in(self._loaded_checkpoint)
+        if num_ranks() == 1:
+            if names is not None:
+                self._loaded_checkpoint[NAMES] = names
+        elif names is None:
+            self._loaded_checkpoint = mapped(torch.clone, self._loaded_checkpoint)  # it may have been opened lazily
+        else:
+            self._loaded_checkpoint = part_of(
+                self._loaded_checkpoint,
+                TargetTensors(self.trainer.lightning_module, self._keeps_state_of),
+                rank=self.trainer.global_rank,
+                needs_optimizers=self.trainer.state.fn == TrainerFn.FITTING,
+            )
+
+    def _open(self, path: str, weights_only: bool | None) -> None:
+        trainer = self.trainer
+        if not is_directory(path):
+            self._open_file(path, weights_only)
+            return
+        if not self.is_portable and type(trainer.strategy).load_checkpoint is not Strategy.load_checkpoint:
+            raise CheckpointError(
+                f"{type(trainer.strategy).__name__} has checkpoints of its own kind: turn {path} into a file of"
+                " Lightning's first, with `polyphase ckpt export`."
+            )
+        needless = () if trainer.state.fn == TrainerFn.FITTING else ("optimizer_states",)
+        template = TargetTensors(trainer.lightning_module, self._keeps_state_of)
+        self._loaded_checkpoint = to_lightning(
+            self.saver.load(
+                path, template, leave_out=needless, weights_only=weights_only, layout=self._layout, own=(STRATEGY,)
+            )
+        )
+        self._ckpt_path = path
+
+    def _resume_newest(self, seen: Seen, how: str, weights_only: bool | None) -> bool:
+        """Opens the newest checkpoint that is not damaged, of the newest run; whether there is one.
+
+        Raises:
+            CheckpointError: there is none, but there are some that can't be read, or there were some.
+        """
+        folder = self.trainer.snapshots_path
+        self._ckpt_path = None
+        if how == FRESH and not restart_count():
+            return False
+        if seen.newer is None:
+            for problem in seen.problems if seen.candidates else []:
+                rank_zero_warn(f"{problem} It is passed over.")
+            failures: list[str] = []
+            for path in seen.candidates:
+                try:
+                    self._open(path, weights_only)
+                except CheckpointError as damage:
+                    failures.append(str(damage))
+                    rank_zero_warn(f"{damage} An older one is taken, if there is one.")
+                    continue
+                rank_zero_info(f"resume='auto': goes on from {path}")
+                return True
+        else:
+            failures = []
+        if how == AUTO:
+            check_may_start_afresh(folder, seen, failures)
+            self._keep_global_batch(seen.record)
+        return False
+
+    def _keep_global_batch(self, record: RunRecord | None) -> None:
+        """That of the same run, which was stopped before it could save anything."""
+        if record is not None and self._keeps_global_batch:
+            trainer = self.trainer
+            asked = self._accumulation_asked
+            trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, record.batches)
+
+    # Lightning: _CheckpointConnector._parse_ckpt_path, before there are any processes to agree with.
+    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        return (
+            ckpt_path if ckpt_path in (AUTO, FRESH) else super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kwargs)
+        )
+
+    def restore_model(self) -> None:
+        """Loads the weights, after the module's hook has seen the checkpoint.
+
+        Raises:
+            RuntimeError: the module's parameters are others; lists those missing, unexpected and of another shape.
+        """
+        trainer = self.trainer
+        check_stored(trainer.lightning_module)
+        read_stored(trainer.lightning_module)  # what no strategy has split by now
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            # Lightning converts after this: what is loaded into single precision would lose half of its digits.
+            trainer.precision_plugin.convert_module(trainer.lightning_module)
+        if not self._is_ours:
+            super().restore_model()
+            return
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", self._loaded_checkpoint)
+        module = trainer.lightning_module
+        try:
+            if self._is_sharded:  # Lightning: strategies with shards of their own take whole tensors there
+                module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=module.strict_loading)
+            else:
+                trainer.strategy.load_model_state_dict(self._loaded_checkpoint, strict=module.strict_loading)
+        except RuntimeError as mismatch:
+            raise RuntimeError(f"The checkpoint {self._ckpt_path} does not fit the module. {mismatch}") from None
+
+    def restore_loops(self) -> None:
+        """Restores the progress, and remembers what is to be restored when the data is there."""
+        engine_state = self._engine_state
+        if "batches" not in engine_state or self.trainer.state.fn != TrainerFn.FITTING:
+            super().restore_loops()
+            return
+        left = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], engine_state)
+        super().restore_loops()
+        ranks, trainer = engine_state["ranks"], self.trainer
+        if self._keeps_global_batch:
+            asked = self._accumulation_asked
+            trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, engine_state)
+        trainer.fit_loop.epoch_loop.pending_batch_work = left
+        places, fit_loop = trainer._data_connector.places, trainer.fit_loop
+        fit_loop.loaders_of_epoch = engine_state.get("loaders_of_epoch")
+        fit_loop.resumes_between_epochs = engine_state["between_epochs"]
+        fit_loop.epoch_loop.val_loop.loaders_of_epoch = engine_state.get("validation_loaders_of_epoch")
+        # A hook makes new ones, which know nothing of those before; a loader that was given to `fit` stays.
+        are_new = engine_state["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
+        states = [ranks[rank]["data"] for rank in with_samples(engine_state)]
+        self.knows_place = places.load_state_dict(states, are_new=are_new)
+        fit_loop.begins_elsewhere = True
+        self._restore_compression([rank["compression"] for rank in ranks], engine_state.get("layout", {}))
+        drawing, here = with_samples(engine_state), trainer.data_rank
+        if engine_state.get("layout", {}) == self._layout:
+            self._random_state = ranks[trainer.global_rank]["random"]
+        else:  # those that share samples draw the same
+            self._random_state = ranks[drawing[here]]["random"] if here < len(drawing) else None
+        if len(ranks) != trainer.world_size:
+            rank_zero_info(
+                f"The checkpoint has the random state of {len(ranks)} rank(s), this run has {trainer.world_size}:"
+                " dropout and the like will draw other numbers than an uninterrupted run's."
+            )
+
+    def _restore_compression(self, states: list[dict[str, Any]], saved_layout: dict[str, int]) -> None:
+        """Hands each rank's hook what it had not sent yet; that of another layout's ranks, the mean over them."""
+        trainer = self.trainer
+        hook = adapt(trainer.strategy).comm_hook
+        unsent = any(state.get("residuals") for state in states)
+        if hook is None or not states[0]:
+            if unsent:
+                rank_zero_warn(
+                    "The checkpoint was saved under another `compression`: what the hook had not sent yet is lost."
+                )
+            return
+        if (of := states[0].get("of", hook.of)) != hook.of:
+            if unsent:
+                rank_zero_warn(
+                    f"The checkpoint was saved under a strategy that averages {of}s, this one averages {hook.of}s, of"
+                    " another size: what the hook had not sent yet is lost."
+                )
+            return
+        layout = trainer.layout
+        own = states[min(trainer.global_rank, len(states) - 1)]
+        if len(states) != trainer.world_size or saved_layout.get("shard", 1) != layout.shard:
+            rank_zero_info(
+                f"What the compression of {len(states)} rank(s) had not sent yet is dealt to {trainer.world_size}: each"
+                " gets the mean, so what is owed to the weights stays the same."
+            )
+            shares = reshard_residuals(
+                [state.get("residuals", {}) for state in states],
+                {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()},
+                saved_shards=saved_layout.get("shard", 1),
+                shards=layout.shard,
+                rank=trainer.global_rank,
+            )
+            own = {**states[0], "residuals": shares}
+        hook.load_state_dict(own)
+
+    def restore_optimizers_and_schedulers(self) -> None:
+        """Restores both; of sharded optimizers too, which Lightning leaves to its strategy."""
+        super().restore_optimizers_and_schedulers()
+        if self._is_ours and self._is_sharded and not self.trainer.strategy.lightning_restore_optimizer:
+            self.restore_optimizers()
+        self._restore_strategy()
+
+    def _restore_strategy(self) -> None:
+        engine_state, trainer = self._engine_state, self.trainer
+        if STRATEGY not in engine_state:
+            return
+        is_same = (engine_state["world_size"], engine_state["layout"]) == (trainer.world_size, self._layout)
+        of_rank = engine_state["ranks"][trainer.global_rank][STRATEGY] if is_same else {}
+        adapt(trainer.strategy).load_state(engine_state[STRATEGY], of_rank)
+
+    def restore_optimizers(self) -> None:
+        """Restores the optimizers' state by the names of their parameters.
+
+        Raises:
+            CheckpointError: other optimizers, or other parameters in their groups.
+        """
+        if not self.is_portable or self._saved_names is None:
+            super().restore_optimizers()
+            return
+        saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
+        then, now = self._engine_state.get("optimizers"), [type(optimizer).__name__ for optimizer in optimizers]
+        if then is not None and then != now:
+            raise CheckpointError(
+                f"The checkpoint {self._ckpt_path} has the state of {', '.join(then) or 'no optimizer'}, but"
+                f" configure_optimizers gives {', '.join(now) or 'none'}: use the same, or load the weights alone with"
+                " load_from_checkpoint."
+            )
+        if then is None and not saved and optimizers:
+            rank_zero_warn(
+                f"The checkpoint {self._ckpt_path} has no state of optimizers, as the process has none that started"
+                " workers and saved when they had ended: they begin afresh. Have a callback save while they train."
+            )
+            return
+        states = []
+        for optimizer, state, names in zip(optimizers, saved, self._saved_names, strict=True):
+            named = by_name(state, names)
+            named["state"] = {name: values for name, values in named["state"].items() if not _is_elsewhere(values)}
+            states.append(in_order_of(named, optimizer, self._names(optimizer)))
+        if self._is_sharded or self._state_is_spread:
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+        else:  # a strategy of the user's may have its own way
+            self.trainer.strategy.load_optimizer_state_dict({**self._loaded_checkpoint, "optimizer_states": states})
+
+    def resume_end(self) -> None:
+        """Called by Lightning when all is restored."""
+        super().resume_end()
+        if self._between_epochs:
+            self.restore_random_state()  # the next epoch's loader draws from it
+
+    def restore_random_state(self) -> None:
+        """Sets the random state of the checkpoint, once; called before the first batch."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+
+    def seed_rank_stream(self) -> None:
+        """Gives this rank its own random stream; called before the iterator of its data seeds its workers."""
+        if not self._draws_alone:
+            self._draws_alone = True
+            seed_rank_stream(self.trainer.data_rank)  # those that share samples draw the same
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.is_portable and self._saved_names is not None
+
+
+def _is_elsewhere(state: dict[str, Any]) -> bool:
+    """Whether a parameter's state was not read, since only other ranks need it."""
+    return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+
+
+def _is_foreign(path: Any) -> bool:
+    """Whether `path` is a folder that neither we nor Lightning wrote."""
+    return os.path.isdir(path) and not os.path.exists(os.path.join(path, "meta.pt"))  # Lightning: its sharded ones

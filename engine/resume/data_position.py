@@ -1,0 +1,414 @@
+"""The position of a run in its training data, and how a resumed run continues there; Lightning begins the epoch again.
+
+The position of a loader is one in its order of samples (`EpochPosition`), or a state of its own; without either it
+begins again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
+from torch.utils.data import DataLoader, SequentialSampler
+
+from ..data import (
+    EpochPosition,
+    ShardedLoader,
+    StateTrackingLoader,
+    UnevenTrainLoader,
+    Watched,
+    WatchedLoaders,
+    WithWorkers,
+    Workers,
+    controlling_sampler,
+    digest_of_generators,
+    loses_its_buffer,
+    order_of,
+    restore_sampler,
+    state_of_seed,
+    tracks_own_position,
+)
+from ..data.batch_sizes import BatchSizes
+from ..environment import global_seed
+from .data_generators import DataDraws
+from .epoch_lengths import set_lengths, set_limits
+from .stream_position import resume_stream, stateful
+from .told_epochs import ToldEpochs, state_of_data
+
+__all__ = ["DataPosition"]
+
+
+class DataPosition:
+    """The positions of one rank's training loaders, in their order.
+
+    Args:
+        trainer: whose data it is.
+        sizes: of the batches.
+        deals_itself: says whether each rank has a sampler of its own in a loader.
+        seeds_samples: the random draws of each sample are seeded by its index.
+    """
+
+    sample_seed: int | None = None
+    """Seed of the samples' draws, kept in a resumed run; None until it is known."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        sizes: BatchSizes,
+        deals_itself: Callable[[DataLoader], bool],
+        *,
+        seeds_samples: bool = False,
+    ) -> None:
+        self.trainer: Any = trainer
+        self.sizes = sizes
+        self._deals_itself = deals_itself
+        self._seeds_samples = seeds_samples
+        self._resumed: dict[DataLoader, EpochPosition] = {}
+        self._watched: dict[DataLoader, Watched] = {}
+        self._num_passes: dict[DataLoader, int] = {}
+        self._of_workers: dict[DataLoader, Any] = {}
+        self._begun: list[tuple[DataLoader, dict[str, Any]]] = []
+        self._to_resume: list[dict[str, Any]] = []
+        self._is_resuming = self._is_in_mid_epoch = False
+        self._saved = self._counted = 0
+        self.draws, self.told = DataDraws(trainer), ToldEpochs(trainer)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that is trained on."""
+        return self.trainer.fit_loop.epoch_progress.current.processed
+
+    def begin_run(self) -> None:
+        """Called when a run begins: one that a tuner has ended before its first batch may have left states waiting."""
+        self._is_resuming, self._to_resume, self.sample_seed = False, [], None
+        self.draws.begin_run()
+        self._begun.clear()
+
+    def begin(self) -> None:
+        """Called before a training loader is prepared."""
+        # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.
+        self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
+
+    def num_kept(self) -> int:
+        """Number of latest states that are kept: those of an optimizer step, the one before, one fetched ahead."""
+        return int(self.trainer.accumulate_grad_batches) + 2
+
+    def new_workers(self) -> Workers:
+        """For a loader whose workers' random states are to be in checkpoints."""
+        return Workers(lambda: self.epoch, self.num_kept)
+
+    @property
+    def in_mid_epoch(self) -> bool:
+        """Whether the next loader is to go on in the midst of its order."""
+        if not self._is_resuming or not self._to_resume:
+            return False
+        state = self._to_resume[0]
+        return bool(state.get("position") or (state.get("order") or {}).get("before"))
+
+    @property
+    def may_read_shards(self) -> bool:
+        """Whether the next loader, if it is of a stream with shards, may read it shard by shard.
+
+        Not if it is to go on where another version has read it otherwise.
+        """
+        goes_on = self._is_resuming and self._is_in_mid_epoch and bool(self._to_resume)
+        return not goes_on or self._to_resume[0]["unit"] != "stateful" or "shards" in self._to_resume[0]
+
+    def watch(self, combined: CombinedLoader) -> None:
+        """Watches the loaders that stay the user's own; called before the first iterator of them is made."""
+        if type(combined) not in (CombinedLoader, WatchedLoaders):
+            return
+        self.told.watch(combined)
+        watched = {}
+        for loader in combined.flattened:
+            if not isinstance(loader, DataLoader) or order_of(loader) is not None or tracks_own_position(loader):
+                continue
+            if has_iterable_dataset(loader) or sized_len(controlling_sampler(loader)) is None:
+                continue
+            watched[loader] = self._watched.get(loader) or Watched(
+                loader, controlling_sampler(loader), lambda: self.epoch, self.num_kept
+            )
+            if loader in self._num_passes:
+                watched[loader].passes.resume(self._num_passes.pop(loader))
+            if (workers := watched[loader].workers) is not None:
+                workers.resume(loader, self._of_workers.pop(loader, None))
+        self._watched = watched
+        combined_watched: Any = combined
+        combined_watched.__class__ = WatchedLoaders
+        # What is no DataLoader need not be hashable.
+        combined_watched.watched = [
+            watched.get(loader, loader) if isinstance(loader, DataLoader) else loader for loader in combined.flattened
+        ]
+
+    def size_of_batch(self, loader: Any, index: int) -> int | None:
+        """Samples of a batch of a loader that is watched; None if that is not known."""
+        watched = self._watched.get(loader) if isinstance(loader, DataLoader) else None
+        return None if watched is None else watched.size_of_batch(index)
+
+    def settle(self) -> None:
+        """Called when the first iterators of a resumed epoch are there."""
+        for loader, begun in self._begun:
+            restore_sampler(
+                controlling_sampler(loader) if (order := order_of(loader)) is None else order.sampler,
+                0,
+                begun["sampler"],
+            )
+            torch.set_rng_state(begun["begun"])
+        self._begun.clear()
+        self.draws.settle()
+        for loader in self._resumed:
+            if (order := order_of(loader)) is not None:
+                order.settle()
+
+    def state_dict(self, batches: int, *, begins: bool = False, is_cut_short: bool = False) -> dict[str, Any]:
+        """Returns this rank's position in the training data after `batches` batches of the epoch, in plain values.
+
+        Args:
+            batches: of the present epoch.
+            begins: none of them was trained on yet.
+            is_cut_short: these are of the epoch before, which counts as over, but is to be gone on with.
+        """
+        epoch = self.epoch - is_cut_short
+        # Lightning: the loaders as _prepare_dataloader left them.
+        combined = self.trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        states = [
+            {**self._state_of(loader, epoch, batches, begins), **state_of_data(loader, begins=begins)}
+            for loader in loaders
+        ]
+        for state, own in zip(states, self.draws.states(), strict=True):
+            state.update({"own": own} if own else {})
+        return {
+            "world_size": self.trainer.data_size,
+            "batches": batches,
+            "loaders": states,
+            "micro_batch_size": self.sizes.fitted,
+            "sample_seed": self.sample_seed,
+        }
+
+    def _state_of(self, loader: Any, epoch: int, batches: int, begins: bool) -> dict[str, Any]:
+        if isinstance(loader, StateTrackingLoader):
+            shards = {"shards": loader.shards_state()} if isinstance(loader, ShardedLoader) else {}
+            return {**stateful(loader), "state": loader.state_after(epoch, batches), **shards}
+        if tracks_own_position(loader):
+            return {**stateful(loader), "state": loader.state_dict()}
+        if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
+            return {"unit": None}
+        place = self._resumed.get(loader)
+        if place is None:
+            deals_itself = order_of(loader) is None and self._deals_itself(loader)
+            watched = self._watched.get(loader)
+            if order_of(loader) is None and watched is None and not _is_known(controlling_sampler(loader)):
+                return {"unit": None}
+            place = EpochPosition(loader, 1 if deals_itself else self.trainer.data_size, watched=watched)
+        # Lightning: CombinedLoader's mode.
+        mode = self.trainer.fit_loop._combined_loader._mode
+        place.cycles = mode == "max_size_cycle" and not isinstance(loader, UnevenTrainLoader)
+        state = place.state_dict(epoch, batches, begins=begins)
+        workers = loader.workers if isinstance(loader, WithWorkers) else getattr(place.watched, "workers", None)
+        return state if workers is None else {**state, "workers": workers.state_after(epoch, batches - place.batches)}
+
+    def load_state_dict(self, states: list[dict[str, Any]], *, are_new: bool = False) -> bool:
+        """The loaders that are prepared next begin at the positions of another run's.
+
+        Args:
+            states: `state_dict` of each rank of that run that had samples of its own, in their order.
+            are_new: that run would have made new loaders here, which begin.
+
+        Returns:
+            Whether all of them can.
+        """
+        self._saved = self._counted = states[0]["batches"]
+        seed = states[0].get("sample_seed")
+        if self._seeds_samples:
+            self.sample_seed = seed
+        elif seed is not None:
+            rank_zero_warn(
+                "The checkpoint is of a run with seed_samples=True, which this one has not: its augmentation will be"
+                " another. Give seed_samples=True to go on with the same."
+            )
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: as the checkpoint has it
+        self._is_in_mid_epoch = self._saved > 0 and not progress.is_last_batch
+        self.sizes.fitted = states[0]["micro_batch_size"]
+        own_state = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
+        self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in own_state["loaders"]]
+        for number, loader in enumerate(self._to_resume):
+            loader["of_ranks"] = [state["loaders"][number] for state in states] if loader["unit"] == "stateful" else []
+            loader["is_alone"] = len(self._to_resume) == 1
+        # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
+        self.trainer.fit_loop._combined_loader_states_to_load = []
+        kinds = [loader["unit"] for loader in self._to_resume]
+        self._is_resuming = bool(kinds) and not are_new
+        return bool(kinds) and None not in kinds
+
+    def _with_order(self, state: dict[str, Any]) -> dict[str, Any]:
+        if "sampler_state" not in state:
+            return state
+        seed = self.trainer.strategy.broadcast(global_seed())
+        return {**state, "order": state_of_seed(seed, state["epoch"], state["sampler_state"])}
+
+    def resume(self, loader: Any) -> None:
+        """Applies the next saved state, if one is left, to a loader that was just prepared."""
+        if not self._is_resuming:
+            return
+        if not self._to_resume:
+            raise ValueError(
+                "The checkpoint has the places of fewer training loaders than this run has: use those of that run, or"
+                " load the weights alone to begin an epoch."
+            )
+        state = self._to_resume.pop(0)
+        self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)
+        if state["unit"] is None and self._is_in_mid_epoch:
+            raise ValueError(
+                f"The checkpoint was saved after {self._saved} batches of the epoch, where this run's"
+                f" {_name_of(loader)} can't go on: neither it nor its order says where it was. Give its sampler a"
+                " `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load the"
+                " weights alone to begin an epoch."
+            )
+        if isinstance(loader, DataLoader):
+            self._resume_data(loader, state)
+        order = state.get("order") or {}
+        if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
+            self._begun.append((loader, order))  # the seed of its workers was drawn before that
+        if state["unit"] == "stateful":
+            self._count(resume_stream(loader, state, self.trainer, self.epoch, self._saved))
+        elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
+            self._resume_order(loader, order.num_replicas, state)
+        elif not state.get("position") and state.get("order") and isinstance(loader, DataLoader):
+            sampler, num_passes = controlling_sampler(loader), state["order"]["num_passes"]
+            restore_sampler(sampler, num_passes, state["order"]["sampler"])
+            if self._is_dealt_alike(state, EpochPosition(loader, state["num_sharing"])):
+                self._of_workers[loader] = state.get("workers")
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(state["epoch"])  # workers ask for the first indices before Lightning says so
+            self._num_passes[loader] = num_passes
+        elif state.get("position"):
+            raise ValueError(
+                f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
+                f" but this run's {type(loader).__name__} has no order of samples that could be gone on with: use the"
+                " DataLoader of that run, or load the weights alone to begin an epoch."
+            )
+
+    def _resume_data(self, loader: DataLoader, state: dict[str, Any]) -> None:
+        dataset: Any = loader.dataset
+        if self._is_in_mid_epoch and not isinstance(loader, ShardedLoader) and loses_its_buffer(dataset):
+            raise ValueError(
+                f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
+                " Hugging Face data set within: it can't be gone on with in mid-epoch. Give the DataLoader that data"
+                " set itself, shuffle without a buffer, save at the end of an epoch, or load the weights alone."
+            )
+        if state.get("generators") not in (None, digest_of_generators(dataset)):
+            raise ValueError(
+                "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
+                " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
+                " None, or load the weights alone."
+            )
+        self.told.resume(loader, state.get("data_epoch"))
+
+    def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
+        world_size, then = self.trainer.data_size, state["saved_by"]
+        is_whole = state["num_sharing"] == then and sharing == world_size
+        if state["position"] and not is_whole and (then, state["num_sharing"]) != (world_size, sharing):
+            raise ValueError(
+                f"The checkpoint has the place of {then} rank(s), each in the order of its own that a distributed"
+                f" sampler or `use_distributed_sampler=False` gave it, where this run, of {world_size}, can't go on:"
+                f" resume with {then} and the same flag, let the engine deal the samples from the start, or load the"
+                " weights alone to begin an epoch."
+            )
+        place = EpochPosition.resumed(loader, sharing, state)
+        if state["per_step"] == list(place.per_step):
+            place.count(self._saved)
+        elif state["position"] and isinstance(loader, UnevenTrainLoader):
+            raise ValueError(
+                "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with samplers of"
+                " their own, of different lengths, can't go on there. Resume with the same batch size, or load the"
+                " weights alone to begin an epoch."
+            )
+        self._resumed[loader] = place
+        if isinstance(loader, WithWorkers) and self._is_dealt_alike(state, place):
+            loader.workers.resume(loader, state.get("workers"))
+        # All loaders advance equally, even one that has restarted or is exhausted.
+        batches = max(place.batches for place in self._resumed.values())
+        for place in self._resumed.values():
+            place.count(batches)
+        self._count(batches)
+
+    def _is_dealt_alike(self, state: dict[str, Any], place: EpochPosition) -> bool:
+        """Whether each worker gets the samples that the one of its number got in the run that saved `state`."""
+        return state["saved_by"] == self.trainer.data_size and state["per_step"] == list(place.per_step)
+
+    def _count(self, batches: int | None) -> None:
+        """Says in the loops' progress how many batches are done, in batches of this run's size, if they are others."""
+        batches = self._counted if batches is None else batches
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        shift = batches - self._counted
+        for tracker in (progress.current, progress.total):
+            for field, value in vars(tracker).items():
+                setattr(tracker, field, value + shift)
+        self._counted = batches
+
+    def resplit(self, done: int, micro_batch_size: int) -> int:
+        """Cuts the rest of the epoch into micro-batches of another size, between two steps.
+
+        Args:
+            done: micro-batches of the epoch that are done.
+            micro_batch_size: samples of each rank's, at most.
+
+        Returns:
+            How many of the new size that would have been.
+        """
+        trainer, loader = self.trainer, self.sizes.loader
+        assert loader is not None
+        batches: Any = loader.batch_sampler
+        place = self._resumed.get(loader) or EpochPosition(loader, self.trainer.data_size)
+        steps, since = done // batches.per_step, place.batches // batches.per_step
+        self.sizes.resplit(micro_batch_size)
+        done, place.batches = steps * batches.per_step, since * batches.per_step
+        batches.sampler.seek(place.position + (steps - since) * batches.size, done)
+        if isinstance(loader, WithWorkers):
+            loader.workers.recount(done - place.batches)
+        fetcher = trainer.fit_loop._data_fetcher
+        set_limits(trainer)
+        iter(fetcher)  # takes them on
+        set_lengths(trainer)
+        # Lightning: _TrainingEpochLoop.on_run_start
+        fetcher.fetched += done
+        fetcher._start_profiler = trainer.fit_loop.epoch_loop._on_before_fetch
+        fetcher._stop_profiler = trainer.fit_loop.epoch_loop._on_after_fetch
+        return done
+
+    def begin_again(self) -> None:
+        """Called before a second iterator is made for an epoch: workers may have read ahead for the first one."""
+        combined = self.trainer.fit_loop._combined_loader
+        for loader in filter(lambda each: isinstance(each, DataLoader), combined.flattened):
+            if isinstance(loader, StateTrackingLoader):
+                loader.begin_again(self.epoch)
+            elif (order := order_of(loader)) is not None:
+                order.passes.begin_again(self.epoch)
+            elif loader in self._watched:
+                self._watched[loader].begin_again()
+
+    def forget(self) -> None:
+        """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""
+        trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
+        assert isinstance(combined, CombinedLoader)
+        if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
+            self.begin_again()
+        if not self._resumed:
+            return
+        self._resumed.clear()
+        set_limits(trainer)
+        set_lengths(trainer)
+
+
+def _is_known(sampler: Any) -> bool:
+    """Whether an order that is not ours is the same when the epoch is done again."""
+    return type(sampler) is SequentialSampler or hasattr(sampler, "set_epoch")
+
+
+def _name_of(loader: Any) -> str:
+    over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
+    return f"{type(loader).__name__}{over}"

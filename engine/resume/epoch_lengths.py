@@ -1,0 +1,33 @@
+"""Tells Lightning anew how many batches an epoch has: after a resumed epoch, or one that is cut into other batches."""
+
+from typing import Any
+
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import sized_len
+
+# Lightning: how many batches `limit_train_batches` leaves of a loader.
+from .._compat.lightning import _parse_num_batches
+
+__all__ = ["set_lengths", "set_limits"]
+
+
+# Lightning: FitLoop.setup_data, where it asks for the lengths.
+def set_limits(trainer: Any) -> None:
+    """Sets how many batches of each training loader are read."""
+    combined = trainer.fit_loop._combined_loader
+    lengths = [sized_len(loader) for loader in combined.flattened]
+    combined.limits = [
+        _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
+        for n in lengths
+    ]
+    if combined._iterator is not None:  # Lightning: it, and not the loader, says how long the epoch is
+        combined._iterator.limits = combined.limits
+
+
+def set_lengths(trainer: Any) -> None:
+    """Sets how many batches the epoch has, and after how many a validation is due."""
+    fit_loop = trainer.fit_loop
+    whole = sized_len(fit_loop._combined_loader)
+    fit_loop.max_batches = float("inf") if whole is None else whole
+    if isinstance(trainer.val_check_batch, int) and isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))

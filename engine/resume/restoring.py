@@ -1,0 +1,140 @@
+"""Fits the content of a checkpoint to the run that opens it."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..checkpoint import CheckpointError, by_number
+
+__all__ = ["TargetTensors", "in_order_of", "matching_accumulation", "to_last_step", "with_samples"]
+
+
+def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal["end", "nothing"] | None:
+    """Puts the state of Lightning's fit loop, saved in whatever hook, to the end of the last optimizer step.
+
+    Args:
+        loops: changed in place.
+        engine_state: what the checkpoint says under the key ``polyphase``.
+
+    Returns:
+        What is left of the batch of that step: what follows a batch, validation and the like; or nothing; or None, if
+        Lightning works it out.
+    """
+    progress = loops["epoch_loop.batch_progress"]
+    left: Literal["end", "nothing"] | None = "nothing" if engine_state["between_steps"] else None
+    if engine_state.get("cut_short"):
+        for epochs in loops["epoch_progress"].values():
+            epochs["processed"] = epochs["completed"] = epochs["started"] - 1
+    if engine_state["between_epochs"]:
+        _begin_next(progress)
+        for epochs in loops["epoch_progress"].values():
+            epochs["completed"] = epochs["processed"]
+    elif {*progress["current"].values()} != {engine_state["batches"]}:
+        # Batches that no step has used are done again, and one that has been used is not.
+        left = "end" if progress["current"]["ready"] == engine_state["batches"] else "nothing"
+        progress["is_last_batch"] &= left == "end"
+        total = progress["total"]["ready"] - progress["current"]["ready"] + engine_state["batches"]
+        progress["current"] = dict.fromkeys(progress["current"], engine_state["batches"])
+        progress["total"] = dict.fromkeys(progress["total"], total)
+    if engine_state["in_validation"]:
+        # Half a validation is of no use: it is done again from its start. A batch that failed counts as tried, as
+        # Lightning counts it.
+        validation = loops["epoch_loop.val_loop.batch_progress"]
+        done = validation["current"]["completed"]
+        validation["total"] = {field: count - done for field, count in validation["total"].items()}
+        _begin_next(validation)
+        left = "end"
+    return left
+
+
+def _begin_next(progress: dict[str, Any]) -> None:
+    progress["current"] = dict.fromkeys(progress["current"], 0)
+    progress["is_last_batch"] = False
+
+
+class TargetTensors:
+    """For a tensor's key in a checkpoint, the module's tensor that it is for.
+
+    Args:
+        module: whose tensors they are.
+        keeps_state_of: whether this rank's optimizers have the state of a parameter.
+    """
+
+    def __init__(self, module: LightningModule, keeps_state_of: Callable[[Tensor], bool]) -> None:
+        self._tensors = dict(module.state_dict())
+        self._tensors.update(module.named_parameters())
+        self._not_kept = {name for name, parameter in module.named_parameters() if not keeps_state_of(parameter)}
+
+    def __call__(self, key: str) -> Tensor | None:
+        """None if the module has none that `key` could be of; one on the meta device for what only other ranks need."""
+        named = self._found(key)
+        if named is None:
+            return None
+        name, tensor = named
+        if key.startswith("optimizer_states.") and name in self._not_kept:
+            return tensor.to("meta")
+        return tensor
+
+    def _found(self, key: str) -> tuple[str, Tensor] | None:
+        # state_dict.<name>; optimizer_states.0.state.<name>.exp_avg; callbacks.EMA.average.module.<name>
+        parts = key.split(".")
+        for end in (len(parts), len(parts) - 1):
+            for start in range(1, end):
+                name = ".".join(parts[start:end])
+                if name in self._tensors:
+                    return name, self._tensors[name]
+        return None
+
+
+def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
+    """An optimizer's state by name, as `optimizer` wants it: by number, in the order of its own groups."""
+    groups, position = [], 0
+    for number, group in enumerate(optimizer.param_groups):
+        here = names[position : position + len(group["params"])]
+        position += len(here)
+        saved = state["param_groups"][number] if number < len(state["param_groups"]) else {"params": []}
+        if len(state["param_groups"]) != len(optimizer.param_groups) or set(saved["params"]) != set(here):
+            missing, unexpected = sorted(set(here) - set(saved["params"])), sorted(set(saved["params"]) - set(here))
+            raise CheckpointError(
+                f"The checkpoint's state of {type(optimizer).__name__} is for other parameters in group {number}:"
+                f" missing {missing}, unexpected {unexpected}; {len(state['param_groups'])} group(s) there,"
+                f" {len(optimizer.param_groups)} here."
+            )
+        groups.append({**saved, "params": here})
+    return by_number({**state, "param_groups": groups}, names)
+
+
+def with_samples(engine_state: dict[str, Any]) -> range:
+    """The ranks of the run that saved `ours` that had samples of their own: of those who shared some, the first."""
+    layout = engine_state.get("layout", {})
+    return range(0, engine_state["world_size"] // layout.get("pp", 1), layout.get("tp", 1))
+
+
+def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, Any]) -> int:
+    """The accumulation with which this number of ranks has the global batch of the checkpoint's.
+
+    Args:
+        asked: what the run's flag says. If the checkpoint's run was asked for another, the flag is meant.
+        num_ranks: number of ranks that have samples of their own.
+        engine_state: what the checkpoint says under the key ``polyphase``.
+    """
+    then, per_rank = len(with_samples(engine_state)), engine_state["accumulate_grad_batches"]
+    if asked != engine_state["accumulation_asked"]:
+        return asked
+    matching, rest = divmod(per_rank * then, num_ranks)
+    if rest:
+        rank_zero_warn(
+            f"{num_ranks} rank(s) go on where {then} stopped, and no accumulation gives the same global batch:"
+            f" {per_rank * then} micro-batches per step then, {asked * num_ranks} now."
+        )
+        return asked
+    if matching != asked:
+        rank_zero_info(
+            f"{num_ranks} rank(s) go on where {then} stopped: accumulate_grad_batches={matching} in place of"
+            f" {asked} keeps the global batch."
+        )
+    return matching

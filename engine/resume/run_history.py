@@ -1,0 +1,162 @@
+"""Which run this is, which one it continues, and what may be taken for its newest checkpoint.
+
+One look at the folder of snapshots, by rank 0 at the start of a run, answers all of it.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from ..checkpoint import AsyncCheckpointer, CheckpointError, Manifest
+from ..checkpoint.checked_io import resolve
+from ..checkpoint.lineage import Ledger, RunId, Snapshot, begin_run, free_suffix
+from ..checkpoint.retention import Entry, list_entries
+from ..checkpoint.run_record import RunRecord, read_record, write_record
+
+__all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh"]
+
+AUTO = "auto"
+"""In place of a path: the newest checkpoint of the newest run."""
+FRESH = "fresh"
+"""In place of a path: none, whatever is there; restarts of the same job go on all the same."""
+_START_AFRESH = f"To start afresh all the same, pass resume={FRESH!r}: nothing is deleted."
+
+
+class Seen(NamedTuple):
+    """The content of the folder of snapshots."""
+
+    candidates: list[str]
+    """Checkpoints that a run can go on from, the newest first."""
+    problems: list[str]
+    """Why others can't be opened."""
+    newer: str | None
+    """The message of one that a newer version has written, after all that can be opened."""
+    record: RunRecord | None
+
+
+class RunHistory:
+    """The run that a trainer does, and those before it.
+
+    Args:
+        trainer: whose run it is.
+        saver: by which its ranks agree.
+    """
+
+    def __init__(self, trainer: Any, saver: AsyncCheckpointer) -> None:
+        self._trainer, self._saver = trainer, saver
+        self.run = RunId("", ())
+        self._suffix = ""
+        self._ledger: Ledger | None = None
+        self._entries: list[Entry] = []
+        self._folder: str | None = None
+        self._record: RunRecord | None = None
+
+    # --- before the run
+
+    def look(self) -> Seen:
+        """Looks at the folder of snapshots; called by all ranks, who all learn what rank 0 sees."""
+        self._saver.on_published, self._saver.on_removed = self._published, self._removed
+        self._folder = self._trainer.snapshots_path
+        return self._saver.agree(self._look)
+
+    def _look(self) -> Seen:
+        self._entries = []
+        if self._folder is None:
+            return Seen([], [], None, None)
+        fs, root = resolve(self._folder)
+        if fs.isdir(root):
+            self._entries = list_entries(self._folder)
+        newest = max((entry.manifest.sequence for entry in self._entries if entry.manifest is not None), default=0)
+        unreadable = ("damaged", "unfinished") if os.path.isdir(root) else ("damaged",)
+        return Seen(
+            [entry.path for entry in self._entries if entry.manifest is not None and entry.manifest.kind != "weights"],
+            [f"{entry.path} {entry.problem}" for entry in self._entries if entry.kind in unreadable],
+            next((f"{entry.path} {entry.problem}" for entry in self._entries if _is_newer(entry, newest)), None),
+            read_record(self._folder, self._trainer.default_root_dir),
+        )
+
+    def begin(self, continues: dict[str, Any] | None, *, is_same: bool) -> None:
+        """Says which run this is; called by all ranks.
+
+        Args:
+            continues: what the checkpoint that was opened says of its run; None for none.
+            is_same: it is that run, started again.
+        """
+        self.run, self._suffix = self._saver.agree(lambda: self._begin(continues, is_same))
+
+    def _begin(self, continues: dict[str, Any] | None, is_same: bool) -> tuple[RunId, str]:
+        if continues is None and self.run.id and self._trainer.global_step:
+            run = self.run  # `fit` is called a second time, and goes on where the first has ended
+        else:
+            run = begin_run(continues, is_same=is_same)
+        self._ledger = Ledger(run, self._entries)
+        return run, free_suffix(run, self._entries)
+
+    def record(self, batches: dict[str, Any], loggers: list[dict[str, Any]]) -> None:
+        """Writes down which run has the folder, of what its global batch follows, and its logs; called by all ranks."""
+        if self._folder is None or not self._trainer.is_global_zero:
+            return
+        steps = [entry.manifest.step for entry in self._entries if entry.manifest is not None]
+        newest = steps[0] if steps else 0
+        config = self._trainer.config.as_plain
+        self._record = RunRecord(self.run.id, self.run.lineage, bool(steps), newest, batches, tuple(loggers), config)
+        write_record(self._folder, self._trainer.default_root_dir, self._record)
+
+    # --- while it saves
+
+    def about(self) -> dict[str, Any]:
+        """Returns a manifest's fields about the run; of its number, rank 0's counts."""
+        number = 0 if self._ledger is None else self._ledger.next_sequence()
+        return {"run": self.run.id, "lineage": self.run.lineage, "sequence": number}
+
+    def snapshot_name(self, step: int) -> str:
+        """The name of the snapshot of a step, which no other run's has."""
+        return f"step={step}{self._suffix}"
+
+    def snapshots(self) -> list[Snapshot]:
+        """On rank 0: those that this run may remove, the newest first."""
+        return [] if self._ledger is None else self._ledger.snapshots()
+
+    def _published(self, path: str, manifest: Manifest) -> None:
+        if self._ledger is None or self._folder is None or os.path.dirname(path) != self._folder.rstrip("/"):
+            return
+        self._ledger.note_published(path, manifest)
+        if self._record is not None and not self._record.has_saved:
+            self._record = self._record._replace(has_saved=True, step=manifest.step)
+            write_record(self._folder, self._trainer.default_root_dir, self._record)
+
+    def _removed(self, path: str) -> None:
+        if self._ledger is not None:
+            self._ledger.note_removed(path)
+
+
+def _is_newer(entry: Entry, newest: int) -> bool:
+    sequence = entry.newer_sequence
+    return entry.kind == "newer" and (sequence is None or sequence >= newest)
+
+
+def check_may_start_afresh(folder: str | None, seen: Seen, failures: list[str]) -> None:
+    """Raises where there is something that a run should go on from, but can't.
+
+    Args:
+        folder: of the snapshots.
+        seen: what is in it.
+        failures: why its candidates could not be opened.
+
+    Raises:
+        CheckpointError: says what is there.
+    """
+    if seen.newer is not None:
+        raise CheckpointError(f"resume={AUTO!r}: {seen.newer} {_START_AFRESH}")
+    problems = [*failures, *seen.problems]
+    if problems:
+        listed = "".join(f"\n- {problem}" for problem in problems)
+        raise CheckpointError(f"resume={AUTO!r}: no checkpoint in {folder} can be opened:{listed}\n{_START_AFRESH}")
+    record = seen.record
+    if record is not None and record.has_saved:
+        raise CheckpointError(
+            f"resume={AUTO!r}: {folder} has no checkpoint, but run {record.run} had one there, of step {record.step} or"
+            f" later. Is a disk not mounted, or was the folder moved? {_START_AFRESH}"
+        )
+    rank_zero_info(f"resume={AUTO!r}: no checkpoint in {folder} yet, so training starts afresh")

@@ -1,0 +1,344 @@
+"""Every way in which Lightning saves goes through `engine.checkpoint`, under every strategy.
+
+The dict that Lightning gathers, hooks included, stays what it is, and what Lightning leaves out is added under the key
+``polyphase``: the random state and the place in the data of every rank. Where rank 0 has all of it, the strategy writes
+one file, as it does under Lightning; where the state is sharded, and for snapshots, a directory is written, in which
+parameters and optimizer state are as each rank holds them.
+"""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch import __version__ as lightning_version
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._compat.lightning import _CheckpointConnector
+from ..checkpoint import NAMES, AsyncCheckpointer, CheckpointError, get_random_state
+from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
+from ..checkpoint.publish import check_may_replace, update_link
+from ..checkpoint.single_file import MANIFEST_KEY, OURS
+from ..checkpoint.state_tree import all_by_name, merged
+from ..choices import CheckpointFormat
+from ..distributed.object_group import num_ranks
+from ..loggers.continuation import LogContinuation
+from ..reliability.nonfinite import NonFiniteError
+from ..strategies import adapt, capabilities_of
+from ..version import __version__
+from .engine_io import EngineIO
+from .run_history import RunHistory
+
+__all__ = ["STRATEGY", "SavingConnector"]
+
+STRATEGY = "strategy"
+"""Key under `OURS`, and in what each rank says, of what the strategy alone goes on with."""
+
+
+class SavingConnector(_CheckpointConnector):
+    """Saves: Lightning's connector, with directories in place of files where the state is sharded.
+
+    Args:
+        trainer: whose state is saved.
+        form: ``"file"``, ``"directory"``, or ``"auto"``: a directory where the state is sharded.
+        in_background: save snapshots while training goes on.
+        keeps_global_batch: where another number of processes resumes, change the accumulation to match.
+    """
+
+    trainer: Any
+
+    def __init__(
+        self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool, form: CheckpointFormat = "auto"
+    ) -> None:
+        super().__init__(trainer)
+        self.saver = AsyncCheckpointer()
+        self.history = RunHistory(trainer, self.saver)
+        """Which run this is."""
+        self.logs = LogContinuation(trainer)
+        """Continues the logs of the run."""
+        self._in_background = in_background
+        self._form = form
+        self._keeps_global_batch = keeps_global_batch
+        # Others, the resumption among them, may change it while training.
+        self._accumulation_asked: int = trainer.accumulate_grad_batches
+        self._random_state: dict[str, Any] | None = None
+        self._draws_alone = False
+        self.knows_place = False
+        """Whether the checkpoint that was opened says where in the data it was."""
+        strategy: Any = trainer.strategy
+        self._strategy = adapt(strategy)
+        self._capabilities = capabilities_of(strategy)
+        # A user's own CheckpointIO writes what it always does, and so do Lightning's strategies with formats of theirs.
+        self.is_portable = (
+            trainer._accelerator_connector.checkpoint_io is None  # Lightning: the plugin that the user gave
+            # Lightning: one that a registered strategy was given, and XLA's strategies, which refuse any but their own.
+            and type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO)
+            and type(strategy).checkpoint_io is Strategy.checkpoint_io
+            and self._capabilities.engine_checkpoints
+        )
+        if form == "directory" and not self.is_portable:
+            raise ValueError(
+                "checkpoint_format='directory' is for checkpoints that the engine writes itself: leave it out with a"
+                " CheckpointIO of your own, or a strategy that has a format of its own."
+            )
+        if form == "file" and self._is_sharded and not self._capabilities.gathers_state:
+            raise ValueError(
+                f"checkpoint_format='file' is not for strategy {strategy!r}, whose optimizer state no process gathers:"
+                " leave it out, and turn a directory into a file with `polyphase ckpt export`."
+            )
+        if self.is_portable:
+            strategy.checkpoint_io = EngineIO(self.saver)
+            self.saver.ranks = self._strategy.saving_ranks
+
+    def save(
+        self,
+        filepath: Any,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+        *,
+        link: str | None = None,
+        kind: Kind = "checkpoint",
+    ) -> None:
+        """Saves the state of the run; all ranks call it at the same time.
+
+        Raises:
+            TypeError: `storage_options`, which only a `CheckpointIO` of the user's knows what to do with.
+            CheckpointError: something that is no checkpoint of ours stands at `path`.
+            NonFiniteError: the state is not to be saved.
+        """
+        path, as_directory = str(filepath), self._is_directory(kind)
+        if as_directory and storage_options is not None:
+            raise TypeError(
+                "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
+                " one, name the storage by an fsspec URL as the path."
+            )
+        if not self._may_save(path):
+            return
+        self._strategy.hands_out_shards = self._hands_out_shards = as_directory
+        try:
+            checkpoint = self.dump_checkpoint(bool(weights_only))
+        finally:
+            self._hands_out_shards = False
+        about = self._about("weights" if weights_only else kind, checkpoint)
+        if as_directory:
+            self._save_directory(checkpoint, path, about, link=link, in_background=kind == "snapshot")
+        else:
+            self._save_file(checkpoint, filepath, about, storage_options)
+            if link is not None and self.trainer.is_global_zero and (note := update_link(path, link)):
+                rank_zero_warn(note)
+
+    def _is_directory(self, kind: Kind) -> bool:
+        return kind == "snapshot" or self._form == "directory" or (self._form == "auto" and self._is_sharded)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._capabilities.state_is_sharded
+
+    def _about(self, kind: Kind, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Returns the content of the manifest."""
+        return {
+            "step": checkpoint["global_step"],
+            "epoch": checkpoint["epoch"],
+            "layout": self._layout,
+            "world_size": self.trainer.world_size,
+            "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
+            "kind": kind,
+            "loggers": self.logs.positions() if OURS in checkpoint else [],
+            **self.history.about(),
+        }
+
+    def _save_file(
+        self, checkpoint: dict[str, Any], filepath: Any, about: dict[str, Any], storage_options: Any
+    ) -> None:
+        """As Lightning does, by the strategy; all ranks learn whether it has worked."""
+        path = str(filepath)
+        name = path.rstrip("/").rsplit("/", 1)[-1]
+        text = manifest_bytes(Manifest(name=name, time=time.time(), files={}, **about)).decode()
+        engine_state = checkpoint.pop(OURS, {})  # to be the last: see `manifest_text`
+        states = checkpoint.get("optimizer_states", [])
+        if len(states) == len(self.trainer.optimizers) and all(map(_goes_by_number, states)):
+            engine_state[NAMES] = [self._names(optimizer) for optimizer in self.trainer.optimizers] if states else []
+        checkpoint[OURS] = {**engine_state, MANIFEST_KEY: text}
+        error: Exception | None = None
+        try:
+            self.trainer.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        except Exception as raised:
+            error = raised
+        failures = self.saver.gather(None if error is None else repr(error))
+        if error is not None:
+            raise error
+        failed = [f"rank {rank} could not write: {said}" for rank, said in enumerate(failures) if said is not None]
+        if failed:
+            raise CheckpointError(f"The checkpoint {path} could not be saved: {'; '.join(failed)}.")
+        self.saver.note_file(path, text)
+
+    def _save_directory(
+        self, checkpoint: dict[str, Any], path: str, about: dict[str, Any], *, link: str | None, in_background: bool
+    ) -> None:
+        trainer = self.trainer
+        if trainer.data_rank:  # BatchNorm's statistics are each rank's own: those of the first count, as in evaluation
+            for name in checkpoint["state_dict"].keys() & dict(trainer.lightning_module.named_buffers()).keys():
+                checkpoint["state_dict"][name] = checkpoint["state_dict"][name].to("meta")
+        if "optimizer_states" in checkpoint:
+            names = [self._names(optimizer) for optimizer in trainer.optimizers]
+            checkpoint["optimizer_states"] = all_by_name(checkpoint["optimizer_states"], names)
+        fitting = OURS in checkpoint
+        self.saver.save(
+            checkpoint,
+            path,
+            about=about,
+            of_rank=self._of_rank() if fitting else {},
+            link=link,
+            in_background=in_background and self._in_background and self._is_training,
+            spread=frozenset({"optimizer_states"} if self._state_is_spread else ()),
+        )
+
+    def _may_save(self, path: str) -> bool:
+        """Whether the state is fit to be saved, and there is room for it at `path`; the ranks agree, by one exchange.
+
+        False where the run has failed already: what it has failed of is not to be hidden.
+        """
+        trainer = self.trainer
+        watch = trainer.fit_loop.epoch_loop.automatic_optimization.watch
+        poison = watch.read_before_save(trainer) if trainer.state.fn == TrainerFn.FITTING else None
+        taken = ""
+        if trainer.is_global_zero:
+            try:
+                check_may_replace(path)
+            except CheckpointError as error:
+                taken = str(error)
+        said = self.saver.gather(("" if poison is None else str(poison), taken))
+        poisons = [poison for poison, _ in said if poison]
+        taken = next((text for _, text in said if text), "")
+        if not poisons and not taken:
+            return True
+        if self.is_ending or (poisons and poison is None):  # another rank is about to raise it
+            rank_zero_warn(f"{path} is not saved: {poisons[0] if poisons else taken}")
+            return False
+        if poison is not None:
+            raise NonFiniteError(f"{path} is not saved: {poison}", poison.rank)
+        raise CheckpointError(taken)
+
+    _hands_out_shards = False
+    """Whether a directory is being saved, to which each rank gives what it has."""
+
+    @property
+    def _state_is_spread(self) -> bool:
+        return self._capabilities.optimizer_state_partitioned
+
+    def _keeps_state_of(self, parameter: Tensor) -> bool:
+        return self._strategy.keeps_state_of(parameter)
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether training will go on after this: then a snapshot need not be waited for."""
+        trainer = self.trainer
+        fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
+        return fits and not self.is_ending
+
+    is_ending = False
+    """The run has ended or failed: what is saved now is waited for."""
+
+    @property
+    def _stopped_in_validation(self) -> bool:
+        return self.is_ending and self.trainer.validating
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        """Sizes of the axes that are not 1."""
+        return {axis: size for axis, size in self.trainer.layout.axes.items() if size > 1}
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's dict, with the progress as of the last whole step, and what it leaves out."""
+        checkpoint = dict(super().dump_checkpoint(weights_only))  # hooks may have kept the one that they were given
+        trainer = self.trainer
+        if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
+            # Lightning: Strategy.optimizer_state, one at a time, gives what this rank has.
+            checkpoint["optimizer_states"] = self._collected(checkpoint["optimizer_states"])
+        # After workers have trained, the process that started them is alone, and has not seen the data.
+        is_alone = num_ranks() == 1 < trainer.world_size
+        if weights_only or trainer.state.fn != TrainerFn.FITTING or is_alone:
+            return checkpoint
+        checkpoint[OURS] = {
+            "between_epochs": self._between_epochs,
+            "between_steps": trainer.fit_loop.epoch_loop.is_between_steps or self._is_cut_short,
+            "cut_short": self._is_cut_short,
+            "in_validation": self._stopped_in_validation,
+            "batches": trainer.fit_loop.epoch_loop.batches_done(),
+            "loaders_of_epoch": max(0, trainer.fit_loop._last_train_dl_reload_epoch),
+            "validation_loaders_of_epoch": self._validation_loaders_of_epoch,
+            "world_size": trainer.world_size,
+            "layout": self._layout,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "accumulation_asked": self._accumulation_asked,
+            "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+            "run": self.history.run.as_dict(),
+        }
+        checkpoint[OURS][STRATEGY] = self._strategy.shared_state()
+        if not self._hands_out_shards:
+            checkpoint[OURS]["ranks"] = self.saver.collect(self._of_rank())
+        return checkpoint
+
+    def _collected(self, states: list[Any]) -> list[Any]:
+        """On rank 0, optimizers' states with what all ranks have of them."""
+        all_states = self.saver.collect(states)
+        return merged(all_states) if self.trainer.is_global_zero else states
+
+    def _of_rank(self) -> dict[str, Any]:
+        trainer = self.trainer
+        loop = trainer.fit_loop.epoch_loop
+        begins = self._between_epochs
+        batches = 0 if begins else loop.batches_done()
+        hook = self._strategy.comm_hook
+        random_state = loop.random_before_validation if self._stopped_in_validation else None
+        if random_state is None and not self._between_epochs:
+            random_state = loop.random_of_window
+        return {
+            STRATEGY: self._strategy.state_of_rank(),
+            "random": random_state or get_random_state(),
+            "data": trainer._data_connector.places.state_dict(batches, begins=begins, is_cut_short=self._is_cut_short),
+            "compression": hook.state_dict() if hook is not None else {},
+        }
+
+    @property
+    def _between_epochs(self) -> bool:
+        """Whether the last epoch is over, or nothing of the next one is done yet."""
+        epochs = self.trainer.fit_loop.epoch_progress.current
+        return (epochs.processed == epochs.ready and not self._is_cut_short) or epochs.started < epochs.ready
+
+    @property
+    def _validation_loaders_of_epoch(self) -> int | None:
+        """The epoch in which the validation loaders were made; None if none was yet."""
+        loop = self.trainer.fit_loop.epoch_loop.val_loop
+        # Lightning: minus infinity before the first ones.
+        return None if loop._last_val_dl_reload_epoch < 0 else int(loop._last_val_dl_reload_epoch)
+
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether the last epoch counts as over, but has batches left, with which a longer run goes on."""
+        fit_loop = self.trainer.fit_loop
+        epochs = fit_loop.epoch_progress.current
+        return fit_loop.is_cut_short and epochs.processed == epochs.ready
+
+    def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
+        # Lightning: _CheckpointConnector._get_lightning_module_state_dict, by which a strategy gathers shards.
+        if self._hands_out_shards:
+            state = self.trainer.lightning_module.state_dict()
+            return self._strategy.saved_state(state)
+        return super()._get_lightning_module_state_dict()
+
+    def _names(self, optimizer: Optimizer) -> list[str]:
+        """Names of the parameters of an optimizer, in the order of its groups."""
+        names = {parameter: name for name, parameter in self.trainer.lightning_module.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [names.get(parameter, f"<parameter {i}>") for i, parameter in enumerate(parameters)]
+
+
+def _goes_by_number(state: Any) -> bool:
+    """Whether an optimizer's state is as torch's optimizers have it."""
+    return type(state) is dict and type(state.get("state")) is dict and "param_groups" in state

@@ -1,0 +1,159 @@
+"""Resumes a loader that has a state of its own position: at that position, or with the unfinished shards split anew."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..data import ShardedLoader, StateTrackingLoader, is_stateful, remaining_shards, why_not_shardable
+
+__all__ = ["resume_stream", "stateful"]
+
+
+def stateful(loader: Any) -> dict[str, Any]:
+    """Returns the kind of a loader's state, and the layout that the state is valid for."""
+    return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+
+
+def resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int, saved: int) -> int | None:
+    """Resumes `loader` at the position of another run; all ranks do, or all raise.
+
+    Args:
+        loader: of this run.
+        state: of the loader of the run that saved the checkpoint, on this rank, and `of_ranks`.
+        trainer: whose loader it is.
+        epoch: the current epoch.
+        saved: number of batches of the epoch that each rank of that run had done.
+
+    Returns:
+        The number of batches of this run that count as done; None if they are as many as those of that run.
+
+    Raises:
+        ValueError: it can't continue there.
+    """
+    world_size, then = trainer.data_size, state["saved_by"]
+    is_alike = {**state, **stateful(loader)} == state
+    is_same = then == world_size and is_alike
+    if saved and isinstance(loader, ShardedLoader):
+        return _resume_shards(loader, state, is_same, epoch, saved, world_size, trainer.accumulate_grad_batches)
+    is_new = isinstance(loader, StateTrackingLoader) and not (
+        loader.has_cross_epoch_state or (loader.goes_on and is_same)
+    )
+    if (saved == 0 and is_new) or all(rank["state"] is None for rank in state["of_ranks"]):
+        return None
+    _check_position(loader, state, saved, world_size, is_alike)
+    if state["state"] is not None and isinstance(loader, StateTrackingLoader):
+        loader.resume(epoch, saved, state["state"])
+    # Lightning: it loads a state in mid-epoch only.
+    elif state["state"] is not None and is_stateful(loader) and trainer.fit_loop.restarting:
+        loader.load_state_dict(state["state"])
+    return None
+
+
+def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: int, is_alike: bool) -> None:
+    """Checks that a loader without shards can continue at the position of another run.
+
+    Args:
+        loader: of this run.
+        state: of the loader of the run that saved the checkpoint.
+        saved: number of batches of the epoch that each rank of that run had done.
+        world_size: number of this run's ranks that have samples of their own.
+        is_alike: whether batch size and workers are those of that run.
+
+    Raises:
+        ValueError: it can't.
+    """
+    if saved and _is_litdatas(loader):
+        raise ValueError(
+            f"litdata's {type(loader).__name__} can't be gone on with in mid-epoch: the epoch after it would be empty."
+            " Resume at the end of an epoch, or load the weights alone to begin one."
+        )
+    then = state["saved_by"]
+    if then != world_size:
+        raise ValueError(
+            f"The checkpoint has the places of {then} rank(s) in an IterableDataset or a loader with a state of"
+            f" its own, which {world_size} can't share: {_why_not_dealt(loader, state)}. Resume with {then}, or at"
+            " the end of an epoch, or load the weights alone. For the next run:"
+            " docs/howto/streams-with-shards.md, or a data set with a length."
+        )
+    # Each rank has the states of all: if only the one that was through raised, the others would wait for it.
+    states = [other["state"] or {} for other in state["of_ranks"]] if isinstance(loader, StateTrackingLoader) else []
+    through = [rank for rank, other in enumerate(states) if other.get("ended")]
+    if saved and through:
+        raise ValueError(
+            f"The checkpoint was saved when rank(s) {through} were through with their data, and others were not:"
+            " training can't resume there. Resume at the end of an epoch, or load the weights alone."
+        )
+    if saved and not is_alike:
+        raise ValueError(
+            f"The checkpoint has the place in a loader with {_described(state)}, which one with"
+            f" {_described(stateful(loader))} can't go on from: {_why_not_dealt(loader, state)}. Resume with the"
+            " same, or at the end of an epoch, or load the weights alone. For the next run:"
+            " docs/howto/streams-with-shards.md."
+        )
+
+
+def _resume_shards(
+    loader: ShardedLoader, state: dict[str, Any], is_same: bool, epoch: int, saved: int, num_ranks: int, window: int
+) -> int:
+    """Resumes `loader` with the rest of an epoch.
+
+    Args:
+        loader: this run's.
+        state: of the loader of the run that saved the checkpoint, on this rank, and `of_ranks`.
+        is_same: there are as many ranks and workers as then, and batches of the same size.
+        epoch: the present one.
+        saved: number of its batches that each rank of that run had done.
+        num_ranks: number of this run's ranks.
+        window: batches of an optimizer step.
+
+    Returns:
+        The number of batches of this run that count as done: those that as many samples make.
+
+    Raises:
+        ValueError: the data has another number of shards, or other loaders beside it would go on elsewhere.
+    """
+    states = state["of_ranks"]
+    then, now = state["shards"]["num_shards"], loader.dataset.count
+    if then != now:
+        raise ValueError(
+            f"The checkpoint has places in {then} shards, where this run's {type(loader.dataset.dataset).__name__} has"
+            f" {now}: use the same data, or load the weights alone to begin an epoch."
+        )
+    # A rank that was through takes its part of what the others had left.
+    has_ended = any(stream["state"] is not None and stream["state"]["ended"] for stream in states)
+    if is_same and not has_ended:
+        loader.dataset.deal_next(state["shards"]["dealt"])
+        loader.resume(epoch, saved, state["state"])
+        return saved
+    if not state["is_alone"]:
+        raise ValueError(
+            "The checkpoint has the place in a stream with shards beside other training loaders, whose shards can't be"
+            f" dealt anew: resume with {len(states)} rank(s), {_described(state)}, before one of the loaders is"
+            " through; or at the end of an epoch; or load the weights alone."
+        )
+    samples = saved * len(states) * (state["batch_size"] or 1)
+    batches = samples // (num_ranks * (loader.batch_size or 1))
+    batches = max(window, batches // window * window)  # an optimizer step begins with the next one
+    loader.go_on_with(epoch, batches, remaining_shards(states, now))
+    return batches
+
+
+def _is_litdatas(loader: Any) -> bool:
+    """Whether a loader is litdata's own, which applies a loaded state to the epoch after the resumed one as well."""
+    return any(cls.__module__.partition(".")[0] == "litdata" for cls in type(loader).__mro__)
+
+
+def _why_not_dealt(loader: Any, state: dict[str, Any]) -> str:
+    """The reason why saved places can't be dealt to other ranks, or in other batches."""
+    if "shards" in state:
+        return "it was read shard by shard, and this run's loader is not"
+    if not isinstance(loader, DataLoader):
+        return f"{type(loader).__name__} has no shards that the engine could deal"
+    # What is read again up to its place has the user's within.
+    reason = why_not_shardable(getattr(loader.dataset, "dataset", loader.dataset))
+    return reason or "in the run that saved the checkpoint it was not read shard by shard"
+
+
+def _described(state: dict[str, Any]) -> str:
+    """The layout of a loader, for a message."""
+    return f"batch_size={state['batch_size']} and num_workers={state['num_workers']}"

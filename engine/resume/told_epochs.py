@@ -1,0 +1,89 @@
+"""Epochs that a hook tells a data set, by `set_epoch` or as its attribute `epoch`: told again in a run that is resumed.
+
+Workers have copies of a data set. Copies that were made before a hook has told the epoch are of another epoch, which is
+an error; a stream begins again instead, if nothing of it depends on the epochs before.
+"""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import has_iterable_dataset
+from torch.utils.data import DataLoader
+
+from ..data import StateTrackingLoader, digest_of_generators, epoch_of, epoch_setter, set_epoch
+
+__all__ = ["ToldEpochs", "state_of_data"]
+
+
+def state_of_data(loader: Any, *, begins: bool) -> dict[str, Any]:
+    """The epoch that a loader's data set was told, and a checksum of its generators, which its own state lacks."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    # A stream that counts its epochs is to count the present one once more.
+    told = loader.data_epoch if isinstance(loader, StateTrackingLoader) and not begins else epoch_of(loader.dataset)
+    return {"data_epoch": told, "generators": digest_of_generators(loader.dataset)}
+
+
+class ToldEpochs:
+    """The epochs that the data sets of one rank's training loaders were told.
+
+    Args:
+        trainer: whose data it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Any = trainer
+        self._told: dict[DataLoader, int | None] = {}
+
+    def watch(self, combined: CombinedLoader) -> None:
+        """Called before the first iterator of the loaders is made, which starts their workers."""
+        self._told = {loader: epoch_of(loader.dataset) for loader in combined.flattened if _has_copies(loader)}
+
+    def resume(self, loader: DataLoader, told: int | None) -> None:
+        """Tells a data set the epoch that it was told in the run that saved the checkpoint.
+
+        Raises:
+            ValueError: the workers of that run may have had another epoch.
+        """
+        dataset: Any = loader.dataset
+        if told is not None and told != epoch_of(dataset) and _has_copies(loader) and loader.persistent_workers:
+            raise ValueError(
+                f"{type(dataset).__name__} was told of epoch {told} by {epoch_setter(dataset)}, which workers that stay"
+                " (persistent_workers=True) did not hear: it can't be seen which epoch they had. Resume with"
+                " persistent_workers=False, or num_workers=0."
+            )
+        set_epoch(dataset, told)
+
+    def begin_again(self, fetcher: Any, epoch: int) -> None:
+        """Restarts streams if a hook has told them their epoch since; called before the first batch of one.
+
+        Args:
+            fetcher: Lightning's, of the epoch.
+            epoch: the present one.
+
+        Raises:
+            ValueError: workers had been started before the hook was called.
+        """
+        loaders = self.trainer.fit_loop._combined_loader.flattened  # Lightning: as _prepare_dataloader left them
+        for loader, then in self._told.items():
+            now = epoch_of(loader.dataset)
+            if now != then and not loader.persistent_workers:
+                raise ValueError(
+                    f"{type(loader.dataset).__name__} was told of epoch {now} by {epoch_setter(loader.dataset)} in the"
+                    " first hook of the resumed epoch, when the DataLoader's workers had been started with epoch"
+                    f" {then}, and"
+                    " would yield that epoch's samples. Resume with num_workers=0, or from a checkpoint that was saved"
+                    " in mid-epoch."
+                )
+        if not all(isinstance(loader, StateTrackingLoader) and not loader.has_cross_epoch_state for loader in loaders):
+            return
+        if any(loader.seen_epoch != epoch_of(loader.dataset) for loader in loaders):
+            for loader in loaders:
+                loader.begin(epoch)
+            iter(fetcher)
+
+
+def _has_copies(loader: Any) -> bool:
+    """Whether workers keep copies of a data set with indices, which don't hear what it is told later."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and not has_iterable_dataset(loader)

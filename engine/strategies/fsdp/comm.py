@@ -1,0 +1,139 @@
+"""The collectives and hooks that replace FSDP2's own, unit by unit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take; torch exports it nowhere else.
+from ..._compat.torch import AllGather, ReduceScatter
+from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
+
+__all__ = [
+    "CompressedReduceScatter",
+    "CountedAllGather",
+    "CountedReduceScatter",
+    "ReplicaAverage",
+    "fsdp_units",
+    "reshard",
+]
+
+
+class ReplicaAverage:
+    """Averages the shards of a unit over replicas by a comm hook: FSDP2's all-reduce hook, on a mesh of shards only.
+
+    Args:
+        hook: that has begun with a wire over the replicas.
+        index: of the unit.
+        members: the unit's shards of parameters, in the order in which FSDP2 reduces them.
+    """
+
+    def __init__(self, hook: CommHook, index: int, members: tuple[ParamSlice, ...]) -> None:
+        self.is_held = False
+        """Within an accumulation window: keep what comes, and send nothing."""
+        self._hook = hook
+        self._index = index
+        self._members = members
+        self._num_values = sum(member.numel for member in members)
+        self._held: Tensor | None = None
+
+    def __call__(self, shards: Tensor) -> None:
+        """Replaces `shards` [n], the sum over this replica's ranks, by the average over replicas."""
+        if shards.numel() != self._num_values:
+            names = ", ".join(member.name for member in self._members)
+            raise RuntimeError(
+                f"compression {self._hook.flag!r} under hsdp needs a gradient for each parameter of a unit, but this"
+                f" one has fewer: {names}. Set `requires_grad = False` before `fit` on those that are never trained, or"
+                " compression='none'."
+            )
+        if shards.device.type != "cpu":
+            # FSDP2 made it on its reduce-scatter stream, and lets go of it while the all-reduce stream, which runs
+            # this, may still be at work: the next unit's reduce-scatter would be given the same memory.
+            shards.record_stream(torch.accelerator.current_stream(shards.device))
+        with torch.no_grad():
+            if self.is_held:
+                self._held = shards.clone() if self._held is None else self._held.add_(shards)
+                shards.zero_()  # FSDP2 adds what it gets here to the gradient
+                return
+            if self._held is not None:
+                shards.add_(self._held)
+                self._held = None
+            self._hook.run(Bucket(self._index, shards, self._members))
+
+
+class _Allocates:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedAllGather(_Allocates, AllGather):
+    """FSDP2's own, through a wire that counts."""
+
+    def __init__(self, wire: CountingGroup, unit: int) -> None:
+        self._wire, self._unit = wire, unit
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """See `torch.distributed.fsdp._fully_shard._fsdp_api.AllGather`."""
+        self._wire.bucket = self._unit
+        return self._wire.all_gather_into(output_tensor, input_tensor, async_op)
+
+
+class CountedReduceScatter(_Allocates, ReduceScatter):
+    """FSDP2's own, through a wire that counts."""
+
+    def __init__(self, wire: CountingGroup, unit: int) -> None:
+        self._wire, self._unit = wire, unit
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """See `torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter`."""
+        self._wire.bucket = self._unit
+        return self._wire.reduce_scatter_into(output_tensor, input_tensor, op, async_op)
+
+
+class CompressedReduceScatter(_Allocates, ReduceScatter):
+    """The reduce-scatter of a unit's gradients by a comm hook."""
+
+    def __init__(self, hook: CommHook, unit: int, members: tuple[ParamSlice, ...]) -> None:
+        self._hook, self._unit, self._members = hook, unit, members
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """See `torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter`."""
+        with torch.no_grad():
+            self._hook.run_reduce_scatter(output_tensor, input_tensor, self._unit, self._members)
+            if op == dist.ReduceOp.SUM:
+                output_tensor.mul_(group.size())
+
+
+def fsdp_units(model: nn.Module, num_shards: int) -> Iterator[tuple[FSDPModule, tuple[ParamSlice, ...]]]:
+    """Each unit with the shards of it that have gradients, in FSDP2's order, filled up to equal sizes as there."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            # One that is no DTensor is whole on every rank: see `kept_whole.py`.
+            trained = dict.fromkeys(p for p in _own_parameters(unit) if p.requires_grad and isinstance(p, DTensor))
+            yield unit, tuple(ParamSlice(names[p], (-(-p.shape[0] // num_shards), *p.shape[1:])) for p in trained)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Children before their parent, without those that are units of their own."""
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)
+    yield from module.parameters(recurse=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the parameters that units of a model have gathered."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

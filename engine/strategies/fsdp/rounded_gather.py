@@ -1,0 +1,215 @@
+"""Gathers in 16 bits what autocast would round to 16 bits: half the bytes, and the same numbers.
+
+Under `bf16-mixed` and `16-mixed` autocast casts the weights of a linear layer or a convolution before it uses them.
+Here each rank casts its shards of them before they are gathered, and the layer sees a `Rounded`: a tensor of dtype
+float32 that has the 16-bit values alone. Autocast's cast of it returns these. What backward keeps of them is FSDP2's
+own memory, which is freed and gathered again with the unit. Autograd sees a cast as before, so gradients are float32
+and have the same values.
+
+Any other operation on a `Rounded` (its norm, a layer that is called outside of autocast) computes with the float32
+values. They are gathered for that operation alone: one more all-gather of 4 P (S-1)/S bytes for P values and S shards,
+which blocks. It is checked and counted as the unit's own all-gather is.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn import functional
+
+# torch: what its own such classes map their arguments with; torch.utils.pytree has no map by type.
+from ..._compat.torch import tree_map_only
+
+__all__ = ["Rounded", "gather_rounded"]
+
+_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_IN_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+_CAST: dict[type[nn.Module], tuple[str, ...]] = {
+    **dict.fromkeys((*_LINEAR, *_CONVOLUTIONS), ("weight", "bias")),
+    nn.MultiheadAttention: _IN_ATTENTION,
+}
+"""The layers, and their parameters, that autocast casts. Subclasses may do something else with them."""
+
+# torch: the functions that call what autocast casts for, and that cast nothing themselves; its private ones, too:
+# _ConvNd._conv_forward, functional._in_projection_packed and _in_projection.
+_FORWARDS = {
+    function.__code__
+    for function in (
+        nn.Linear.forward,
+        nn.Conv1d._conv_forward,
+        nn.Conv2d._conv_forward,
+        nn.Conv3d._conv_forward,
+        nn.ConvTranspose1d.forward,
+        nn.ConvTranspose2d.forward,
+        nn.ConvTranspose3d.forward,
+        functional.multi_head_attention_forward,
+        functional._in_projection_packed,  # type: ignore[attr-defined]
+        functional._in_projection,  # type: ignore[attr-defined]
+    )
+}
+
+
+class Rounded(Tensor):
+    """A float32 tensor of which the 16-bit values are at hand, and the others are gathered where they are asked for.
+
+    Args:
+        values: the 16-bit ones; memory that is freed and filled again.
+        gather: returns the float32 values.
+        name: of the parameter, for messages.
+    """
+
+    # Names that torch's tensors don't have.
+    rounded_values: Tensor
+    gather_values: Callable[[], Tensor]
+    parameter_name: str
+    # Functions of torch see it as they see any float32 tensor; the operations that they call are seen here.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, values: Tensor, gather: Callable[[], Tensor], name: str) -> "Rounded":  # noqa: D102
+        # torch: Tensor._make_wrapper_subclass, its way to make tensors without memory of their own
+        return Tensor._make_wrapper_subclass(
+            cls, values.size(), strides=values.stride(), dtype=torch.float32, device=values.device
+        )
+
+    def __init__(self, values: Tensor, gather: Callable[[], Tensor], name: str) -> None:
+        self.rounded_values, self.gather_values, self.parameter_name = values, gather, name
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Rounded({tuple(self.shape)}, {self.rounded_values.dtype})"
+
+    def data_ptr(self) -> int:
+        """Raises, since torch would say 0, which a kernel would read from."""
+        raise RuntimeError(
+            f"the address of {self.parameter_name!r} was asked for, but under fsdp and mixed precision a block has"
+            " gathered it in 16 bits: give `weight.clone()` to a kernel of your own, or use strategy='ddp'."
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Rounded):
+            if func is torch.ops.aten._to_copy.default and _is_cast(kwargs, first.rounded_values.dtype):
+                # A layer's forward neither writes to what autocast has cast nor hands it on, so it needs no copy.
+                is_layers = sys._getframe(1).f_code in _FORWARDS
+                return first.rounded_values.detach() if is_layers else first.rounded_values.clone()
+            if func.is_view:
+                return _views(first, func, args[1:], kwargs)
+        _refuse_writes(func, args, kwargs)
+        return func(*tree_map_only(Rounded, _gathered, args), **tree_map_only(Rounded, _gathered, kwargs))
+
+
+def _is_cast(kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    return kwargs.get("dtype") == dtype and not any(value for key, value in kwargs.items() if key != "dtype")
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
+    for index, argument in enumerate(func._schema.arguments):  # torch: OpOverload._schema
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, Rounded):
+                raise RuntimeError(
+                    f"{func} writes into {tensor.parameter_name!r} while its block runs. Under fsdp and mixed precision"
+                    " that is a copy in 16 bits, of which each rank keeps a shard, and the change would be lost. Write"
+                    " it in a hook, such as on_train_batch_end, or use strategy='ddp'."
+                )
+
+
+def _gathered(tensor: Rounded) -> Tensor:
+    return tensor.gather_values()
+
+
+def _views(base: Rounded, func: Any, args: Any, kwargs: Any) -> Any:
+    """Views of the 16-bit values, and of the float32 ones where those are asked for."""
+
+    def view(index: int | None) -> Tensor:
+        views = func(base.gather_values(), *args, **kwargs)
+        return views if index is None else views[index]
+
+    values = func(base.rounded_values, *args, **kwargs)
+    if isinstance(values, Tensor):
+        return Rounded(values, functools.partial(view, None), base.parameter_name)
+    return [Rounded(each, functools.partial(view, index), base.parameter_name) for index, each in enumerate(values)]
+
+
+def gather_rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Has all blocks of `model` gather what autocast would round to `dtype` in `dtype`; None: nothing is rounded.
+
+    What is outside of blocks is gathered as it is, since a step may use it in any way.
+
+    Args:
+        model: sharded by `fully_shard`; its blocks are not at work.
+        dtype: autocast's.
+    """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule) and unit is not model:
+            unit.reshard()
+            # torch: FSDPState._fsdp_param_groups, FSDPParamGroup.fsdp_params
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    _gather_as(dtype if _is_cast_everywhere(parameter) else None, parameter, group)
+
+
+def _is_cast_everywhere(parameter: Any) -> bool:
+    # torch: FSDPParam._module_info, the holders of a parameter and its name in each; is_dtensor, of tensor parallelism
+    info = parameter._module_info
+    holders = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    is_float32 = parameter.sharded_param.dtype == torch.float32 and not parameter.is_dtensor
+    return is_float32 and all(name in _CAST.get(_class_of(module), ()) for module, name in holders)
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Its class before `fully_shard`, which makes another one of the two for each unit."""
+    return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
+
+
+def _gather_as(dtype: torch.dtype | None, parameter: Any, group: Any) -> None:
+    # torch: FSDPParam.param_dtype, init_dtype_attrs, init_unsharded_param, _unsharded_param, all_gather_outputs,
+    # _param_fqn, mp_policy
+    if getattr(parameter, "param_dtype", None) == dtype:
+        return
+    kind = type(parameter)
+    policy = parameter.mp_policy if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
+    # What an earlier run has gathered into.
+    parameter.all_gather_outputs = []
+    vars(parameter).pop("_unsharded_param", None)
+
+    def init_dtype_attrs(_: Any = None) -> None:
+        # FSDP2 calls it before the first forward with the unit's policy, which is one for all its parameters.
+        kind.init_dtype_attrs(parameter, policy)
+
+    def init_unsharded_param() -> None:
+        is_new = not hasattr(parameter, "_unsharded_param")
+        kind.init_unsharded_param(parameter)
+        if is_new and dtype is not None:
+            whole = functools.partial(_gather_whole, parameter, group)
+            rounded = Rounded(parameter._unsharded_param.detach(), whole, parameter._param_fqn)
+            parameter._unsharded_param = nn.Parameter(rounded, parameter.sharded_param.requires_grad)
+
+    parameter.init_dtype_attrs, parameter.init_unsharded_param = init_dtype_attrs, init_unsharded_param
+    init_dtype_attrs()
+
+
+@torch.no_grad()
+def _gather_whole(parameter: Any, group: Any) -> Tensor:
+    """The float32 values of a parameter, from all ranks' shards."""
+    # torch: FSDPParam._sharded_param_data, _orig_size, _contiguous_orig_stride; FSDPParamGroup._all_gather_comm,
+    # _all_gather_process_group
+    shard = parameter._sharded_param_data.to(parameter.device)
+    ranks = group._all_gather_process_group
+    if ranks.size() > 1:
+        gather = group._all_gather_comm
+        everyones = gather.allocate((shard.numel() * ranks.size(),), dtype=shard.dtype, device=shard.device)
+        gather(output_tensor=everyones, input_tensor=shard, group=ranks)
+        shard = everyones
+    return shard.as_strided(parameter._orig_size, parameter._contiguous_orig_stride)

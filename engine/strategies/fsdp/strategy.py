@@ -1,0 +1,450 @@
+"""`fsdp` and `hsdp`: parameters, gradients and optimizer state cut into shards, one per process.
+
+FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), applied for the user: the repeated
+blocks of the module are the units that are gathered together. Under `hsdp` the shards of each replica group are
+averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links. A compression works on
+that all-reduce, and leaves what stays within a group as it is; under `fsdp` it works on the reduce-scatter.
+
+Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes, half of
+that for what autocast rounds (`rounded_gather.py`); 2. backward: the same again, unless `reshard_after_forward=false`;
+3. reduce-scatter of the gradients, 4 P (S-1)/S, and for hsdp an all-reduce of the 4 P/S bytes of a shard. Phase 3
+happens once per accumulation window.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from ...compression import AllReduceHook, CommHook, CountingGroup
+from ...compression.int8 import Int8
+from ...distributed.equal_ranks import equalise, share_buffers, tell_device
+from ...flags import Layout
+from ...initialization.materialize import materialize
+from ...initialization.stored_weights import read_stored
+from ...precision.plugins import autocast_dtype
+from ..layout import share_random_state
+from ..mesh import MeshStrategy
+from ..options import FSDPOptions, HSDPOptions
+from ..units import named_blocks, untied
+from .by_hand import ByHand, called_parts, optimizes_by_hand
+from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units, reshard
+from .kept_whole import KeptWhole, kept_whole, refuse_fused
+from .overlap import overlap_more
+from .rounded_gather import gather_rounded
+from .second_backward import SecondBackward
+from .shard_checks import check_callbacks, check_loss, check_parameters, check_tensor_parallel, explained
+from .unit_order import UnitOrder, watch_units
+from .unit_plan import Unit, plan_units
+from .whole_numbers import give_back_numbers, read_whole_numbers
+from .written_parameters import forget_data, keep_data, no_writes
+
+__all__ = ["FSDP"]
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FSDP(MeshStrategy):
+    """`fully_shard` on a mesh with the axes `replicate` (hsdp only) and `shard`, for any `LightningModule`.
+
+    Args:
+        options: `FSDPOptions` shard over all processes, `HSDPOptions` over groups of them.
+        launcher: suffix of the flag, see `flags.LAUNCHERS`.
+        comm_hook: how gradients are sent: between the groups of `hsdp`, or in the reduce-scatter of `fsdp`.
+
+    Raises:
+        ValueError: a compression that would keep on each rank what it has not sent of a whole model.
+    """
+
+    capabilities = dataclasses.replace(
+        MeshStrategy.capabilities,
+        state_is_sharded=True,
+        evaluates_in_inference_mode=False,  # FSDP2 gathers into the tensors that it has gathered into first
+    )
+
+    def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
+        # Whole checkpoints, gathered on rank 0: they open under every strategy.
+        super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
+        self.options = options
+        self.launcher_suffix = launcher
+        self.comm_hook = comm_hook
+        self._is_in_step = self._has_trained = False
+        self._by_hand: ByHand | None = None
+        self._second_backward: SecondBackward | None = None
+        self._order: UnitOrder | None = None
+        self._synchronises = True
+        self._counted: AllReduceHook | None = None
+        self._wires: list[CountingGroup] = []
+        self._replica_averages: list[ReplicaAverage] = []
+        self._names_of_whole: list[str] = []
+        self._kept_whole: KeptWhole | None = None
+        if isinstance(comm_hook, Int8) and comm_hook.feedback and not self._compresses_replicas:
+            raise ValueError(
+                "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep what it has not sent of"
+                " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
+            )
+
+    def __repr__(self) -> str:
+        name = super().__repr__()
+        return name.replace("fsdp", "hsdp") if isinstance(self.options, HSDPOptions) else name
+
+    @property
+    def averaging(self) -> CommHook | None:
+        """The comm hook, or what averages over the replicas as it is where that is counted."""
+        return self.comm_hook or self._counted
+
+    @property
+    def _compresses_replicas(self) -> bool:
+        return self.averaging is not None and isinstance(self.options, HSDPOptions)
+
+    @property
+    def wires(self) -> list[CountingGroup]:
+        """The comm hook's, and those of FSDP2's own collectives where they are counted."""
+        return [*super().wires, *self._wires]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer, for a checkpoint."""
+        return optimizer.state_dict() if self.hands_out_shards else super().optimizer_state(optimizer)
+
+    def derive_layout(self, world_size: int) -> Layout:
+        """All processes on the axis `shard`, or as the options of hsdp have it."""
+        if not isinstance(self.options, HSDPOptions):
+            return Layout.derive(world_size, rest="shard")
+        replicate, shard = self.options.replicate, self.options.shard
+        if replicate is None and shard is None:
+            replicate = self.num_nodes
+        if replicate is None:
+            return Layout.derive(world_size, rest="replicate", shard=shard)
+        return Layout.derive(world_size, rest="shard", replicate=replicate, shard=shard)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """See `MeshStrategy`."""
+        return ("replicate", "shard") if isinstance(self.options, HSDPOptions) else ("shard",)
+
+    # Lightning: ModelParallelStrategy._get_process_group_backend
+    def _get_process_group_backend(self) -> str:
+        backend, device = super()._get_process_group_backend(), self.root_device.type
+        # Norms of gradients that were offloaded are added up over ranks where they are.
+        is_offloaded = isinstance(self.options, FSDPOptions) and self.options.cpu_offload and device != "cpu"
+        return f"cpu:gloo,{device}:{backend}" if is_offloaded and ":" not in backend else backend
+
+    def check_module(self, module: nn.Module) -> None:
+        """See `DistributedStrategy`."""
+        keeps_gathered = isinstance(self.options, FSDPOptions) and not self.options.reshard_after_forward
+        if keeps_gathered and optimizes_by_hand(module):
+            raise ValueError(
+                f"{type(module).__name__} optimizes by hand: its weights change amid a step, so what a forward has"
+                " gathered can't be kept. Leave out reshard_after_forward=false."
+            )
+
+    def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
+        """See `DistributedStrategy`."""
+        super().check_run(compiles=compiles, callbacks=callbacks)
+        check_callbacks(callbacks, repr(self))
+
+    @property
+    def _shards(self) -> bool:
+        """Whether parameters are cut into shards over ranks with samples of their own."""
+        return True
+
+    def _shard_mesh(self) -> Any:
+        """The mesh over which units are sharded; the comm hook averages over the replicas in FSDP2's place."""
+        return self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
+
+    def _is_laid_out(self, model: nn.Module) -> bool:
+        """Whether an earlier `fit` has sharded it."""
+        return isinstance(model, FSDPModule)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around `configure_model()`: nothing is allocated there with `meta_init`, or on rank 0 alone."""
+        with super().tensor_init_context(self.options.meta_init or self._receives_weights):
+            yield
+
+    @property
+    def _receives_weights(self) -> bool:
+        """Whether rank 0 alone draws this rank's weights."""
+        return self.options.rank0_init and self.global_rank != 0
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the module, unless an earlier `fit` has, and creates the optimizers on the shards."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
+        if not self._is_laid_out(self.model):
+            if fitting and self.before_split is not None:
+                self.before_split(self.model)
+            if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
+                self._counted = AllReduceHook()  # FSDP2's own all-reduce can't be replaced, only left out
+            if fitting and self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
+            self._shard(self.model)
+        tell_device(self.model, self.root_device)  # Lightning brings metrics that were logged to the CPU after a run
+        self.barrier()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if isinstance(self.model, FSDPModule):
+            # Compiled units take plain tensors. A step by hand with several optimizer steps goes on with the casts that
+            # autocast has made before them, as in one process: these must not be filled with later weights.
+            is_rounded = self.compile is None and self.layout.tp == 1 and not optimizes_by_hand(self.model)
+            gather_rounded(self.model, autocast_dtype(self.precision_plugin) if is_rounded else None)
+        if fitting:
+            self._hook_units()
+            self._second_backward = SecondBackward(self.model)
+            if self._by_hand is not None:
+                self._by_hand.end()
+            by_hand = optimizes_by_hand(trainer.lightning_module) and isinstance(self.model, FSDPModule)
+            self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
+        meets_others = self.world_size > 1 and isinstance(self.model, FSDPModule)
+        self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s) if meets_others else None
+        read_whole_numbers(self._order)
+        keep_data()
+        if fitting and isinstance(self.model, FSDPModule):
+            whole = {name: p for name, p in self.model.named_parameters() if not isinstance(p, DTensor)}
+            refuse_fused(self.optimizers, whole, repr(self))
+            self._kept_whole = KeptWhole(whole, CountingGroup(self.data_group), self._order)
+            self._wires += [self._kept_whole.wire] if self.counts_traffic and whole else []
+
+    def teardown(self) -> None:
+        """Puts torch's settings back."""
+        if self._kept_whole is not None:
+            self._kept_whole.end()
+        give_back_numbers()
+        forget_data()
+        super().teardown()
+
+    @property
+    def place_in_units(self) -> dict[str, Any] | None:
+        """The last collective of this rank, for its report: see `UnitOrder.place`."""
+        return None if self._order is None else self._order.place
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Strategy`."""
+        if self._by_hand is not None:
+            check_loss(closure_loss, repr(self))
+            self._by_hand.begin_backward(closure_loss)
+        with explained(self.model, repr(self)):
+            loss = super().backward(closure_loss, *args, **kwargs)
+        if self._second_backward is not None:
+            self._second_backward.release()
+        if self._order is not None and self._by_hand is None:  # the step is over
+            self._order.begin(None)
+        return loss
+
+    def _shard(self, model: nn.Module) -> None:
+        """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
+        by_hand = optimizes_by_hand(model)
+        plan = self._planned(model, by_hand=by_hand)
+        units, recomputed = {unit.module for unit in plan}, set(named_blocks(model))
+        blocks = {unit.module for unit in plan if unit.is_block}
+        kept = {model, *(unit.module for unit in plan if unit.is_kept)} if not by_hand else set()
+        self.compiles_units = self.compile is not None and bool(units)
+        if by_hand:
+            units |= set(untied(model, called_parts(model)))
+        if self._shards:
+            check_parameters(model, repr(self))
+            # By name, since one on the meta device will be another object.
+            self._names_of_whole = list(kept_whole(model, units))
+            check_tensor_parallel(self._names_of_whole, self.layout.tp, repr(self))
+
+        def shard(part: nn.Module) -> None:
+            if part not in units and part is not model:
+                return
+            equalise(part, self.root_device)
+            self._split(part)
+            if part in recomputed and self.recompute is not None:
+                self.recompute(part)
+            if part in blocks and self.compile is not None:
+                part.forward = self.compile(part.forward)
+            self._fully_shard(part, is_kept=part in kept)
+            read_stored(part, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
+
+        before = {*model._forward_pre_hooks, *model._forward_hooks}
+        materialize(model, on_complete=shard, draws=not self._receives_weights)
+        if self.options.rank0_init:
+            share_random_state()  # of a run in one process, which has drawn the weights
+        if self._shards and self.options.extra_overlap:
+            overlap_more(model, [unit.module for unit in plan], self._timeout or default_pg_timeout)
+        # Lightning calls these rather than `forward`, whose hooks gather the parameters.
+        for step in _STEPS:
+            if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
+                continue
+            method = getattr(model, step)
+            method = self._trained_by_hand(method) if step == "training_step" else method
+            setattr(model, step, self._marked(method))
+            if isinstance(model, FSDPModule):
+                register_fsdp_forward_method(model, step)
+                setattr(model, step, self._followed(getattr(model, step), step))
+        # A step that calls `self(batch)` would have these hooks run in each other, and gather all once more.
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key in hooks.keys() - before:
+                hooks[key] = functools.partial(self._unless_in_step, hooks[key])
+
+    def _planned(self, model: nn.Module, *, by_hand: bool) -> list[Unit]:
+        """The units, as `model` is now. Steps by hand, and layers that are split, want all else whole."""
+        takes_layers = self._shards and self.options.large_layers and self.layout.tp == 1 and not by_hand
+        return plan_units(model, takes_layers=takes_layers)
+
+    def _split(self, part: nn.Module) -> None:
+        """Splits layers of `part`, which is whole, over ranks that share their samples; here there are none."""
+
+    def _fully_shard(self, part: nn.Module, is_kept: bool) -> None:
+        assert self.model is not None
+        fully_shard(
+            part,
+            mesh=self._shard_mesh(),
+            # What is needed first in backward would be gathered again at once, so freeing it would gain nothing.
+            reshard_after_forward=self.options.reshard_after_forward and not is_kept,
+            shard_placement_fn=self._placement,
+            offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
+            ignored_params={self.model.get_parameter(name) for name in self._names_of_whole},
+        )
+
+    def _placement(self, parameter: nn.Parameter) -> Shard | None:
+        """Along which dim a parameter is sharded; None: the first."""
+        return None
+
+    @property
+    def _keeps_whole_gradients(self) -> bool:
+        """Whether inner micro-batches send nothing: no, where the wire is fast and the memory is what is short."""
+        if self.options.no_sync is not None:
+            return bool(self.options.no_sync)
+        is_within_a_node = self.layout.shard * self.layout.tp <= self.num_processes
+        rounds = self.comm_hook is not None and not self._compresses_replicas  # and would, in each micro-batch
+        return self.root_device.type == "cpu" or not is_within_a_node or rounds
+
+    def _hook_units(self) -> None:
+        """Puts in place what compresses, or counts, the collectives of each unit."""
+        hook, model = self.averaging, self.model
+        assert model is not None
+        mesh = self.device_mesh
+        self._replica_averages = []
+        self._wires = []
+        if hook is None and not self.counts_traffic:
+            return
+        shards = CountingGroup(mesh["shard"].get_group())
+        if hook is not None:
+            over = mesh["replicate" if self._compresses_replicas else "shard"].get_group()
+            hook.begin(model, hook.wire or CountingGroup(over), self.loss_scaler)
+        if self.counts_traffic:
+            self._wires.append(shards)
+        for index, (unit, members) in enumerate(fsdp_units(model, shards.size)):
+            if hook is not None and self._compresses_replicas and members:
+                self._replica_averages.append(ReplicaAverage(hook, index, members))
+                unit.set_all_reduce_hook(self._replica_averages[-1])
+            if hook is not None and not self._compresses_replicas:
+                unit.set_custom_reduce_scatter(CompressedReduceScatter(hook, index, members))
+            elif self.counts_traffic:
+                unit.set_custom_reduce_scatter(CountedReduceScatter(shards, index))
+            if self.counts_traffic:
+                unit.set_custom_all_gather(CountedAllGather(shards, index))
+
+    def _trained_by_hand(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._by_hand.step() if self._by_hand is not None else nullcontext():
+                return step(*args, **kwargs)
+
+        return watched
+
+    def _marked(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_step = True
+            looks = step.__name__ == "training_step" and not self._has_trained and self._by_hand is None
+            looks &= isinstance(self.model, FSDPModule)
+            self._has_trained |= looks  # once: a step writes each time, or not at all
+            try:
+                with no_writes(self.model, self._names_of_whole, repr(self)) if looks else nullcontext():
+                    return step(*args, **kwargs)
+            finally:
+                self._is_in_step = False
+
+        return marked
+
+    def _followed(self, step: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            order = None if self._is_in_step else self._order  # a step may call another one
+            if order is not None:
+                order.begin((name, self._synchronises))
+            with explained(self.model, repr(self)):
+                result = step(*args, **kwargs)
+            if name == "training_step":
+                check_loss(result.get("loss") if isinstance(result, dict) else result, repr(self))
+            if order is not None and (name != "training_step" or self._by_hand is not None):
+                order.begin(None)
+            return result
+
+        return followed
+
+    def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
+        return None if self._is_in_step else hook(*arguments)
+
+    def on_validation_start(self) -> None:
+        """Called before each validation, the sanity check included."""
+        share_buffers(self.model)
+
+    def on_test_start(self) -> None:
+        """Called before each test."""
+        share_buffers(self.model)
+
+    def on_predict_start(self) -> None:
+        """Called before each prediction."""
+        share_buffers(self.model)
+
+    def end_evaluation(self) -> None:
+        """Frees what forward has gathered and no backward frees: hooks see the parameters that are trained."""
+        assert self.model is not None
+        reshard(self.model)
+
+    def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+        """Runs the module on the smallest batch, for each unit's collectives; those it has made are left out."""
+        assert isinstance(self.model, FSDPModule)
+        self._mute_what_was_sent()
+        self.model.reset_iter_state()
+        if self._order is not None:
+            self._order.repeat()
+        self.backward(step(self.training_step), None)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around an inner micro-batch: gradients stay where they are."""
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.
+        switch = model.set_requires_gradient_sync if self._keeps_whole_gradients else model.set_requires_all_reduce
+        switch(False)
+        self._synchronises = False
+        averages = [*self._replica_averages, *([] if self._kept_whole is None else [self._kept_whole])]
+        for average in averages:
+            average.is_held = True
+        try:
+            yield
+        finally:
+            switch(True)
+            self._synchronises = True
+            for average in averages:
+                average.is_held = False

@@ -1,0 +1,301 @@
+"""Checks that all ranks gather and reduce the units of `fsdp` in one order, before a collective mixes their shards.
+
+Collectives are matched by their order alone. Where one rank skips a block (LayerDrop), its next all-gather would meet
+another block's: shards of equal size are mixed in silence, others hang or abort. So each rank compares what it is about
+to do with what all ranks did there before, without communication. Only where that differs, or is not known yet as in
+the first step, it asks the other ranks, through the job's key-value store:
+
+1. The first rank to come writes down its collective (one exchange). One that is about to do another one raises.
+2. Each rank counts itself, and waits until all have (the collective itself would wait for them as well).
+3. A rank that does as always does not ask. Its watchdog's beat says, within a second, that it is already further: then
+   the one that waits raises.
+
+What all ranks have agreed on is what is expected there from then on. So a change that all ranks make in the same step
+(layers that are unfrozen, a step that calls the module twice) costs one such question, and no more.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+# What `FSDPModule.set_custom_all_gather` takes; torch exports it nowhere else.
+from ..._compat.torch import AllGather
+from ...distributed.job_store import FIRST_FAILURE, JobStore
+from ...distributed.signing import Fields
+from ...distributed.waits import waiting
+from ...reliability.rendezvous import current_job
+
+__all__ = ["READ", "UnitOrder", "watch_units"]
+
+_WORD: Fields = {"rank": int, "what": str, "unit": int, "trained": int}
+_MOST_CALLS = 100_000
+"""The largest number of remembered calls; all are forgotten when a module has made more different ones."""
+_POLL_S = (0.0002, 0.05)
+"""The seconds between two looks for the others' answers: at first, and in the end."""
+_BEAT_S = 1.0
+
+_runs = itertools.count()
+
+
+class Call(NamedTuple):
+    """A call of one rank, which all ranks must make in the same order: a collective, or the end of a step."""
+
+    what: str
+    """``"gather"``, ``"reduce"``, ``"read"`` or ``"end"``."""
+    unit: int = -1
+    """Its number."""
+    trained: int = 0
+    """Which of its parameters have a gradient: a bit for each."""
+
+
+READ = Call("read")
+"""A number is read of a sharded tensor."""
+_END = Call("end")
+
+
+@dataclass(slots=True)
+class _Place:
+    """A place in a step, known by the calls that lead to it."""
+
+    expected: Call | None = None
+    """The call that all ranks made from this place in the latest step that came here."""
+    after: dict[Call, "_Place"] = field(default_factory=dict)
+
+
+class UnitOrder:
+    """Follows the calls of this rank through a run.
+
+    Args:
+        flag: the strategy's, for messages.
+        units: the name of each unit, and the names of its parameters.
+        known: the reports of all ranks' heartbeats that are known here, by rank.
+        timeout_s: how long to wait for the others.
+    """
+
+    def __init__(
+        self,
+        flag: str,
+        units: list[tuple[str, Callable[[], list[str]]]],
+        known: Callable[[], dict[int, dict[str, Any]]],
+        timeout_s: float,
+    ) -> None:
+        self._flag, self._units, self._known, self._timeout_s = flag, units, known, timeout_s
+        self._run = next(_runs)  # the same on all ranks, since they all run the same
+        self._job: JobStore | None = None
+        self._num_questions = 0
+        self._forget()
+        self._number = self._num_agreed = 0
+        self._begun: tuple[_Place, int] = (self._place, 0)
+        self._repeats = False
+        self._last: tuple[int, Call] = (0, _END)
+
+    def _forget(self) -> None:
+        self._begins: dict[Hashable, _Place] = {}
+        self._place = self._begins.setdefault(None, _Place())
+        self._num_places = 0
+
+    def add(self, name: str) -> int:
+        """The number of one more unit: a parameter of its own, whose gradient alone is averaged."""
+        self._units.append((name, lambda: [name]))
+        return len(self._units) - 1
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The last call, for this rank's report: its `number` in the run, and what was `done`."""
+        number, call = self._last
+        return {"number": number, "done": self._said(call)}
+
+    def begin(self, kind: Hashable) -> None:
+        """Called where a step begins, or is over.
+
+        Args:
+            kind: steps of one kind are expected to be alike; None for what is between steps.
+        """
+        if self._repeats:
+            self._repeats = False
+            return
+        self.check(_END)
+        if self._num_places > _MOST_CALLS:  # the same on all ranks
+            self._forget()
+        self._place = self._begins.setdefault(kind, _Place())
+        self._begun = self._place, self._number
+
+    def repeat(self) -> None:
+        """The next step is this one, from its begin: what this rank has done of it, the others did with it."""
+        self._place, self._number = self._begun
+        self._repeats = True
+
+    def check(self, call: Call) -> None:
+        """Called before each collective.
+
+        Raises:
+            RuntimeError: another rank is about to do something else, or does not come in time.
+        """
+        if call != self._place.expected and self._number >= self._num_agreed:
+            with waiting("the agreement on the next unit"):
+                self._ask(call)
+            self._place.expected = call
+        following = self._place.after.get(call)
+        if following is None:
+            following = self._place.after[call] = _Place()
+            self._num_places += 1
+        self._place = following
+        self._number += 1
+        self._num_agreed = max(self._number, self._num_agreed)
+        self._last = self._number, call
+
+    def _ask(self, call: Call) -> None:
+        """Waits until all ranks are about to make this call."""
+        job = self._connected()
+        key = f"polyphase/units/{self._run}/{self._num_questions}"
+        first = job.record_first(key, {"rank": job.rank, **call._asdict()}, _WORD)
+        if (others := Call(first["what"], first["unit"], first["trained"])) != call:
+            raise RuntimeError(self._differs(call, job.rank, others, first["rank"]))
+        job.count(f"{key}/ranks", 1)
+        self._wait(call, job, f"{key}/ranks")
+        if job.rank == 0 and self._num_questions > 0:  # all have the answer to the last one
+            for old in ("", "/ranks"):
+                job.line.ask("delete_key", f"polyphase/units/{self._run}/{self._num_questions - 1}{old}")
+        self._num_questions += 1
+
+    def _wait(self, call: Call, job: JobStore, ranks: str) -> None:
+        pause_s, began = _POLL_S[0], time.monotonic()
+        looks_at = began + _BEAT_S
+        while job.count(ranks) < job.num_ranks:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+            if pause_s == _POLL_S[1] and (failure := self._failure(job)) is not None:
+                raise RuntimeError(f"stopped, because rank {failure['rank']} failed: {failure['message']}")
+            now = time.monotonic()
+            if now < looks_at:
+                continue
+            looks_at = now + _BEAT_S
+            ahead = [rank for rank, number in self._numbers().items() if number > self._number and rank != job.rank]
+            expected = self._place.expected
+            if ahead and expected is not None and job.count(ranks) < job.num_ranks:
+                raise RuntimeError(self._differs(call, job.rank, expected, min(ahead)))
+            if now - began > self._timeout_s:
+                raise RuntimeError(
+                    f"{self._differs(call, job.rank, expected, None)} The others have not come within"
+                    f" {self._timeout_s:.0f} s."
+                )
+
+    def _failure(self, job: JobStore) -> dict[str, Any] | None:
+        return job.first_failure() if job.has(FIRST_FAILURE) else None
+
+    def _numbers(self) -> dict[int, int]:
+        """Returns the number of calls that each rank has made, as far as is known."""
+        places = {rank: report.get("units") for rank, report in self._known().items()}
+        return {
+            rank: place["number"]
+            for rank, place in places.items()
+            if isinstance(place, dict) and isinstance(place.get("number"), int)
+        }
+
+    def _connected(self) -> JobStore:
+        if self._job is None:
+            job = current_job()
+            assert job is not None
+            self._job = job.clone()  # a thread that waits in a connection blocks those that share it
+        return self._job
+
+    def _differs(self, call: Call, rank: int, other: Call | None, other_rank: int | None) -> str:
+        others = "the other ranks do" if other_rank is None else f"rank {other_rank} does"
+        calls = f"rank {rank} {self._said(call, other)}"
+        if other is not None:
+            calls += f", where {others} something else: it {self._said(other, call)}"
+        return (
+            f"under {self._flag} all ranks must run the same blocks in the same order, since each block is gathered"
+            f" from all ranks: {calls}. This step has changed no weights. Blocks that are skipped at random (LayerDrop,"
+            " stochastic depth) or chosen by the data (experts) differ between ranks: run them always (set that"
+            " probability to 0), or choose strategy='ddp:find_unused_parameters=true'. See \"What is sharded\" in"
+            " docs/strategies.md."
+        )
+
+    def _said(self, call: Call, other: Call | None = None) -> str:
+        """A call in words; of a reduction, the parameters without a gradient that have one in `other`."""
+        if call.what == READ.what:
+            return "reads a number of a sharded tensor (`item`, `float`)"
+        if call.what == "end" or not 0 <= call.unit < len(self._units):
+            return "is at the end of the step"
+        name, parameters = self._units[call.unit]
+        if call.what == "gather":
+            return f"gathers {name}"
+        lacking = 0 if other is None or other.unit != call.unit else other.trained & ~call.trained
+        names = [parameter for bit, parameter in enumerate(parameters()) if lacking >> bit & 1]
+        without = f", without those of {', '.join(names)}" if names else ""
+        return f"averages the gradients of {name}{without}"
+
+
+class _Checked(AllGather):
+    """An all-gather that is checked first."""
+
+    def __init__(self, inner: AllGather, order: UnitOrder, unit: int) -> None:
+        self.inner = inner
+        self._order, self._call = order, Call("gather", unit)
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner.allocate(*args, **kwargs)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._order.check(self._call)
+        return self.inner(output_tensor, input_tensor, group, async_op)
+
+
+def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> UnitOrder:
+    """Has the collectives of all units of `model` checked.
+
+    Args:
+        model: sharded by `fully_shard`.
+        flag: the strategy's, for messages.
+        trainer: whose watchdog knows where the other ranks are.
+        timeout_s: how long to wait for them.
+    """
+    heartbeat = trainer.heartbeat
+
+    def known() -> dict[int, dict[str, Any]]:
+        return {} if heartbeat.known is None else heartbeat.known()
+
+    units: list[tuple[str, Callable[[], list[str]]]] = []
+    order = UnitOrder(flag, units, known, timeout_s)
+    for name, part in model.named_modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        # torch: FSDPState._fsdp_param_groups, FSDPParamGroup._all_gather_comm, post_backward and fsdp_params. An
+        # earlier run may have put its own in their places.
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            inner: Any = group._all_gather_comm
+            number = len(units)
+            group._all_gather_comm = _Checked(getattr(inner, "inner", inner), order, number)
+            group.post_backward = _checked_reduction(group, order, number)  # type: ignore[method-assign]
+            units.append((name or f"what {type(model).__name__} has outside of its blocks", _names(group)))
+    return order
+
+
+def _names(group: Any) -> Callable[[], list[str]]:
+    return lambda: [parameter._param_fqn or "?" for parameter in group.fsdp_params]  # torch: FSDPParam._param_fqn
+
+
+def _checked_reduction(group: Any, order: UnitOrder, unit: int) -> Callable[..., None]:
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            trained = sum(1 << bit for bit, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter))
+            if trained:
+                order.check(Call("reduce", unit, trained))
+        type(group).post_backward(group, *unused)
+
+    return post_backward
+
+
+def _has_gradient(parameter: Any) -> bool:
+    # torch: FSDPParam._unsharded_param, which there is from the first all-gather on.
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and (parameter.unsharded_accumulated_grad is not None or whole.grad is not None)

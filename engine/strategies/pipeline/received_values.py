@@ -1,0 +1,255 @@
+"""Puts the values that a stage has received in the places of the step's tensors without content."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from .calls import Calls, Key
+from .loans import BorrowedParameters
+from .plan import StagePlan
+from .remote_values import CutError, tensors_in, users_line
+from .shapes import Shapes, shape_of, zeros_of
+
+__all__ = ["FilledTensors", "ReceivedValues"]
+
+
+class FilledTensors:
+    """Maps absent tensors that could not be filled in place to tensors with their content, until backward is over."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}
+        """Maps the id of an absent tensor to that tensor, which is kept alive, and its content."""
+
+    def content_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the tensor with the content of an absent one; None if there is none."""
+        absent, content = self._contents.get(id(tensor), (None, None))
+        return content if absent is tensor else None
+
+    def fill(self, absent: Tensor, content: Tensor) -> Tensor:
+        """Gives an absent tensor its content: in place if possible, so that every reference to it has the content.
+
+        Returns:
+            The tensor that has the content.
+        """
+        if not absent.is_meta:
+            return absent
+        if (filled := self.content_of(absent)) is not None:
+            return filled
+        if not _swap(absent, alias := content.view_as(content)):
+            self._contents[id(absent)] = absent, alias
+            return alias
+        return absent
+
+    def fill_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Replaces such tensors in the arguments of a call by tensors with content."""
+        if not self._contents:
+            return args, kwargs
+        return apply_to_collection((args, kwargs), Tensor, lambda tensor: _or(self.content_of(tensor), tensor))
+
+    def clear(self) -> None:
+        """Releases the tensors."""
+        self._contents.clear()
+
+
+class ReceivedValues:
+    """The values of other stages that one stage has while it runs a micro-batch.
+
+    Args:
+        stage: number of the stage.
+        filled: filled tensors of the module.
+        borrowed: borrowed parameters of the module.
+        device: of the stage.
+        plan: says which stages hold a parameter.
+    """
+
+    def __init__(
+        self, stage: int, filled: FilledTensors, borrowed: BorrowedParameters, device: torch.device, plan: StagePlan
+    ) -> None:
+        self._stage, self._filled, self._borrowed, self._device = stage, filled, borrowed, device
+        self._plan = plan
+        self._first_node = 0
+        self._leaves: dict[int, Tensor] = {}
+        self.calls = Calls()
+        self._shapes = Shapes()
+        self._is_trial = False
+        self._views: list[tuple[Tensor, int | Tensor]] = []
+        """Received views of one storage, which arrive as separate tensors; each with its version, or a copy of it."""
+
+    def begin(self, shapes: Shapes, *, is_trial: bool) -> None:
+        """Called when the stage begins a micro-batch.
+
+        Args:
+            shapes: of this kind of micro-batch.
+            is_trial: whether this is a trial run.
+        """
+        self._shapes, self._is_trial = shapes, is_trial
+        carried = shapes.carried
+        self.calls.begin((*carried.get(self._stage, ()), *carried.get(self._stage + 1, ())), is_trial=is_trial)
+        self._views.clear()
+
+    def end(self) -> None:
+        """Called when the stage's part is over.
+
+        Raises:
+            CutError: the step has written in place into one of several views of one value. They arrive as separate
+                tensors, so the other views lack the write.
+        """
+        self.calls.end()
+        self._leaves.clear()
+        if any(not _is_unchanged(tensor, before) for tensor, before in self._views):
+            raise CutError(
+                f"the step writes in place, on pipeline stage {self._stage}, into one of several views of a value of an"
+                " earlier stage: write `x = x + 1`, not `x += 1`, or choose another strategy, such as 'fsdp'."
+            )
+        self._views.clear()
+
+    def begin_trial_part(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """Notes, in a trial run, which arguments of the stage's first unit have no content.
+
+        Arguments that the previous stage lacks as well are asked for by the key of their call: see `supply`.
+
+        Args:
+            tensors: the arguments of the stage's first unit.
+
+        Returns:
+            Zeros in the place of what the previous stage will send; None if that stage calls the unit with fewer
+            arguments.
+        """
+        shapes, offered = self._shapes, dict(enumerate(self._shapes.offered[self._stage - 1]))
+        shapes.starts[self._stage] = self.calls.count
+        shapes.needed[self._stage] = [
+            index for index, tensor in enumerate(tensors) if tensor.is_meta and offered.get(index, tensor) is not None
+        ]
+        if any(index >= len(offered) for index in shapes.needed[self._stage]):
+            return None  # the runner raises an error
+        return tuple(zeros_of(shape, self._device) for shape in shapes.sent(self._stage - 1))
+
+    def fill(self, tensors: Sequence[Tensor], received: Iterable[Tensor]) -> None:
+        """Fills the first unit's arguments, and the carried values, with what the stage has received.
+
+        Args:
+            tensors: the arguments of the stage's first unit.
+            received: from the previous stage.
+        """
+        absent = [tensors[index] for index in self._shapes.needed[self._stage]]
+        absent += [self.result_of(key) for key in self._shapes.carried.get(self._stage, ())]
+        storages = [tensor.untyped_storage()._cdata if tensor.is_meta else None for tensor in absent]
+        for tensor, content, storage in zip(absent, received, storages, strict=True):
+            filled = self._filled.fill(tensor, content)
+            if storage is not None and storages.count(storage) > 1:
+                self._views.append((filled, filled.clone() if filled.is_inference() else filled._version))
+
+    def result_of(self, key: Key) -> Tensor:
+        """Returns the result of a call in this micro-batch's step.
+
+        Raises:
+            CutError: the step made other calls.
+        """
+        result = self.calls.kept.get(key)
+        if result is None:
+            raise CutError(
+                "the step makes other calls than for the first batch of this batch's shapes: a value that one pipeline"
+                f" stage hands on to another is missing on stage {self._stage}. Hand it on through the arguments of the"
+                " blocks, or choose another strategy, such as 'fsdp'."
+            )
+        return _or(self._filled.content_of(result), result)
+
+    def offered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the arguments of the next stage's first unit, with content if this stage has it."""
+        return [_or(self._filled.content_of(tensor), tensor) for tensor in tensors]
+
+    def supply(self, tensor: Tensor) -> Tensor | None:
+        """Returns the content of an absent tensor that the stage's own part uses; None if the stage does not have it.
+
+        In a trial run it notes the tensor as used, and returns zeros.
+        """
+        if (filled := self._filled.content_of(tensor)) is not None:
+            return filled
+        borrowed = self._borrowed
+        if isinstance(tensor, nn.Parameter):
+            if (parameter := borrowed.lent(tensor)) is not None or not (self._is_trial and borrowed.allowed):
+                return parameter
+            self._shapes.borrowed.setdefault(self._stage, []).append(borrowed.name_of(tensor))
+            return borrowed.put(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device))
+        key = self.calls.key_of(tensor) if self._is_trial else None
+        if key is None or key[0] > self._shapes.starts[self._stage]:
+            return None
+        signature = self._shapes.used.setdefault(self._stage, {})[key] = self.calls.signatures[key]
+        shape = shape_of(torch.empty(signature.shape, dtype=signature.dtype, device="meta"))
+        return self._filled.fill(tensor, zeros_of(shape, self._device))
+
+    def begin_own_part(self) -> None:
+        """Called where the stage's own part begins: from here on it computes with real values."""
+        self._first_node = torch.autograd._get_sequence_nr()
+
+    def check_graph(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Checks that `torch.autograd.grad` within the step stays within this stage's graph; else notes a new leaf.
+
+        Args:
+            func: one of `remote_values._OF_GRAPHS`.
+            args: of the call.
+            kwargs: of the call.
+
+        Raises:
+            CutError: an input was computed before this stage's part, or several stages hold it, so that a part of its
+                graph may be on another stage.
+        """
+        if self._stage == 0:
+            return
+        if func is not torch.autograd.grad:
+            self._leaves[id(args[0])] = args[0]
+            return
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        if not all(self._is_of_this_stage(tensor) for tensor in tensors_in(inputs)):
+            raise CutError(
+                f"{users_line()} asks for a gradient within the step, but no pipeline stage has the whole graph, from"
+                " what comes before its own part, and so none can give that, or the gradient of a gradient, as"
+                " create_graph=True asks for, say for a gradient penalty: choose another strategy, such as 'fsdp'."
+            )
+
+    def _is_of_this_stage(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, nn.Parameter):
+            lent = {name for names in self._shapes.borrowed.values() for name in names}
+            return self._plan.holders.get(tensor) == (self._stage,) and not (
+                lent and self._borrowed.name_of(tensor) in lent
+            )
+        if tensor.grad_fn is None:
+            return id(tensor) in self._leaves
+        return tensor.grad_fn._sequence_nr() >= self._first_node
+
+    def end_trial(self, *, is_known: bool) -> None:
+        """Ends a trial run: notes the values that the stage has computed, for the stages behind it.
+
+        Args:
+            is_known: whether an earlier trial run has shown which values the stage uses.
+        """
+        shapes, signatures = self._shapes, self.calls.signatures
+        start = shapes.starts.get(self._stage, self.calls.count)
+        shapes.made[self._stage] = {key: signature for key, signature in signatures.items() if key[0] > start}
+        if is_known:  # the values, but not their signatures for this batch's shapes
+            used = shapes.used.get(self._stage, {})
+            shapes.used[self._stage] = {key: signature for key, signature in signatures.items() if key in used}
+        self._is_trial = False
+        self._borrowed.clear()
+        self._filled.clear()
+
+
+def _is_unchanged(tensor: Tensor, before: int | Tensor) -> bool:
+    return torch.equal(tensor, before) if isinstance(before, Tensor) else tensor._version == before
+
+
+def _swap(absent: Tensor, content: Tensor) -> bool:
+    if isinstance(absent, nn.Parameter):
+        return False
+    try:
+        torch.utils.swap_tensors(absent, content)
+    except RuntimeError:  # C++ holds a reference to it: a view of it, or torch.utils.checkpoint
+        return False
+    return True
+
+
+def _or(content: Tensor | None, tensor: Tensor) -> Tensor:
+    return tensor if content is None else content

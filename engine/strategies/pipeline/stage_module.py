@@ -1,0 +1,413 @@
+"""Runs the module's own step on several stages, each of which computes its part with real values.
+
+On stage s the step runs as the user wrote it, from its beginning:
+1. units of earlier stages return tensors without content (`RemoteValueMode`), of shapes known from a trial run;
+2. where the step calls the first unit of this stage, the absent arguments are filled with what the previous stage has
+   sent, and so are other references to them, such as `x` in ``x = x + block(x)``;
+3. the stage's own units, and the code between them, run with real values. Other values of earlier stages that they use
+   have been sent as well (see `shapes.py`), and parameters of other stages are lent (see `loans.py`): a trial run has
+   found which;
+4. where the step calls a unit of the next stage, `_EndOfStage` leaves the step, and the arguments that the next stage
+   lacks are sent. The last stage runs the rest of the step, and has the loss.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from .attribute_guard import AttributeGuard
+from .attribute_writes import StageWrites, WriteRecorder
+from .failures import describe_failure
+from .loans import BorrowedParameters
+from .plan import StagePlan
+from .received_values import FilledTensors, ReceivedValues
+from .remote_values import CutError, RemoteValueMode, has_absent, mark_origin, origin_of, tensors_in, users_line
+from .shapes import Shapes, form_text, shape_of, shapes_and_dtypes
+from .tree_broadcast import TensorSlot, flatten_tree
+
+__all__ = ["PartitionedModule", "StageModule", "StepJob"]
+
+_REMEDY = (
+    "A pipeline hands over what a unit is called with, and what else the first batch has shown to be used: give the"
+    " module a method pipeline_stages() that names its parts in the order of their calls, or choose another strategy,"
+    " such as 'fsdp'."
+)
+
+
+class _EndOfStage(BaseException):
+    """Leaves the user's step; not an `Exception`, so that the user's handlers do not catch it."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+
+@dataclasses.dataclass
+class StepJob:
+    """A step of the module that is run for each micro-batch of a batch.
+
+    Attributes:
+        step: runs micro-batch i.
+        begin: called before micro-batch i, with i and the stage.
+        resume: called with i and the stage where the stage's own part begins.
+        finish: turns the step's output for micro-batch i into the scalar that the schedule uses as a loss.
+        context: entered around each micro-batch.
+        shapes: of this kind of micro-batch; a trial run fills them in.
+        micro_batch: a micro-batch in words, for messages.
+        trial_has_last_stage: whether the trial run includes the last stage's part; not if it is known what that uses.
+    """
+
+    step: Callable[[int], Any]
+    begin: Callable[[int, int], None]
+    resume: Callable[[int, int], None]
+    finish: Callable[[int, Any], Tensor]
+    context: Callable[[], AbstractContextManager[Any]]
+    shapes: Shapes
+    micro_batch: str = "a micro-batch"
+    trial_has_last_stage: bool = True
+
+
+class PartitionedModule:
+    """A module whose units run as parts of pipeline stages.
+
+    Args:
+        module: changed in place.
+        plan: of its stages.
+        device: of this rank's parameters.
+        own_stages: the stages of this rank.
+        lends: whether stages may use parameters that other stages hold.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: StagePlan,
+        device: torch.device,
+        own_stages: Sequence[int],
+        *,
+        lends: bool = True,
+    ) -> None:
+        self.module, self.plan, self.device = module, plan, device
+        self.job: StepJob | None = None
+        """The current job; None between batches."""
+        self.active: StageModule | None = None
+        """The stage that runs the step now; None outside of the step."""
+        self.failure: Exception | None = None
+        """The exception that the user's step raised, which torch's schedules wrap."""
+        self.guard = AttributeGuard(
+            module,
+            plan,
+            set(own_stages),
+            lambda: None if self.active is None else self.active.stage,
+            lambda: self.active is not None and self.active.is_live,
+        )
+        self.written: dict[int, StageWrites] | None = None
+        """The attributes that each stage writes in a step, while they are recorded; else None."""
+        self.filled = FilledTensors()
+        self.borrowed = BorrowedParameters(module, allowed=lends)
+        self.buffer_stages: dict[str, int] = {}
+        """Maps the name of a buffer to the one stage that writes it."""
+        self.numbers = {unit: number for number, unit in enumerate(unit for stage in plan.stages for unit in stage)}
+        for stage, units in enumerate(plan.stages):
+            for unit in units:
+                unit.forward = _Forward(self, unit, stage, unit.forward)
+
+    def name_of(self, unit: nn.Module) -> str:
+        """Returns the first name of a sub-module."""
+        return next(name for name, part in self.module.named_modules() if part is unit)
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a buffer of the module."""
+        return any(tensor is buffer for buffer in self.module.buffers())
+
+    def owners(self, held: dict[str, int], num_ranks: int) -> dict[str, int]:
+        """Maps the name of each buffer to the rank whose values are saved.
+
+        Args:
+            held: for each name the rank that holds the buffer, which counts unless a stage writes it.
+            num_ranks: of the pipeline.
+        """
+        return held | {name: stage % num_ranks for name, stage in self.buffer_stages.items()}
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Context around the forward of a unit of this rank."""
+        before, self.guard.inside = self.guard.inside, True
+        try:
+            yield
+        finally:
+            self.guard.inside = before
+
+
+class _Forward:
+    """Replaces the forward of a unit."""
+
+    def __init__(
+        self, partitioned: PartitionedModule, unit: nn.Module, stage: int, forward: Callable[..., Any]
+    ) -> None:
+        self._partitioned, self._unit, self._stage, self._forward = partitioned, unit, stage, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part = self._partitioned.active
+        if part is None:  # called by a hook of the user, or recomputed in backward
+            args, kwargs = self._partitioned.filled.fill_arguments(args, kwargs)
+            with self._partitioned.inside():
+                return self._forward(*args, **kwargs)
+        return part.call(self._unit, self._stage, self._forward, args, kwargs)
+
+
+class StageModule(nn.Module):
+    """One stage of a module, as torch's `PipelineStage` runs it.
+
+    Its sub-modules are those whose parameters this stage holds.
+
+    Args:
+        partitioned: the whole module, partitioned.
+        stage: number of the stage.
+    """
+
+    def __init__(self, partitioned: PartitionedModule, stage: int) -> None:
+        super().__init__()
+        self.__dict__["partitioned"] = partitioned  # not one of its sub-modules
+        self.stage = stage
+        plan = partitioned.plan
+        units = {part for unit in plan.stages[stage] for part in unit.modules()}
+        own = [part for part in plan.modules if part in units or self._holds(part)]
+        inside = {child for part in own for child in part.children()}
+        self.own = nn.ModuleList([part for part in own if part not in inside])
+        around = [part for part, places in plan.modules.items() if len(places) > 1 and stage in places]
+        # The own parameters of modules that contain units.
+        self.around = nn.ParameterList(dict.fromkeys(p for part in around for p in part.parameters(recurse=False)))
+        self.is_last = stage == plan.num_stages - 1
+        self._content = ReceivedValues(stage, partitioned.filled, partitioned.borrowed, partitioned.device, plan)
+        self._calls = self._content.calls
+        self._absent = RemoteValueMode(partitioned.device, partitioned.is_buffer, self._content)
+        self._is_trial = False
+        """Whether this is a trial run."""
+        self._received: tuple[Tensor, ...] | None = None
+        self.is_live = False
+        """Whether the step has come to this stage's own part."""
+        self._index = 0
+        self._recorder: WriteRecorder | None = None
+
+    partitioned: PartitionedModule
+    borrowed: nn.ParameterList | None = None
+    """The parameters that other stages lend to this one, while a batch is run."""
+
+    def _holds(self, part: nn.Module) -> bool:
+        """Whether this stage has a parameter of a module that contains no units."""
+        plan = self.partitioned.plan
+        own = list(part.parameters(recurse=False))
+        return len(plan.modules[part]) == 1 and any(self.stage in plan.holders[parameter] for parameter in own)
+
+    def forward(self, *received: Tensor, index: Tensor) -> Any:
+        """Runs this stage's part of the step; returns the tensors for the next stage, or the loss.
+
+        Args:
+            received: tensors from the previous stage; none in a trial run.
+            index: number of the micro-batch, a tensor [1] on the host.
+        """
+        try:
+            return self._run(received or None, int(index))
+        except Exception as error:
+            self.partitioned.failure = error
+            if hasattr(error, "add_note") and not isinstance(error, CutError):  # from Python 3.11 on
+                error.add_note(describe_failure(error, self.stage, self.partitioned.job.micro_batch))  # type: ignore[union-attr]
+            raise
+
+    def try_out(self) -> None:
+        """Makes a trial run: runs micro-batch 0 with zeros from the previous stage, until the shapes are known."""
+        self._is_trial = True
+        try:
+            self(index=torch.zeros(1, dtype=torch.int64))
+        except Exception:  # perhaps because of the zeros; what was found until then is used
+            if not (self.is_last and self.is_live):
+                raise
+            self.partitioned.failure = None
+        finally:
+            self._is_trial = False
+            self._content.end_trial(is_known=self.is_last and not self.is_live)
+
+    def _run(self, received: tuple[Tensor, ...] | None, index: int) -> Any:
+        partitioned, job = self.partitioned, self.partitioned.job
+        assert job is not None
+        self._index, self._received = index, received
+        self.is_live = self._absent.tracks_mixing = self.stage == 0
+        self._absent.mixing_line, self._absent.mixed_parameter = None, ""
+        self._content.begin(job.shapes, is_trial=self._is_trial)
+        job.begin(index, self.stage)
+        # Not in the last stage's trial run, which may have failed because of the zeros.
+        records_now = (
+            partitioned.written is not None and self.stage not in partitioned.written and (received or not self.is_last)
+        )
+        self._recorder = (
+            WriteRecorder(partitioned.module, parameters=partitioned.borrowed.allowed) if records_now else None
+        )
+        partitioned.active = self
+        sent: Sequence[Tensor] | None = None
+        output: Any = None
+        try:
+            with job.context(), self._absent:
+                output = job.step(index)
+        except _EndOfStage as end:
+            sent = end.tensors
+            end.__traceback__ = None  # it keeps all tensors of the step alive
+        finally:
+            partitioned.active = self._received = None
+        if self._recorder is not None:
+            partitioned.written[self.stage] = self._recorder.end()  # type: ignore[index]
+        self._content.end()
+        if sent is not None:
+            return self._to_send(sent)
+        if not self.is_last or not self.is_live:
+            first = partitioned.plan.stages[self.stage + self.is_live][0]
+            raise CutError(f"the step returned without having called {self._name(first)}. {_REMEDY}")
+        if has_absent(output):
+            output = apply_to_collection(output, Tensor, self._absent.with_content)
+        if has_absent(output):
+            raise CutError(self._why_absent(output))
+        if self._is_trial:
+            return None
+        return job.finish(index, output)
+
+    def _why_absent(self, output: Any) -> str:
+        """Returns the message for a step that returns a value which this stage does not have."""
+        line, parameter = self._absent.mixing_line or "the step", self._absent.mixed_parameter
+        if parameter:
+            return (
+                f"{line} uses {parameter!r} behind the blocks, but what is registered before them belongs to the first"
+                " pipeline stage: assign its module to an attribute behind them in the constructor (if it is used"
+                " before them too: another module that shares the parameter), give the module a method"
+                " pipeline_stages(), or choose another strategy, such as 'fsdp'."
+            )
+        origin = _origin(output)
+        return (
+            f"{line} needs what an earlier pipeline stage has{origin}, together with what the last one has, for what"
+            f" the step returns. {_REMEDY}"
+        )
+
+    def call(self, unit: nn.Module, stage: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a unit that the step calls, if it is one of this stage; returns its output, maybe without content.
+
+        Args:
+            unit: the sub-module.
+            stage: that the unit belongs to.
+            forward: the unit's own forward.
+            args: of the call.
+            kwargs: of the call.
+        """
+        job = self.partitioned.job
+        assert job is not None
+        number, calls = self.partitioned.numbers[unit], self._calls.count
+        if self._recorder is not None and stage <= self.stage:
+            with self._absent.paused():
+                self._recorder.enter(stage)
+        if stage < self.stage and not self.is_live:
+            form = job.shapes.units.get(number)
+            if form is None:
+                return forward(*args, **kwargs)
+            output = _without_content(form, self.partitioned.name_of(unit))
+            return self._counted(output, unit, calls)
+        if stage == self.stage + 1 and self.is_live:
+            raise _EndOfStage(self._offer(list(tensors_in((args, kwargs)))))
+        if stage != self.stage:
+            raise CutError(f"{users_line()} calls {self._name(unit)} out of order. {_REMEDY}")
+        if not self.is_live:
+            args, kwargs = self._receive(args, kwargs)
+        if has_absent((args, kwargs)):
+            with self._absent.paused():
+                args, kwargs = apply_to_collection((args, kwargs), Tensor, self._absent.with_content)
+        if has_absent((args, kwargs)):
+            raise CutError(
+                f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage"
+                f" has{_origin((args, kwargs))}. {_REMEDY}"
+            )
+        recording = self._recorder and self._recorder.unit(self.partitioned.name_of(unit), unit, (args, kwargs))
+        with self._absent.paused(), self.partitioned.inside(), recording or nullcontext():
+            output = forward(*args, **kwargs)
+        if number not in job.shapes.units:
+            job.shapes.units[number] = flatten_tree(output)[0]
+        return self._counted(output, unit, calls)
+
+    def _counted(self, output: Any, unit: nn.Module, calls: int) -> Any:
+        """Counts a unit as one call, however many calls it made, and returns its output."""
+        with self._absent.paused():
+            self._calls.count = calls
+            self._calls.note(repr(self.partitioned.name_of(unit)), flatten_tree(output)[1])
+        return output
+
+    def _receive(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments of this stage's first unit, filled with what the stage has received."""
+        job, tensors = self.partitioned.job, list(tensors_in((args, kwargs)))
+        assert job is not None
+        with self._absent.paused():
+            received = self._content.begin_trial_part(tensors) if self._is_trial else self._received
+            if received is None or (self._is_trial and self.is_last and not job.trial_has_last_stage):
+                raise _EndOfStage(())
+            self._content.fill(tensors, received)
+        self.is_live = self._absent.tracks_mixing = True
+        self._content.begin_own_part()
+        job.resume(self._index, self.stage)
+        return self.partitioned.filled.fill_arguments(args, kwargs)
+
+    def _offer(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors for the next stage: the arguments of its first unit that it lacks, and carried values."""
+        with self._absent.paused():
+            tensors = self._content.offered(tensors)
+        shapes = self.partitioned.job.shapes  # type: ignore[union-attr]
+        if self.stage + 1 not in shapes.needed:  # a trial run
+            shapes.offered[self.stage] = [None if tensor.is_meta else shape_of(tensor) for tensor in tensors]
+            return []
+        sent = [tensors[index] for index in shapes.needed[self.stage + 1] if index < len(tensors)]
+        sent += [self._content.result_of(key) for key in shapes.carried[self.stage + 1]]
+        expected = shapes.sent(self.stage)
+        if shapes_and_dtypes(sent) != shapes_and_dtypes(expected):  # they would arrive in buffers of other sizes
+            next_unit = self._name(self.partitioned.plan.stages[self.stage + 1][0])
+            raise CutError(
+                f"{users_line()} gives {next_unit} tensors {form_text(sent)}, but gave it {form_text(expected)} for the"
+                " first batch of this batch's shapes, and the next stage expects these again. Give the batch itself the"
+                " new size (in the DataLoader, or in on_after_batch_transfer), pad to one size, or choose another"
+                " strategy, such as 'fsdp'."
+            )
+        return sent
+
+    def _to_send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Makes the tensors contiguous, and floating ones require a gradient: the next stage expects one from each."""
+        trains = torch.is_grad_enabled() and bool(tensors)
+        has_gradients = not trains or any(tensor.requires_grad for tensor in tensors)
+        if not has_gradients and (self.stage or any(parameter.requires_grad for parameter in self.parameters())):
+            next_unit = self._name(self.partitioned.plan.stages[self.stage + 1][0])
+            raise CutError(
+                f"the arguments of {next_unit} have no gradient, though there is something to train before it: call"
+                " units with gradients; around them, torch.utils.checkpoint needs use_reentrant=False."
+            )
+        # torch: `zero-bubble` detaches a stage's outputs in place, which views do not allow.
+        return tuple(
+            (tensor.clone() if tensor._is_view() else tensor).contiguous()
+            if tensor.requires_grad or not (trains and tensor.is_floating_point())
+            else tensor.detach().contiguous().requires_grad_()
+            for tensor in tensors
+        )
+
+    def _name(self, unit: nn.Module) -> str:
+        return repr(self.partitioned.name_of(unit))
+
+
+def _origin(value: Any) -> str:
+    """Describes where the absent tensors of a value come from; "" if that is not known."""
+    names = dict.fromkeys(origin_of(tensor) for tensor in tensors_in(value) if tensor.is_meta)
+    text = " and ".join(repr(name) for name in names if name)
+    return f" (it comes from {text})" if text else ""
+
+
+def _without_content(form: Any, origin: str) -> Any:
+    def absent(slot: TensorSlot) -> Tensor:
+        tensor = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+        mark_origin(tensor, origin)
+        return tensor
+
+    return apply_to_collection(form, TensorSlot, absent)

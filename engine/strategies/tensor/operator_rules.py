@@ -1,0 +1,159 @@
+"""Sharding rules of DTensor for operators where torch has none, or one that is wrong for the placements used here."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+# torch: the types of its sharding rules. A `_StridedShard` is the placement of several blocks of rows on each rank.
+from ..._compat.torch import DTensorSpec, OpSchema, OpSpec, OpStrategy, TupleStrategy, _StridedShard
+
+__all__ = ["install_operator_rules", "restore_operator_rules"]
+
+aten = torch.ops.aten
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default)
+
+
+def install_operator_rules() -> None:
+    """Installs the rules below in DTensor, until `restore_operator_rules`."""
+    if _replaced:
+        return
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers  # torch: functions that run an operator in place of its own dispatch
+    rules = dispatcher.sharding_propagator.op_strategy_funcs
+    _register_attention()
+    for table, replacements in (
+        (handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut)),
+        (rules, {operator: functools.partial(_view, rules[operator]) for operator in _VIEWS}),
+        (
+            rules,
+            {
+                operator: functools.partial(_cat, rules[operator])
+                for operator in (aten.cat.default,)
+                if operator in rules
+            },
+        ),
+    ):
+        _replaced.extend((table, operator, table.get(operator)) for operator in replacements)
+        table.update(replacements)
+
+
+def restore_operator_rules() -> None:
+    """Restores torch's rules. Rules for operators where torch has none stay."""
+    for table, operator, rule in _replaced:
+        if rule is None:
+            del table[operator]
+        else:
+            table[operator] = rule
+    _replaced.clear()
+
+
+_replaced: list[tuple[dict[Any, Any], Any, Any]] = []
+"""Each replaced rule of torch: its table, the operator, and the rule."""
+
+
+@functools.cache
+def _register_attention() -> None:
+    """Registers rules for the attention kernel of CPUs; torch has them for the kernels of GPUs only."""
+    register_sharding(_ATTENTION)(_attention)
+    register_sharding(_ATTENTION_BACKWARD)(_attention_backward)
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    """The placements of forward: whole, by batch or by heads; q, k, v: [batch, heads, time, dim]."""
+    return [([p, p], [p, p, p, *_mask_placements(attn_mask, p)]) for p in (Replicate(), Shard(0), Shard(1))]
+
+
+def _attention_backward(*args: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    """The placements of backward: six tensors in, the gradients of q, k and v out."""
+    return [([p] * 3, [p] * 6 + _mask_placements(attn_mask, p)) for p in (Replicate(), Shard(0), Shard(1))]
+
+
+def _mask_placements(mask: Any, placement: Any) -> list[Any]:
+    if mask is None:
+        return []
+    is_cut = isinstance(placement, Shard) and mask.ndim == 4 and mask.shape[placement.dim] > 1
+    return [placement if is_cut else Replicate()]
+
+
+def _with_mask_cut(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `operator` as DTensor does, by the rules above, and shards the mask, such as T5's positions, too.
+
+    torch 2.13 does not shard keyword arguments: each rank would have its own heads, but the mask of all heads.
+    """
+    dispatcher = DTensor._op_dispatcher
+    call = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    dispatcher.sharding_propagator.propagate(call)
+    sharding: Any = call.output_sharding
+    mask = kwargs.get("attn_mask")
+    if mask is not None:
+        if not isinstance(mask, DTensor):
+            mask = DTensor.from_local(mask, call.compute_mesh, [Replicate()], run_check=False)
+        [placement] = _mask_placements(mask, sharding.output_spec[0].placements[0])
+        call.local_kwargs["attn_mask"] = mask.redistribute(placements=[placement]).to_local()
+    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
+    return dispatcher.wrap(local, sharding.output_spec)
+
+
+def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for views; gathers q, k and v side by side where torch's rule is wrong, or fails.
+
+    In torch 2.13 a view that splits or joins the dim of a `_StridedShard` often keeps that placement although the
+    elements are others: ``[..., 3 * heads * size]`` as ``[..., heads, 3 * size]``, say. torch is right where the blocks
+    become a dim of their own, and the sharded dim an ordinary `Shard`.
+    """
+    tensor, size, *rest = schema.args_schema
+    assert isinstance(tensor, OpStrategy)
+    spec = tensor.strategies[0].output_spec
+    in_blocks = [i for i, placement in enumerate(spec.placements) if isinstance(placement, _StridedShard)]
+    try:
+        result = rule(schema)
+        after: Any = result.strategies[0].output_spec.placements
+        if all(_is_kept(spec, i, after[i], size) for i in in_blocks):
+            return result
+    except (RuntimeError, KeyError):
+        if not in_blocks:
+            raise
+    whole = DTensorSpec(spec.mesh, (Replicate(),) * len(spec.placements), spec.tensor_meta)
+    return rule(OpSchema(schema.op, (OpStrategy([OpSpec(whole)]), size, *rest), schema.kwargs_schema))
+
+
+def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
+    """Whether a view to `size` leaves the dim of a `_StridedShard` as it is, or turns it into another placement."""
+    if not isinstance(after, _StridedShard):
+        return True
+    sizes = [spec.shape.numel() // -math.prod(size) if each == -1 else each for each in size]
+    dim = spec.placements[axis].dim  # type: ignore[attr-defined]
+    return spec.shape[dim] == sizes[after.dim] and math.prod(spec.shape[:dim]) == math.prod(sizes[: after.dim])
+
+
+def _cat(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for `cat`, without tensors of shape [0], which `cat` skips: a cache of keys begins as one.
+
+    torch 2.13 takes the number of dims from the first tensor, whatever the others have. 2.15 does not; its rule is in
+    another place.
+    """
+    tensors, *rest = schema.args_schema
+    assert isinstance(tensors, TupleStrategy)
+    children: Any = tensors.children
+    is_kept = [child.shape != (0,) for child in children]
+    if all(is_kept) or not any(is_kept):
+        return rule(schema)
+    kept = TupleStrategy([child for child, keep in zip(children, is_kept, strict=True) if keep])
+    result = rule(OpSchema(schema.op, (kept, *rest), schema.kwargs_schema))
+    for option in result.strategies:
+        specs, costs = iter(option.input_specs), iter(option.redistribute_cost)
+        whole = (Replicate(),) * len(option.output_spec.placements)
+        option.input_specs = tuple(
+            next(specs) if keep else DTensorSpec(child.mesh, whole, child.strategies[0].output_spec.tensor_meta)
+            for child, keep in zip(children, is_kept, strict=True)
+        )
+        option.redistribute_cost = [next(costs) if keep else [0.0] for keep in is_kept]
+    return result

@@ -1,0 +1,96 @@
+"""`Doctor` in TensorBoard, read back as TensorBoard reads it: each rank's shares, memory, the charts, the verdict."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from torch.utils.data import DataLoader, Dataset
+
+from polyphase.callbacks import Doctor
+from polyphase.engine import Engine
+from polyphase.engine.phases import PHASES
+from tests.distributed import run_ranks
+from tests.engine.tiny import QUIET, as_rank
+
+
+class SlowRows(Dataset):
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.ones(4)
+
+
+class Linear(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _fit(rank, devices):
+    if devices > 1:
+        as_rank(rank)
+    loggers = [TensorBoardLogger("logs", version="one"), CSVLogger("others")]
+    flags = {**QUIET, "logger": loggers, "devices": devices, "log_every_n_steps": 5, "max_steps": 20}
+    Engine(**flags, strategy="ddp" if devices > 1 else "auto", callbacks=[Doctor()]).fit(
+        Linear(), DataLoader(SlowRows())
+    )
+
+
+def _written():
+    (path,) = Path("logs").rglob("events.*")
+    written = EventAccumulator(str(path))
+    written.Reload()
+    return written
+
+
+def _text(written, tag):
+    return written.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+
+
+def test_the_ranks_shares_memory_charts_and_verdict():
+    run_ranks(_fit, 2, 2, start_method="fork", timeout_s=120)
+    written = _written()
+    for rank in range(2):
+        values = [written.Scalars(f"doctor/rank_{rank}/{phase}") for phase in PHASES]
+        assert [event.step for event in values[0]] == [5, 10, 15, 20]
+        for shares in zip(*values, strict=True):
+            assert sum(event.value for event in shares) == pytest.approx(1.0, abs=1e-3)
+        assert written.Scalars(f"doctor/rss_mb/rank_{rank}")[-1].value > 10
+    mean = written.Scalars("doctor/data_wait")[0].value
+    own = [written.Scalars(f"doctor/rank_{rank}/data_wait")[0].value for rank in range(2)]
+    assert sum(own) / 2 == pytest.approx(mean, abs=1e-5)
+    assert "**slow_loader**" in _text(written, "doctor/verdict/text_summary")
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(written.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    (category,) = layout.category
+    assert category.title == "Doctor"
+    assert [chart.title for chart in category.chart] == [
+        "shares of the time, mean over ranks",
+        "shares of the time, rank 0",
+        "shares of the time, rank 1",
+        "memory of the ranks, MB",
+    ]
+    assert "^doctor/rank_1/data_wait$" in category.chart[2].multiline.tag
+    assert not list(Path("others").rglob("*verdict*"))
+
+
+def test_one_process_has_no_curves_of_ranks():
+    _fit(0, 1)
+    tags = _written().Tags()
+    assert "doctor/data_wait" in tags["scalars"]
+    assert not [tag for tag in tags["scalars"] if tag.startswith("doctor/rank_")]
+    assert "doctor/rss_mb/rank_0" in tags["scalars"]
+    assert "doctor/verdict/text_summary" in tags["tensors"]

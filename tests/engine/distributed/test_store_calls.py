@@ -1,0 +1,90 @@
+"""A call to a store that does not answer ends; what the kernel of another process says of it is believed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from polyphase.engine.distributed import store_calls as store_line
+from polyphase.engine.distributed.host_liveness import Sign, ring
+from polyphase.engine.distributed.job_store import JobStore
+from polyphase.engine.distributed.store_calls import StoreLostError
+
+SERVER = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def server():
+    """The process of a store, and its port."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    yield process, int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+
+
+def stop(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # it has stopped
+
+
+def test_a_store_that_does_not_answer_is_lost(server, monkeypatch):
+    process, port = server
+    job = JobStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0, 2)
+    other = job.clone()
+    job.write("word", {"x": 1})
+    assert other.read("word", {"x": int}) == {"x": 1}
+    stop(process)
+    job.line.patience_s, began = 1.0, time.monotonic()
+    monkeypatch.setattr(store_line, "_LONGEST_S", 3.0)  # its kernel answers, and so there is more patience
+    with pytest.raises(StoreLostError, match=rf"store at 127.0.0.1:{port} has not answered for 3 s"):
+        job.has("word")
+    assert 2.5 < time.monotonic() - began < 10
+    with pytest.raises(StoreLostError):  # at once, over the other connection, too
+        other.has("word")
+    assert time.monotonic() - began < 10
+
+
+def test_who_waits_may_give_up_and_a_late_answer_is_in_time(server):
+    process, port = server
+    job = JobStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0, 2)
+    stop(process)
+    looks = []
+    job.line.gives_up = lambda: looks.append(job.line.waited_s) or process.send_signal(signal.SIGCONT)
+    assert not job.has("word")
+    assert looks
+    stop(process)
+    job.line.gives_up = lambda: True
+    with pytest.raises(StoreLostError, match=r"has not answered for \d+ s"):
+        job.has("word")
+
+
+def test_the_kernel_says_whether_a_process_lives():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert ring("127.0.0.1", port) == Sign.LIVES
+    assert ring("127.0.0.1", port) == Sign.ENDED
+    assert ring("", 0) == Sign.UNKNOWN
+
+
+def test_a_run_leaves_no_thread_behind_and_the_next_call_starts_one(server):
+    _, port = server
+    before = set(threading.enumerate())
+    job = JobStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0, 2)
+    for value in (1, 2):
+        job.write("word", {"x": value})
+        assert len(set(threading.enumerate()) - before) == 1
+        store_line.end_threads()
+        assert set(threading.enumerate()) == before
+    assert job.read("word", {"x": int}) == {"x": 2}

@@ -1,0 +1,136 @@
+"""Launchers that Lightning does not know: their processes are one run, or refused by name."""
+
+import os
+
+import pytest
+from lightning.fabric.plugins.environments import KubeflowEnvironment
+
+from polyphase.engine.launch.detection import LaunchedEnvironment, launched_sizes, launcher_name, resolve_sizes
+
+from ..tiny import QUIET, Engine
+
+NAMES = {
+    "Open MPI": [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MVAPICH": [f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")],
+    "mpiexec": ["PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    "RANK and WORLD_SIZE": ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+}
+"""Each launcher's variables: processes, number of this one, the same on this machine. From their manuals."""
+
+MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29501"}
+
+
+@pytest.fixture
+def set_variables(monkeypatch):
+    """Sets variables, and no others that a launcher might have set."""
+    mine = ("SLURM_", "TORCHELASTIC_", "PET_", "MASTER_", *(name for names in NAMES.values() for name in names))
+    for name in os.environ:
+        if name.startswith(mine):
+            monkeypatch.delenv(name)
+
+    def set_(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_
+
+
+@pytest.mark.parametrize("launcher", NAMES)
+def test_its_processes_are_one_run(set_variables, launcher):
+    set_variables(dict(zip(NAMES[launcher], (6, 4, 1, 3), strict=True)) | MEETING)
+    engine = Engine(**QUIET, strategy="ddp")
+    environment = engine.strategy.cluster_environment
+    assert (launcher_name(), engine.num_devices, engine.num_nodes, engine.world_size) == (launcher, 3, 2, 6)
+    assert (environment.global_rank(), environment.local_rank(), environment.node_rank()) == (4, 1, 1)
+    assert (environment.main_address, environment.main_port) == ("10.0.0.7", 29501)
+    assert environment.creates_processes_externally
+
+
+@pytest.mark.parametrize("launcher", NAMES)
+def test_one_process_is_no_launch(set_variables, launcher):
+    set_variables(dict(zip(NAMES[launcher], (1, 0, 0, 1), strict=True)) | MEETING)
+    assert launcher_name() is None
+    assert resolve_sizes(2, 1) == (2, 1)
+
+
+def test_a_process_for_each_pod(set_variables):
+    set_variables({"RANK": 1, "WORLD_SIZE": 3} | MEETING)
+    engine = Engine(**QUIET, strategy="ddp")
+    assert (engine.num_devices, engine.num_nodes) == (1, 3)
+    assert (engine.strategy.cluster_environment.node_rank(), engine.local_rank) == (1, 0)
+
+
+def test_an_environment_that_is_given_knows_its_processes_itself(set_variables):
+    set_variables({"RANK": 1, "WORLD_SIZE": 20} | MEETING)
+    engine = Engine(**QUIET, strategy="ddp", devices=2, plugins=KubeflowEnvironment())
+    assert isinstance(engine.strategy.cluster_environment, KubeflowEnvironment)
+    assert (engine.global_rank, engine.local_rank) == (1, 0)
+
+
+def test_ranks_that_lightning_has_started_are_no_launch(set_variables):
+    set_variables({"WORLD_SIZE": 2, "LOCAL_RANK": 1, "NODE_RANK": 0} | MEETING)
+    assert launched_sizes() is None
+
+
+def test_mpi_within_a_slurm_job_comes_first(set_variables):
+    set_variables({"SLURM_NTASKS": 2, "SLURM_NNODES": 2, "SLURM_JOB_NAME": "train"})
+    set_variables(dict(zip(NAMES["Open MPI"], (8, 5, 1, 4), strict=True)) | MEETING)
+    assert launcher_name() == "Open MPI"
+    assert launched_sizes() == (8, 4)
+
+
+def test_the_users_cluster_environment_is_kept(set_variables):
+    set_variables(dict(zip(NAMES["Open MPI"], (2, 0, 0, 2), strict=True)) | MEETING)
+    mine = LaunchedEnvironment("Open MPI", 1)
+    assert Engine(**QUIET, strategy="ddp", plugins=[mine]).strategy.cluster_environment is mine
+
+
+class TestWhereTheyMeet:
+    def test_processes_of_one_machine_meet_by_the_name_of_their_job(self, set_variables):
+        ports = []
+        for job in ("prterun-1@1", "prterun-1@1", "prterun-2@1"):
+            set_variables(dict(zip(NAMES["Open MPI"], (2, 1, 1, 2), strict=True)) | {"PMIX_NAMESPACE": job})
+            environment = LaunchedEnvironment("Open MPI", 1)
+            assert environment.main_address == "127.0.0.1"
+            ports.append(environment.main_port)
+        assert ports[0] == ports[1] != ports[2]
+
+    @pytest.mark.parametrize("variables", [{"MASTER_PORT": 29500}, {}])
+    def test_nodes_that_can_not_meet_are_refused(self, set_variables, variables):
+        set_variables({"RANK": 1, "WORLD_SIZE": 3} | variables)
+        with pytest.raises(ValueError, match="started 3 processes, but nothing says where they meet: set MASTER_ADDR"):
+            Engine(**QUIET, strategy="ddp")
+
+    def test_one_machine_without_a_port_is_refused(self, set_variables):
+        set_variables(dict(zip(NAMES["MVAPICH"], (2, 1, 1, 2), strict=True)))
+        with pytest.raises(ValueError, match="set MASTER_ADDR to the machine of rank 0 and MASTER_PORT"):
+            Engine(**QUIET, strategy="ddp")
+
+
+class TestContradictions:
+    def test_the_flags(self, set_variables):
+        set_variables(dict(zip(NAMES["Open MPI"], (4, 0, 0, 4), strict=True)) | MEETING)
+        with pytest.raises(ValueError, match=r"Open MPI started 1 node\(s\) x 4 process\(es\).*devices=4\."):
+            Engine(**QUIET, strategy="ddp", devices=2)
+
+    def test_processes_of_which_nobody_says_where_they_are(self, set_variables):
+        set_variables({"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4} | MEETING)
+        with pytest.raises(ValueError, match="nothing says how many of them are on this machine: set LOCAL_WORLD_SIZE"):
+            Engine(**QUIET, strategy="ddp")
+        engine = Engine(**QUIET, strategy="ddp", num_nodes=2)
+        assert (engine.num_devices, engine.num_nodes) == (2, 2)
+
+    def test_ranks_that_are_not_numbered_node_by_node(self, set_variables):
+        set_variables(dict(zip(NAMES["Open MPI"], (4, 1, 0, 2), strict=True)) | MEETING)
+        with pytest.raises(ValueError, match=r"OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_LOCAL_RANK=0 don't fit"):
+            Engine(**QUIET, strategy="ddp")
+
+    def test_a_node_of_several_without_torchrun(self, set_variables):
+        set_variables({"PET_NNODES": "2", "PET_NODE_RANK": "0"})
+        with pytest.raises(ValueError, match=r"one of 2 nodes \(PET_NNODES\).*run torchrun, or `polyphase launch --`"):
+            Engine(**QUIET)
+
+    def test_a_rank_of_nobody_knows_how_many(self, set_variables):
+        set_variables({"RANK": 1})
+        with pytest.raises(ValueError, match=r"process 1 of several \(RANK\), but WORLD_SIZE does not say"):
+            Engine(**QUIET)

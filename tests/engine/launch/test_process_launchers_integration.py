@@ -1,0 +1,176 @@
+"""The launchers of workers: the port that they meet at, and what is told of those that end."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+from polyphase.engine import Engine
+from polyphase.engine.launch.process_launchers import _Workers
+from tests.engine.tiny import QUIET, Regression, rows
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Validated(Regression):
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+
+class WritesPort(Callback):
+    """Rank 0's port, on a line of its own in a file, for every run."""
+
+    def setup(self, trainer, pl_module, stage):
+        if trainer.is_global_zero:
+            with open("ports", "a") as file:
+                print(os.environ["MASTER_PORT"], file=file)
+
+
+def ports() -> list[int]:
+    with open("ports") as file:
+        return [int(line) for line in file]
+
+
+@contextmanager
+def taken(port: int) -> Iterator[None]:
+    """As another program's port may be, once the run is over."""
+    try:
+        server = socket.create_server(("", port))
+    except OSError:  # it is another program's
+        yield
+        return
+    with server:
+        yield
+
+
+def engine(strategy: str) -> Engine:
+    return Engine(strategy=strategy, devices=2, max_steps=1, limit_val_batches=0, callbacks=[WritesPort()], **QUIET)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_every_run_has_a_port_of_its_own(strategy, monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    engine(strategy).fit(Regression(), rows())
+    with taken(ports()[0]):
+        engine(strategy).fit(Regression(), rows())
+    first, second = ports()
+    assert first != second
+    assert "MASTER_PORT" not in os.environ
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_the_process_that_started_workers_saves_what_they_trained(tmp_path):
+    one, module = engine("ddp_fork"), Regression()
+    one.fit(module, rows())
+    one.save_checkpoint("after.ckpt")
+    weights = torch.load("after.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    with pytest.warns(UserWarning, match="no state of optimizers, as the process has none that started workers"):
+        Engine(max_steps=2, **QUIET).fit(Regression(), rows(), ckpt_path="after.ckpt")
+
+
+def test_the_runs_of_one_engine_have_too(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    one = engine("ddp_fork")
+    one.validate(Validated(), rows(), verbose=False)
+    with taken(ports()[0]):
+        one.fit(Regression(), rows())
+
+
+def test_a_port_that_is_named_later_is_taken_too(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    one = engine("ddp_fork")
+    one.validate(Validated(), rows(), verbose=False)
+    named = LightningEnvironment().main_port
+    monkeypatch.setenv("MASTER_PORT", str(named))
+    one.fit(Regression(), rows())
+    assert ports()[1:] == [named]
+
+
+def test_a_port_that_is_named_is_taken(monkeypatch):
+    named = LightningEnvironment().main_port
+    monkeypatch.setenv("MASTER_PORT", str(named))
+    engine("ddp_fork").fit(Regression(), rows())
+    assert ports() == [named]
+    assert os.environ["MASTER_PORT"] == str(named)
+
+
+class Stuck(Callback):
+    """Says which process a rank is, and gets no further."""
+
+    def on_train_start(self, trainer, pl_module):
+        Path(f"rank{trainer.global_rank}").write_text(str(os.getpid()))
+        time.sleep(60)
+
+
+def test_workers_do_not_outlive_a_launch_that_is_broken_off():
+    def break_off(*_):
+        raise TimeoutError("long enough")
+
+    flags = {**QUIET, "max_steps": 1, "callbacks": [Stuck()]}
+    before = signal.signal(signal.SIGALRM, break_off)  # pytest-timeout's, which is put back with what is left of it
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, 8)
+    try:
+        with pytest.raises(TimeoutError, match="long enough"):
+            Engine(strategy="ddp_fork", devices=2, **flags).fit(Regression(), rows())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
+    pids = [int(Path(f"rank{rank}").read_text()) for rank in range(2)]
+    workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert not psutil.wait_procs(workers, timeout=5)[1]
+
+
+class Crashes(Callback):
+    """Ends rank 1 as a fault in an extension does."""
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_rank == 1:
+            os.abort()
+        time.sleep(60)  # until it is ended
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_a_worker_that_crashes_says_where(strategy, capfd):
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGABRT"):
+        Engine(strategy=strategy, devices=2, **{**QUIET, "max_steps": 1, "callbacks": [Crashes()]}).fit(
+            Regression(), rows()
+        )
+    said = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in said
+    assert f'{Path(__file__).name}", line' in said
+    assert "in on_train_start" in said
+
+
+def ends(rank: int, how: str) -> None:
+    if rank == 1:
+        raise KeyError("lost early")
+    time.sleep(1)
+    if how == "raises":
+        raise ValueError("of its own")
+    sys.exit(143)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("stops", ProcessExitedException, "terminated with exit code 143$"),
+        ("raises", ProcessRaisedException, r"(?s)of its own.*Before that, process 1 had failed:.*lost early"),
+    ],
+)
+def test_a_worker_that_was_lost_hides_no_end_of_others(how, error, text):
+    workers = _Workers(start_processes(ends, (how,), nprocs=2, join=False, start_method="fork"), lambda rank: rank == 1)
+    assert not workers.join()  # the first of them is gone
+    with pytest.raises(error, match=text):
+        workers.join()

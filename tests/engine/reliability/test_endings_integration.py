@@ -1,0 +1,111 @@
+"""Nobody waits for ever, and nobody is left behind: whatever ends, and in whatever order, all processes do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed import run_command
+
+SCRIPT = Path(__file__).with_name("trouble.py")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def command(strategy: str, rank: int, trouble: str, timeout_s: float, devices: int = 2) -> list[str]:
+    return [sys.executable, str(SCRIPT), strategy, str(devices), str(rank), trouble, str(timeout_s)]
+
+
+def the_report() -> dict[str, Any]:
+    (path,) = Path("failures").iterdir()
+    return json.loads(path.read_text())
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        time.sleep(0.1)
+
+
+def left_running() -> list[int]:
+    """Of the processes that wrote their number into a file, those that are there."""
+    pids = [int(path.read_text() or 0) for path in Path().glob("*.pid")]
+    assert pids
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_rank_that_hangs_after_rank_0_is_done_ends():
+    finished = run_command(command("ddp", 1, "late_for_ever", 8), timeout_s=120)
+    assert finished.returncode == 1, finished.output  # of rank 0, whose part went well
+    assert "rank 0 is done" in finished.output
+    report = the_report()
+    assert (report["first_failing_rank"], report["kind"]) == (1, "hang")
+    assert report["ranks"]["1"]["line"].endswith("in on_fit_end")
+
+
+def test_a_rank_that_never_comes_is_named():
+    finished = run_command(command("ddp", 1, "absent", 4), timeout_s=120)
+    assert finished.returncode == 1, finished.output
+    assert "hang, because of rank 1: rank(s) 1 have not come within " in finished.output
+    report = the_report()
+    assert (report["first_failing_rank"], report["kind"], report["written_by"]["rank"]) == (1, "hang", 0)
+
+
+def test_a_rank_that_ends_before_the_others_know_it_is_named():
+    finished = run_command(command("ddp", 1, "exit_early", 60), timeout_s=120)
+    assert finished.returncode != 0
+    report = the_report()
+    assert (report["first_failing_rank"], report["kind"]) == (1, "death")
+
+
+def test_workers_that_are_stuck_end_with_their_rank():
+    finished = run_command(command("ddp", 1, "loader_worker", 8), timeout_s=120)
+    assert finished.returncode == 1, finished.output
+    assert len(list(Path().glob("worker*.pid"))) == 2
+    wait_for(lambda: not left_running(), "end of all", 15)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_ranks_end_with_the_process_that_started_them(strategy):
+    started = subprocess.Popen(command(strategy, 1, "sleep_deaf", 300), start_new_session=True)
+    try:
+        wait_for(lambda: len(list(Path().glob("rank*.pid"))) == 2, "rank")
+        time.sleep(3)  # rank 1 sleeps, and rank 0 waits for it
+        started.kill()
+        started.wait()
+        wait_for(lambda: not left_running(), "end of all", 30)
+    finally:
+        os.killpg(started.pid, signal.SIGKILL) if left_running() else None
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "ddp_fork", "ddp_spawn"])
+def test_ctrl_c_ends_all_with_130(strategy):
+    words = command(strategy, 0, "interrupt", 300, 1 if strategy == "single" else 2)
+    # Rank 0 interrupts its process group, of which a warm worker is not.
+    finished = run_command(words, timeout_s=120, cold=strategy == "ddp_spawn")
+    assert finished.returncode == 128 + signal.SIGINT, finished.output
+    assert len(finished.output.splitlines()) < 60, finished.output
+    assert not Path("failures").exists()
+    assert not left_running()
+    if strategy == "single":
+        assert sorted(Path("snapshots").glob("step=24"))
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:sync_every=2", "ddp"])
+def test_the_rank_of_the_first_loss_that_is_not_finite_is_named(strategy):
+    finished = run_command(command(strategy, 1, "nan", 60), timeout_s=120)
+    assert finished.returncode != 0
+    said = "the loss was not finite at step 17 (epoch 0) on rank 1"
+    assert said in finished.output, finished.output
+    report = the_report()
+    assert report["first_failing_rank"] == 1
+    assert said in report["message"]

@@ -1,0 +1,102 @@
+"""Where the processes of a job on one machine listen, and what somebody else can do who reaches its store."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_command
+
+pytestmark = pytest.mark.timeout(200)
+
+SCRIPT = """
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+from polyphase.engine import Engine
+
+ATTACK = '''
+import os
+import sys
+import torch.distributed as dist
+os.environ.pop("POLYPHASE_JOB_SECRET", None)
+from polyphase.engine.distributed.job_store import JobStore
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+keys = store.list_keys()
+attacked = {key for key in keys if "polyphase/" in key}
+attacked |= {"/meeting/0/polyphase/first_failure", "/meeting/0/polyphase/watch/0/verdict/0"}
+part = JobStore(dist.PrefixStore("meeting/0", store), 1, 8)
+for key in attacked:
+    store.set(key.removeprefix("/"), bytes(range(256)))
+if sys.argv[2] == "forges":
+    part.write("polyphase/first_failure", {"rank": 1, "kind": "hang", "by": 0, "message": "attacker"})
+print(*sorted(attacked))
+print("attacked", len(attacked), "words")
+'''
+
+class Looks(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        me = psutil.Process()
+        if trainer.global_step == 3:
+            listening = [c.laddr.ip for c in me.net_connections() if c.status == psutil.CONN_LISTEN]
+            Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(listening))
+        if sys.argv[2] != "none":
+            if trainer.global_step == 3 and trainer.global_rank == 0:
+                subprocess.run([sys.executable, "-c", ATTACK, os.environ["MASTER_PORT"], sys.argv[2]], check=True)
+            import time
+            time.sleep(0.5)
+
+class Linear(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    engine = Engine(
+        strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=8, callbacks=[Looks()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    engine.fit(Linear(), DataLoader(torch.ones(32, 4), batch_size=2))
+    print(f"rank {engine.global_rank} is done")
+"""
+
+
+def run(strategy: str, attack: str):
+    Path("job.py").write_text(SCRIPT)
+    return run_command([sys.executable, "job.py", strategy, attack], timeout_s=150)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "fsdp", "ps"])
+def test_all_listen_on_loopback_only(strategy):
+    finished = run(strategy, "none")
+    assert finished.returncode == 0, finished.output
+    found = {rank: json.loads(Path(f"rank{rank}.json").read_text()) for rank in range(2)}
+    assert all(found.values())
+    assert set(found[0] + found[1]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@pytest.mark.parametrize("attack", ["garbage", "forges"])
+def test_who_writes_into_the_store_ends_nothing(attack):
+    finished = run("ddp", attack)
+    assert "attacked" in finished.output, finished.output
+    assert finished.returncode == 0, finished.output
+    assert "rank 1 is done" in finished.output
+    assert finished.output.count("no rank of this job has written it") == 2  # each rank says so once
+    assert "the watchdog failed" not in finished.output
+    assert not Path("failures").exists()

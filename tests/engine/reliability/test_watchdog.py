@@ -1,0 +1,338 @@
+"""What a process says of where it is, and whom the watchdog makes out as the culprit."""
+
+import gc
+import sys
+import threading
+import time
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import DataLoader, Dataset
+
+from polyphase.engine import Engine
+from polyphase.engine.reliability import failure
+from polyphase.engine.reliability.heartbeat import describe, stack_of
+from polyphase.engine.reliability.rank_registry import LEFT, RankRegistry, process_key
+from polyphase.engine.reliability.rendezvous import current_job
+from polyphase.engine.reliability.watchdog import Watchdog, _behind
+from tests.distributed import run_ranks
+from tests.engine.tiny import QUIET, Regression, rows
+
+
+class Rows(Dataset):
+    """Notes in which phase each row is asked for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+        self.heartbeat = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.heartbeat is not None:
+            self.seen.append(("row", self.heartbeat.phase))
+        return torch.ones(2)
+
+
+class Notes(LightningModule):
+    def __init__(self, rows: Rows, manual: bool = False) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.rows = rows
+        self.automatic_optimization = not manual
+        self.places: list[dict] = []
+
+    def note(self, hook: str) -> None:
+        self.rows.seen.append((hook, self.trainer.heartbeat.phase))
+        self.places.append(self.trainer.heartbeat.place())
+
+    def setup(self, stage: str) -> None:
+        self.rows.heartbeat = self.trainer.heartbeat
+        self.note("setup")
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int):
+        self.note("training_step")
+        loss = self.layer(batch).sum()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.note("validation_step")
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("on_validation_epoch_end")
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.note("test_step")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end")
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        self.note("on_save_checkpoint")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def engine(**flags) -> Engine:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return Engine(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **flags})
+
+
+def loader(rows: Rows) -> DataLoader:
+    return DataLoader(rows, batch_size=2)
+
+
+def test_the_loops_say_in_which_phase_they_are():
+    rows = Rows()
+    module = Notes(rows)
+    trainer = engine()
+    trainer.fit(module, loader(rows), loader(rows))
+    of_hook = dict(rows.seen)
+    assert of_hook.pop("row") in ("fetch", "validate")
+    assert of_hook == {
+        "setup": "setup",
+        "training_step": "train",
+        "validation_step": "validate",
+        "on_validation_epoch_end": "validate",
+        "on_train_epoch_end": "train",
+        "on_save_checkpoint": "save",
+    }
+    trained = rows.seen[: rows.seen.index(("training_step", "train"))]
+    assert trained[-1] == ("row", "fetch")  # a slow loader is told from slow compute
+    rows.seen.clear()
+    trainer.test(module, loader(rows), verbose=False)
+    assert ("test_step", "test") in rows.seen
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_each_batch_is_another_place_in_lightnings_own_loop_too(manual):
+    rows = Rows()
+    module = Notes(rows, manual)
+    engine().fit(module, loader(rows), loader(rows))
+    in_batches = [place for place, (hook, _) in zip(module.places, hooks(rows), strict=True) if hook.endswith("_step")]
+    assert len(in_batches) == 4
+    assert all(place not in in_batches[:number] for number, place in enumerate(in_batches))
+
+
+def hooks(rows: Rows) -> list[tuple[str, str]]:
+    return [each for each in rows.seen if each[0] != "row"]
+
+
+def test_a_run_leaves_no_thread():
+    rows = Rows()
+    engine().fit(Notes(rows), loader(rows))
+    assert not [thread for thread in threading.enumerate() if thread.name == "polyphase-watchdog"]
+
+
+class Traced(Callback):
+    """Looks at the report under a debugger, and without one."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self.before = trainer.heartbeat.report()
+        outer = sys.gettrace()
+
+        def look() -> None:
+            self.during = trainer.heartbeat.report()
+
+        def trace(*_):
+            return trace
+
+        sys.settrace(trace)
+        try:
+            look()
+        finally:
+            sys.settrace(outer)
+
+
+def test_a_debugger_is_noticed_and_the_users_line_named():
+    rows, traced = Rows(), Traced()
+    engine(callbacks=traced).fit(Notes(rows), loader(rows))
+    assert traced.during["is_debugged"]
+    if sys.gettrace() is None:
+        assert not traced.before["is_debugged"]
+    assert "test_watchdog.py" in traced.before["line"]
+    assert "in on_train_start" in traced.before["line"]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_amid_a_look_at_a_stack(is_enabled):
+    """In CPython 3.11 that ended processes in SIGSEGV; later ones collect none while they make a frame's object."""
+    amid: list[str] = []
+
+    def note(phase, info) -> None:
+        amid.extend(frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._getframe()))
+
+    was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.callbacks.append(note)
+    try:
+        gc.set_threshold(1)
+        (gc.enable if is_enabled else gc.disable)()
+        stack = stack_of(threading.get_ident())
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert "test_no_garbage_is_collected_amid_a_look_at_a_stack" in [call.name for call in stack]
+    if sys.version_info < (3, 12):
+        assert "_calls" not in amid
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", float("nan")])
+def test_the_timeout_is_a_number_of_seconds(value):
+    with pytest.raises(ValueError, match=r"hang_timeout_s( must be greater than 0|='soon': a number or None)"):
+        engine(hang_timeout_s=value)
+
+
+def report(batch: int, pending: str | None = None, **changed) -> dict:
+    where = {"step": batch, "batch": batch, "evaluated": 0, "phase": "train", "pending": pending, "line": None}
+    return {**where, "is_debugged": False, "resume_from": None, **changed}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprits"),
+    [
+        ([report(3), report(2), report(3)], [1]),  # the one behind
+        ([report(3, "all_reduce"), report(3), report(3, "barrier")], [1]),  # the one that waits for nobody
+        ([report(3, evaluated=2), report(3, evaluated=1)], [1]),
+        ([report(3, "barrier"), report(3, "barrier")], [0, 1]),  # nobody knows
+        ([report(4), report(3, "barrier"), report(3)], [2]),
+    ],
+)
+def test_the_culprit_is_behind_or_waits_for_nobody(ranks, culprits):
+    assert _behind(dict(enumerate(ranks))) == culprits
+
+
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        (report(3, phase="fetch"), "is in phase 'fetch' of step 3, batch 3: waits for its data loader"),
+        (report(3, "barrier"), "is in phase 'train' of step 3, batch 3: waits for other ranks in barrier"),
+        (report(3, line="a.py:3 in f"), "is in phase 'train' of step 3, batch 3: computes, at a.py:3 in f"),
+        (None, "has not been heard of"),
+    ],
+)
+def test_a_place_in_words(known, text):
+    assert describe(known) == text
+
+
+def _two_machines(rank: int) -> None:
+    job = current_job()
+    peers = RankRegistry("test", job)
+    peers.me = {**peers.me, "host": f"host {rank}"}
+    job.write(process_key(rank), peers.me)
+    torch.distributed.barrier()
+    peers.beat(report(1))
+    assert not peers.is_local(1 - rank)
+    torch.distributed.barrier()
+    assert peers.silent(0.0, 10.0) == {}
+    torch.distributed.barrier()
+    if rank == 0:
+        peers.beat(report(1))  # rank 0 goes on, rank 1 falls silent
+    torch.distributed.barrier()
+    assert peers.silent(9.0, 10.0) == {}
+    assert peers.silent(11.0, 10.0) == ({1: 11.0} if rank == 0 else {})
+    torch.distributed.barrier()
+    peers.beat({**report(1), "phase": LEFT})
+    torch.distributed.barrier()
+    assert peers.silent(99.0, 10.0) == {}  # whose run is over may be silent
+    assert peers.gone() == []
+
+
+def test_silence_is_measured_by_the_listeners_own_clock():
+    run_ranks(_two_machines, 2)
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+def _exit() -> None:
+    raise Ended
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_rank_that_stands_still_on_an_accelerator_may_wait_for_others(device, monkeypatch, capsys):
+    """Its thread may be in `.item()`, of which Python's stack says nothing."""
+    monkeypatch.setattr("polyphase.engine.reliability.watchdog.hard_exit", _exit)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    watchdog = Watchdog(engine().heartbeat, 60.0, "failures", 2, strategy)
+    looked: list[Any] = []
+    monkeypatch.setattr(watchdog, "_look_elsewhere", lambda peers: looked.append(peers) or True)
+    peers = SimpleNamespace(gone=lambda: [])
+    place = {**report(1), "is_debugged": False}
+    watchdog._look_for_the_dead(peers, place)
+    assert looked == ([] if device == "cpu" else [peers])
+    watchdog._clock = 10.0
+    watchdog._without_store(
+        place, 4.0, 6.0
+    )  # for 4 s it has stood still, and the store has been gone: perhaps at its end
+    watchdog._clock = 106.0
+    ends = pytest.raises(Ended) if device != "cpu" else nullcontext()
+    with ends:
+        watchdog._without_store(place, 100.0, 6.0)
+    assert ("key-value store is gone" in capsys.readouterr().err) == (device != "cpu")
+    watchdog._without_store(place, 1.0, 6.0)  # one that gets on is left alone
+
+
+class Pruned(Callback):
+    """As a sweep's callback ends a trial."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        raise ValueError("not worth going on")
+
+
+def test_what_a_process_alone_raises_leaves_no_report():
+    rows = Rows()
+    with pytest.raises(ValueError, match="not worth going on"):
+        engine(callbacks=Pruned()).fit(Notes(rows), loader(rows))
+    assert not Path("failures").exists()
+
+
+def test_no_exception_ends_the_watchdog(monkeypatch, capsys):
+    rows = Rows()
+    monkeypatch.setattr("polyphase.engine.reliability.watchdog._PERIOD_S", 0.05)
+    trainer = engine(callbacks=Broken())
+    trainer.fit(Notes(rows), loader(rows))
+    assert trainer.callbacks[0].is_alive
+    assert capsys.readouterr().err.count("the watchdog failed, and goes on") == 1
+
+
+class Broken(Callback):
+    """Takes from the watchdog what it looks at."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        trainer.heartbeat.place = None
+        time.sleep(0.5)
+        self.is_alive = any(thread.name == "polyphase-watchdog" for thread in threading.enumerate())
+        del trainer.heartbeat.place
+
+
+class FailsInBackward(Regression):
+    """Rank 1 does, and keeps its connections until its process ends: so late rank 0 hears of it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1:
+            loss.register_hook(lambda _: 1 // 0)
+        return loss
+
+
+def test_a_rank_that_was_asked_to_end_waits_for_no_launcher(monkeypatch):
+    monkeypatch.setattr(failure, "_GRACE_S", 60.0)
+    begin = time.monotonic()
+    with pytest.raises(ProcessRaisedException, match="ZeroDivisionError"):
+        Engine(strategy="ddp_fork", devices=2, max_steps=1, **QUIET).fit(FailsInBackward(), rows())
+    assert time.monotonic() - begin < 20

@@ -1,0 +1,113 @@
+"""Parameters of other stages outside of a step: their form is known, and who needs more is told the name."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
+from polyphase.engine.strategies.pipeline.remote_values import CutError
+
+from .test_optimizers import Lion
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.blocks[1].weight.mark = "mine"
+
+
+def first_stage():
+    """A module as the first of two stages has it, with gradients."""
+    net = Net()
+    plan = plan_stages(net, 2)
+    replace_absent(net, plan, [p for p, stages in plan.holders.items() if 0 not in stages])
+    net.blocks[0](torch.ones(3)).sum().backward()
+    return net
+
+
+def test_their_form_is_known():
+    net = first_stage()
+    remote = net.blocks[1].weight
+    assert isinstance(remote, nn.Parameter)
+    assert (remote.shape, remote.dtype, remote.is_meta) == ((3, 3), torch.float32, True)
+    assert (remote.mark, len({remote, *net.parameters()})) == ("mine", 4)
+    assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 24
+    assert "blocks.1.weight" in repr(dict(net.named_parameters()))
+    net.requires_grad_(False)
+    assert not remote.requires_grad
+    assert all(value.is_meta == name.startswith("blocks.1") for name, value in net.state_dict().items())
+    copied = copy.deepcopy(net)
+    assert copied.blocks[1].weight is not remote
+    with pytest.raises(CutError, match=r"needs the values of 'blocks.1.weight'"):
+        copied.blocks[1].weight.norm()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Lion, lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)])
+def test_optimizers_step_what_has_gradients(make):
+    net = first_stage()
+    before = net.blocks[0].weight.detach().clone()
+    optimizer = make(net.parameters())
+    nn.utils.clip_grad_value_(net.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    net.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not torch.equal(before, net.blocks[0].weight)
+
+
+def average(net):
+    with torch.no_grad():
+        for teacher, student in zip(Net().parameters(), net.parameters(), strict=True):
+            teacher.lerp_(student, 0.1)
+
+
+def average_data(net):
+    for teacher, student in zip(Net().parameters(), net.parameters(), strict=True):
+        teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+
+
+def average_state(net):
+    kept = {name: value.clone() for name, value in Net().state_dict().items()}
+    for name, value in net.state_dict().items():
+        kept[name].mul_(0.9).add_(value)
+
+
+def remote_teacher(net):
+    teacher = copy.deepcopy(net)
+    for mine, other in zip(teacher.parameters(), Net().parameters(), strict=True):
+        mine.data.copy_(other)
+
+
+def norm_by_hand(net):
+    return torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None]).norm()
+
+
+VALUES = r"in {}: .* needs the values of 'blocks.1.weight', which another pipeline stage has"
+GRADIENT = r"in {}: .* reads the gradient of 'blocks.1.weight', .* Set gradient_clip_val"
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (average, VALUES.format("average")),
+        (average_data, VALUES.format("average_data")),
+        (average_state, VALUES.format("average_state")),
+        (remote_teacher, VALUES.format("remote_teacher")),
+        (lambda net: net.blocks[1](torch.ones(3)), VALUES.format("<lambda>")),
+        (lambda net: AveragedModel(net).update_parameters(net), VALUES.format("<lambda>")),
+        (lambda net: nn.init.zeros_(net.blocks[1].weight), VALUES.format("<lambda>")),
+        (lambda net: net.blocks[1].weight.numpy(force=True), VALUES.format("<lambda>")),
+        (lambda net: nn.utils.parameters_to_vector(net.parameters()), VALUES.format("<lambda>")),
+        (lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0), GRADIENT.format("<lambda>")),
+        (lambda net: grad_norm(net, 2), GRADIENT.format("<lambda>")),
+        (norm_by_hand, "reads the gradient of 'blocks.1.weight'"),
+    ],
+)
+def test_who_needs_more_is_told_the_name(use, message):
+    with pytest.raises(CutError, match=message):
+        use(first_stage())

@@ -1,0 +1,32 @@
+"""`fused=True` of a user's optimizer, under every strategy: the weights of a plain loop with the same optimizer."""
+
+import pytest
+import torch
+from torch import nn
+
+from .parity import TOLERANCE, differences, suffixed
+
+STRATEGIES = {
+    "single": 1,
+    "ddp": 2,
+    "zero1": 2,
+    "fsdp": 2,
+    "hsdp:replicate=2,shard=2": 4,
+    "tp": 2,
+    "fsdp+tp:tp=2": 4,
+    "pp:microbatches=4": 2,
+    "pp+ddp:pipeline_size=2,microbatches=2": 4,
+    "ps": 2,
+}
+"""World size by flag."""
+
+
+def fused(module: nn.Module) -> torch.optim.Optimizer:
+    # eps as in the parity tests: a parameter whose true gradient is zero moves by rounding noise under Adam.
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4, fused=True)
+
+
+@pytest.mark.parametrize("flag", STRATEGIES)
+def test_a_fused_optimizer_equals_the_plain_loop(flag):
+    found = differences(suffixed(flag, "fork"), STRATEGIES[flag], "mlp", 2, 0.05, make_optimizer=fused)
+    assert found <= TOLERANCE
