@@ -48,6 +48,7 @@ from ..distributed.job_store import FIRST_FAILURE, CausedByRank, JobStore
 from ..version import __version__
 from .flight_recorder import mismatches, recorded, told
 from .lost_hosts import DIED, HOST_LOST, because, blame, connection_lost
+from .observer import note_own_end
 from .rank_registry import in_words
 from .rendezvous import current_job
 from .tracebacks import shown
@@ -56,8 +57,8 @@ from .uncaught import Failure, on_uncaught
 __all__ = ["SEEN", "Report", "print_rank", "report_failure"]
 
 SEEN = f"{FIRST_FAILURE}/seen"
-"""Counter of the ranks whose watchdogs have seen the failure, if it is an exception. It only says for how long to wait:
-a writer that is no rank makes a rank wait for less, or until it has waited long enough."""
+"""Counter of the ranks that have seen the failure, if it is an exception. It only says for how long to wait: a writer
+that is no rank makes a rank wait for less, or until it has waited long enough."""
 
 _GRACE_S = 2.0
 """The time that a rank that stops because of another waits for its launcher to see the other's exit first."""
@@ -66,7 +67,7 @@ _TELLING_S = 10.0
 _COLLECT_S = 1.0
 """The time that the first rank that failed waits for the others' tracebacks."""
 _HOST_S = 3.0
-"""The time that it waits for the others' watchdogs to have seen its failure, where its process may have the store."""
+"""The time that it waits for the others to have seen its failure, where its process may have the store."""
 _POLL_S = 0.05
 _TOLD = f"{FIRST_FAILURE}/told"
 _NUMBER, _HEARD = f"{FIRST_FAILURE}/number", f"{FIRST_FAILURE}/heard"
@@ -97,6 +98,7 @@ def report_failure(
         if watchdog is not None:
             watchdog.stop()
         return
+    note_own_end()
     if watchdog is not None:
         watchdog.wait_for_verdict()
     rank, is_alone = _this_rank(watchdog)
@@ -148,8 +150,13 @@ def _follow(
     # A rank that has ended has told all it had to, and may have had the store.
     peers = None if watchdog is None else watchdog.peers
     has_ended = peers is not None and peers.has_ended(first["by"])
+    if has_ended:
+        job = None
+    elif watchdog is None or watchdog.first_failure is None:  # else the watchdog has counted
+        with contextlib.suppress(RuntimeError):  # the store's host is gone
+            job.count(SEEN, 1)
     is_asked = watchdog is not None and watchdog.was_asked_to_end
-    _stop_because_of(None if has_ended else job, rank, first, exception, finish, is_asked)
+    _stop_because_of(job, rank, first, exception, finish, is_asked)
 
 
 def _is_ordinary_end(exception: BaseException) -> bool:

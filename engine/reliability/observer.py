@@ -1,4 +1,4 @@
-"""The process that has started the other ranks ends itself when one of them ends, but not before it has said why."""
+"""The process that has started the other ranks is killed when one of them ends, but not before it has said why."""
 
 import threading
 import time
@@ -9,10 +9,19 @@ from typing import Any
 # Lightning: the thread by which the process that started the others watches them.
 from .._compat.lightning import _ChildProcessObserver
 
-__all__ = ["delay_the_kill"]
+__all__ = ["delay_the_kill", "note_own_end"]
 
 _LAST_WORDS_S = 4.0
 """The time that a process outlives one that it has started."""
+_OWN_END_S = 60.0
+"""The time that it has beyond that where its own run has failed: to save, to tell callbacks, to close loggers."""
+
+_ends_by_itself = threading.Event()
+
+
+def note_own_end() -> None:
+    """Called where this process's own run has failed: it ends by that, with an exit code that says more."""
+    _ends_by_itself.set()
 
 
 def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
@@ -31,4 +40,6 @@ def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
 
 def _late(kill: Callable[[], None]) -> None:
     time.sleep(_LAST_WORDS_S)
+    if _ends_by_itself.is_set():
+        time.sleep(_OWN_END_S)
     kill()

@@ -100,6 +100,13 @@ def test_ctrl_c_ends_all_with_130(strategy):
         assert sorted(Path("snapshots").glob("step=24"))
 
 
+def test_an_interrupted_rank_0_has_the_time_to_end_when_the_others_have_ended():
+    finished = run_command(command("ddp", 0, "interrupt_slowly", 300), timeout_s=120)
+    assert finished.returncode == 128 + signal.SIGINT, finished.output
+    assert Path("saved").exists()
+    assert not left_running()
+
+
 @pytest.mark.parametrize("strategy", ["local_sgd:sync_every=2", "ddp"])
 def test_the_rank_of_the_first_loss_that_is_not_finite_is_named(strategy):
     finished = run_command(command(strategy, 1, "nan", 60), timeout_s=120)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -74,7 +74,7 @@ class Troubled(LightningModule):
             raise ValueError("this rank has had enough")
         elif self._meets("loader"):
             self.rows.is_stuck = True
-        elif self.trouble == "interrupt":  # as a terminal does
+        elif self.trouble in ("interrupt", "interrupt_slowly"):  # as a terminal does
             if self.global_rank == self.rank:
                 os.killpg(0, signal.SIGINT)
             time.sleep(100)
@@ -128,6 +128,15 @@ class Troubled(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class SlowToEnd(Callback):
+    """Takes its time when the run is interrupted, on rank 0."""
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.is_global_zero:
+            time.sleep(12)
+            Path("saved").touch()
+
+
 def main(strategy: str, devices: str, rank: str, trouble: str, timeout_s: str) -> None:
     if trouble == "absent":
         watchdog._COMING_S = 1.0
@@ -146,7 +155,7 @@ def main(strategy: str, devices: str, rank: str, trouble: str, timeout_s: str) -
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Snapshot("snapshots", every_n_steps=10)],
+        callbacks=[Snapshot("snapshots", every_n_steps=10), *([SlowToEnd()] if trouble == "interrupt_slowly" else [])],
         nonfinite="error",
         log_every_n_steps=8,
     )
