@@ -1,4 +1,4 @@
-"""Renders a run as one HTML page without scripts or network access: verdict, shares over time, heat map of steps."""
+"""Renders a run as one HTML page without scripts or network access: verdict, shares over time, steps, memory."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -72,6 +72,7 @@ def page(run: Run, verdict: Verdict) -> str:
         *(f'<p class="soft">rank {rank} ({escape(run.ranks[rank].host)})</p>{_bands(run.intervals[rank])}'
           for rank in _few(sorted(figures.totals))),
         f"<h2>Time of a step, by rank</h2>{_heat(run)}",
+        *_memory(run),
         f'<h2>Shares by rank</h2><div class="scroll">{_table(verdict)}</div>',
     ]  # fmt: skip
     return _document("\n".join(parts))
@@ -141,6 +142,48 @@ def _heat(run: Run) -> str:
             f' preserveAspectRatio="none" style="height:20px" role="img" aria-label="steps">{cells}</svg></div>'
         )
     return "".join(parts)
+
+
+def _memory(run: Run) -> Iterable[str]:
+    """Yields a chart of each rank's memory over time for the host's and the device's, where it is known."""
+    ranks = _few(sorted(run.intervals))
+    colors = dict(zip(ranks, _COLORS.values(), strict=False))
+    for field, title in (("rss_mb", "Memory of the processes"), ("device_mb", "Memory of the devices")):
+        lines = {rank: _curve(_columns(run.intervals[rank]), field) for rank in ranks}
+        most = max((mb for line in lines.values() for _, mb in line), default=0.0)
+        if not most:
+            continue
+        height, end = 90, max(s for line in lines.values() for s, _ in line)
+        across, up = _WIDTH / end, height / (1.05 * most)
+        curves = "".join(
+            f'<polyline fill="none" stroke="{colors[rank]}" stroke-width="2" vector-effect="non-scaling-stroke"'
+            f' points="{" ".join(f"{s * across:.4g},{height - mb * up:.4g}" for s, mb in line)}">'
+            f"<title>rank {rank}, at most {max(mb for _, mb in line):,.0f} MB</title></polyline>"
+            for rank, line in lines.items()
+            if line
+        )
+        legend = "".join(
+            f'<span><i style="background:{colors[rank]}"></i>rank {rank} {max(mb for _, mb in line):,.0f} MB</span>'
+            for rank, line in lines.items()
+            if line
+        )
+        yield (
+            f'<h2>{title}</h2><p class="soft">the largest of each interval; the upper edge is {1.05 * most:,.0f} MB</p>'
+            f'<p class="legend">{legend}</p><svg viewBox="0 0 {_WIDTH} {height}" preserveAspectRatio="none"'
+            f' style="height:{height}px; background:var(--card)" role="img" aria-label="{title}">{curves}</svg>'
+            f'<p class="soft ends"><span>0 s</span><span>{end:.3g} s</span></p>'
+        )
+
+
+def _curve(intervals: Sequence[Interval], field: str) -> list[tuple[float, float]]:
+    """Returns the points of one rank's curve: seconds at the start and at the end of each interval, and megabytes."""
+    points, start = [], 0.0
+    for interval in intervals:
+        end = start + interval.wall_s
+        if (mb := getattr(interval, field)) is not None:
+            points += [(start, mb), (end, mb)]
+        start = end
+    return points
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str) -> str:

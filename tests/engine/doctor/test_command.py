@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -58,6 +59,18 @@ def test_a_page_needs_no_network_and_no_script(folder, tmp_path, monkeypatch, ca
     assert "prefers-color-scheme: dark" in text
     assert "rank 1 (host1) waits 20.1 ms" in text
     assert text.count("<svg") == 4, "for each rank its shares and its steps"
+
+
+def test_a_page_has_the_memory_of_each_rank_over_time():
+    grows = [replace(interval(20 * i, 20), rss_mb=400.0 + 100 * i) for i in range(3)]
+    run = Run({rank: info(rank) for rank in range(2)}, dict.fromkeys(range(2), grows))
+    text = page(run, judge(run))
+    assert text.count("<polyline") == 2
+    assert "rank 1, at most 600 MB" in text
+    points = [tuple(map(float, p.split(","))) for p in re.search(r'points="(.*?)"', text)[1].split()]
+    assert [round(y, 1) for _, y in points] == [32.9, 32.9, 18.6, 18.6, 4.3, 4.3]
+    assert (points[0][0], points[-1][0]) == (0, 1000)
+    assert "Memory of the devices" not in text
 
 
 def test_a_page_escapes_what_ranks_say(folder, tmp_path, monkeypatch, capsys):
