@@ -1,5 +1,6 @@
 """`Doctor` in TensorBoard, read back as TensorBoard reads it: each rank's shares, memory, the charts, the verdict."""
 
+import re
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from markdown import markdown
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.data import DataLoader, Dataset
@@ -72,7 +74,8 @@ def test_the_ranks_shares_memory_charts_and_verdict():
     mean = written.Scalars("doctor/data_wait")[0].value
     own = [written.Scalars(f"doctor/rank_{rank}/data_wait")[0].value for rank in range(2)]
     assert sum(own) / 2 == pytest.approx(mean, abs=1e-5)
-    assert "**slow_loader**" in _text(written, "doctor/verdict/text_summary")
+    shown = markdown(_text(written, "doctor/verdict/text_summary"))
+    assert re.search(r"<ol>\n<li><strong>slow_loader</strong>[^\n]*<ul>\n<li>try ", shown), shown
     layout = layout_pb2.Layout()
     layout.ParseFromString(written.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     (category,) = layout.category
