@@ -145,6 +145,7 @@ class Drawn(MLP):
         ("hsdp_fork:replicate=2,rank0_init=true", 4),
         ("tp_fork:rank0_init=true", 2),
         ("fsdp+tp_fork:tp=2,rank0_init=true", 4),
+        ("hsdp+tp_fork:replicate=2,tp=2,rank0_init=true", 4),
     ],
 )
 def test_rank_0_alone_draws_the_weights(flag, devices, tmp_path):
