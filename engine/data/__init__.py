@@ -30,6 +30,7 @@ from .streams import (
     as_uneven_eval,
     check_made_for,
     check_own_part,
+    check_script_makes_none,
     naming_foreign_ranks,
     shard_of,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "check_loader",
     "check_made_for",
     "check_own_part",
+    "check_script_makes_none",
     "check_seedable",
     "clone_loader",
     "controlling_sampler",

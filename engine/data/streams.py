@@ -4,7 +4,9 @@ The contract of a data set: a method ``shard(num_shards, index)`` that returns a
 Hugging Face have; or an attribute ``shards_itself = True`` if its iterator finds the rank and reads its own part.
 """
 
+import gc
 import math
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ __all__ = [
     "as_uneven_eval",
     "check_made_for",
     "check_own_part",
+    "check_script_makes_none",
     "naming_foreign_ranks",
     "shard_of",
 ]
@@ -31,9 +34,16 @@ _SHARD_THEMSELVES = ("litdata", _MOSAICML, "webdataset")
 
 _BY_ENVIRONMENT = """\
 {name} takes this process for rank {rank} of {size}, where the run has rank {part} of {num_parts}: MosaicML's streams
-read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which `polyphase launch` and torchrun set: start the run with
-one of them, as in `polyphase launch --nproc N -- script.py`. Where ranks compute together (tensor parallelism),
-`replication=` says how many read the same samples."""
+read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE when they are made, which `polyphase launch` and torchrun set:
+start the run with one of them, as in `polyphase launch --nproc N -- script.py`. Or, under a strategy without a suffix
+such as _fork, make the data set in `train_dataloader()` or `setup()`, where the ranks have these variables. Where ranks
+compute together (tensor parallelism), `replication=` says how many read the same samples."""
+
+_BEFORE_LAUNCH = """\
+{name} was made before the {num_ranks} ranks of this run, which start by running the script once more: it can't be made
+in each of them before they are connected, since MosaicML's streams connect the ranks when they are made. Make it in
+`train_dataloader()` or `setup()`, which run in each rank; or start the script by `polyphase launch --nproc N --
+script.py` or torchrun."""
 
 _AMONG_ALL = """\
 {name} shares itself out among all {num_ranks} ranks, where the samples of this run are shared out among {num_parts}:
@@ -84,6 +94,26 @@ def check_made_for(data: Iterable[Any], num_parts: int) -> None:
         if world is not None and world.num_ranks != num_parts > 1:
             names = {"rank": world.rank, "size": world.num_ranks, "part": 0, "num_parts": num_parts}
             raise ValueError(_BY_ENVIRONMENT.format(name=type(stream).__name__, **names))
+
+
+def check_script_makes_none(num_ranks: int) -> None:
+    """Checks that no stream of MosaicML's is alive, before each other rank runs the script from its beginning.
+
+    A stream that the script makes before the launch would be made there by a process that is not connected yet: it
+    waits for the others, or fails by a FileExistsError.
+
+    Args:
+        num_ranks: of the run.
+
+    Raises:
+        ValueError: there is one, whether the run would read it or not.
+    """
+    kind = getattr(sys.modules.get(_MOSAICML), "StreamingDataset", None)
+    if num_ranks == 1 or kind is None:
+        return
+    for made in gc.get_objects():  # it may be anywhere: in the module, in a variable of a function
+        if kind in type(made).__mro__:
+            raise ValueError(_BEFORE_LAUNCH.format(name=type(made).__name__, num_ranks=num_ranks))
 
 
 @contextmanager

@@ -18,7 +18,14 @@ from lightning.fabric.plugins.environments import (
 
 from ..flags import check_count
 
-__all__ = ["LaunchedEnvironment", "environment_of_launcher", "launched_sizes", "launcher_name", "resolve_sizes"]
+__all__ = [
+    "LaunchedEnvironment",
+    "complete_rank_variables",
+    "environment_of_launcher",
+    "launched_sizes",
+    "launcher_name",
+    "resolve_sizes",
+]
 
 
 class _Names(NamedTuple):
@@ -44,6 +51,8 @@ _OTHERS = {
     "submitit": _Names(*(f"SUBMITIT_LOCAL_{name}" for name in ("NTASKS", "GLOBALID", "LOCALID", "NTASKS"))),
     _PLAIN: _Names("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
+_COMPLETED = "POLYPHASE_RANK_VARIABLES"
+"""The variable that has RANK and WORLD_SIZE, separated by a slash, where this run has set RANK and no launcher has."""
 _JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HYDRA_JOBID", "SUBMITIT_LOCAL_JOB_ID", "PBS_JOBID")
 """Variables that all processes of a job have in common, and no other job has."""
 _PORTS = range(20_000, 30_000)
@@ -75,6 +84,25 @@ def launched_sizes() -> tuple[int, int] | None:
     names = _names(launcher)
     is_one_per_node = launcher == _PLAIN and names.local_rank not in os.environ
     return int(os.environ[names.size]), int(os.environ.get(names.local_size, "1" if is_one_per_node else "0"))
+
+
+def complete_rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> None:
+    """Sets RANK and LOCAL_WORLD_SIZE in a rank that Lightning's launcher of scripts has started.
+
+    That launcher sets WORLD_SIZE and LOCAL_RANK only, in rank 0 as well, and leaves them there; libraries that read
+    torchrun's four variables would take every rank for rank 0. These two stay as well, for what the script does after
+    the run. Other processes keep their environment.
+
+    Args:
+        rank: of this process.
+        num_ranks: of the run.
+        num_local_ranks: of them on this machine.
+    """
+    local_rank = str(rank % num_local_ranks)
+    is_lightnings = (os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_RANK")) == (str(num_ranks), local_rank)
+    if num_ranks > 1 and is_lightnings and ("RANK" not in os.environ or _is_completed()):
+        os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(num_local_ranks)
+        os.environ[_COMPLETED] = f"{rank}/{num_ranks}"
 
 
 def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> tuple[Any, int]:
@@ -189,10 +217,17 @@ def environment_of_launcher(plugins: list[Any], num_nodes: int) -> list[Any]:
 
 
 def _found(launchers: dict[str, _Names]) -> str | None:
-    # The ranks that Lightning starts have WORLD_SIZE, too, but no RANK.
-    is_named = {name: names.rank in os.environ for name, names in launchers.items()}
+    # The ranks that Lightning starts have WORLD_SIZE, too, but no RANK; or one that this package has added.
+    is_named = {
+        name: names.rank in os.environ and not (name == _PLAIN and _is_completed()) for name, names in launchers.items()
+    }
     sizes = {name: int(os.environ.get(launchers[name].size) or "1") for name in launchers if is_named[name]}
     return next((name for name, size in sizes.items() if size > 1), None)
+
+
+def _is_completed() -> bool:
+    """Whether RANK is of `complete_rank_variables`, here or in the process that has started this one."""
+    return os.environ.get(_COMPLETED) == f"{os.environ.get('RANK')}/{os.environ.get('WORLD_SIZE')}"
 
 
 def _names(launcher: str) -> _Names:

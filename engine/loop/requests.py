@@ -12,8 +12,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
+# Lightning: its launcher that runs the script once more in each other rank, of which ours is one.
+from .._compat.lightning import _SubprocessScriptLauncher
 from .._compat.torch import OptimizedModule
-from ..data import check_made_for
+from ..data import check_made_for, check_script_makes_none
 from ..errors import NoModuleError, RefusedError
 from ..strategies import adapt
 from .noise import making_loaders
@@ -77,6 +79,8 @@ def _check_streams(trainer: Any, loaders: Any, datamodule: LightningDataModule |
     with making_loaders():
         together = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     made = vars(datamodule).values() if isinstance(datamodule, LightningDataModule) else ()
+    if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+        check_script_makes_none(trainer.num_nodes * trainer.num_devices)
     check_made_for([*together.flattened, *made], trainer.data_size)
 
 

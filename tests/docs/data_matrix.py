@@ -265,10 +265,14 @@ Run by hand under `ddp` on 2 ranks, with torch 2.13: 48 samples in 8 shards, bat
 | the same in a `DataLoader` | once | refused | refused with 1; 3 not tried |
 | `mosaicml-streaming` 0.13.0, its `StreamingDataLoader`, under torchrun | once | same batches | refused |
 | the same in a `DataLoader` | once | refused | refused |
-| the same under `ddp` or `ddp_fork`, without torchrun | refused | - | - |
+| the same under `ddp` without torchrun, made in `train_dataloader()` | once | not tried | not tried |
+| the same, made at the top of the script | refused | - | - |
+| the same under `ddp_fork` | refused | - | - |
 
-MosaicML's streams find out their rank from `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` alone: start such
-a run with `polyphase launch` or torchrun. (It was run with 48 shards.) litdata's own loader was silently wrong (the
+MosaicML's streams find out their rank from `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` when they are
+made. `polyphase launch` and torchrun set these variables before the script starts. Without them, under `ddp`, the
+engine sets them in each rank when the run begins: make the data set in `train_dataloader()` or `setup()`. A data set
+that the script makes before `fit` is refused before any process starts. (It was run with 48 shards.) litdata's own loader was silently wrong (the
 epoch after the resumed one was empty) until the engine refused it by its class; that refusal was tested with a class of
 the same module name. Under `tp` and `pp`, ranks that compute together need the same samples: a data set that divides
 itself among all ranks is refused there.

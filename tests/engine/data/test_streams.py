@@ -1,6 +1,7 @@
 """Streams that several ranks read: their parts, and their common end."""
 
 import math
+import sys
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 
@@ -12,7 +13,14 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler
 
-from polyphase.engine.data import as_uneven_eval, check_made_for, check_own_part, naming_foreign_ranks, shard_of
+from polyphase.engine.data import (
+    as_uneven_eval,
+    check_made_for,
+    check_own_part,
+    check_script_makes_none,
+    naming_foreign_ranks,
+    shard_of,
+)
 from polyphase.engine.errors import RefusedError
 
 from ..tiny import Regression, Stream, engine, rows
@@ -158,6 +166,18 @@ def test_mosaicmls_stream_that_is_made_before_the_ranks_is_refused_before_they_s
 def test_mosaicmls_stream_may_be_made_before_ranks_that_share_samples():
     check_made_for([_mosaicmls(8), DataLoader(_mosaicmls(8)), DataLoader(Stream(8)), 3, None], 1)
     check_made_for([_mosaicmls(8, num_ranks=2), Replayed(4)], 2)
+
+
+def test_mosaicmls_stream_that_the_script_makes_is_refused_before_the_script_starts_again(monkeypatch):
+    """Its loader is no argument of the run, and each rank would make the stream before it is connected."""
+    stream = _mosaicmls(8)
+    monkeypatch.setitem(sys.modules, "streaming", SimpleNamespace(StreamingDataset=type(stream)))
+    check_script_makes_none(1)
+    message = r"StreamingDataset was made before the 2 ranks (.*\n)+`train_dataloader\(\)` or `setup\(\)`"
+    with pytest.raises(RefusedError, match=message):
+        engine(strategy="ddp", devices=2).fit(Regression(), rows())
+    del stream
+    check_script_makes_none(2)
 
 
 def _make_in_a_rank(memory, world):

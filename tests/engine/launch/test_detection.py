@@ -5,7 +5,13 @@ import os
 import pytest
 from lightning.fabric.plugins.environments import KubeflowEnvironment
 
-from polyphase.engine.launch.detection import LaunchedEnvironment, launched_sizes, launcher_name, resolve_sizes
+from polyphase.engine.launch.detection import (
+    LaunchedEnvironment,
+    complete_rank_variables,
+    launched_sizes,
+    launcher_name,
+    resolve_sizes,
+)
 
 from ..tiny import QUIET, Engine
 
@@ -134,3 +140,33 @@ class TestContradictions:
         set_variables({"RANK": 1})
         with pytest.raises(ValueError, match=r"process 1 of several \(RANK\), but WORLD_SIZE does not say"):
             Engine(**QUIET)
+
+
+def test_a_rank_that_lightning_starts_gets_all_four_variables_of_torchrun(set_variables):
+    set_variables({"WORLD_SIZE": 4, "LOCAL_RANK": 1})
+    complete_rank_variables(3, 4, 2)
+    assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [4, 3, 1, 2]
+    assert launcher_name() is None  # also for an engine of its own, and in processes that it starts
+    assert resolve_sizes(1, 1) == (1, 1)
+    set_variables({"WORLD_SIZE": 2})
+    complete_rank_variables(1, 2, 2)
+    assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [2, 1, 1, 2]
+
+
+def test_launchers_within_such_a_rank_are_seen(set_variables):
+    set_variables({"WORLD_SIZE": 2, "LOCAL_RANK": 1})
+    complete_rank_variables(1, 2, 2)
+    set_variables({"WORLD_SIZE": 3, "RANK": 2, "LOCAL_WORLD_SIZE": 3})
+    assert launcher_name() == "RANK and WORLD_SIZE"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"WORLD_SIZE": 3, "LOCAL_RANK": 1}, {"WORLD_SIZE": 2, "LOCAL_RANK": 1, "RANK": 1}],
+    ids=["a forked rank", "another run's", "a launcher's"],
+)
+def test_variables_that_are_not_lightnings_stay_as_they_are(set_variables, variables):
+    set_variables(variables)
+    before = dict(os.environ)
+    complete_rank_variables(1, 2, 2)
+    assert dict(os.environ) == before
