@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint: planned by torch.distributed.checkpoint, written and read as plain bytes by `Files`.
+"""Storage of a checkpoint's tensors: torch.distributed.checkpoint plans it, `Files` writes and reads plain bytes.
 
-Each rank writes two files in the format of safetensors, which other tools can read too, and rank 0 says in
-`tensors.json` where each chunk is. Nothing of it is a pickle. The files of format 1, which were, still open: their
-metadata is read without unpickling, and each tensor by ``torch.load(weights_only=True)``.
+Each rank writes two files in the format of safetensors, which other tools can read, too. Rank 0 writes the index
+`tensors.json`, which has the file and the position of each chunk. No file is a pickle. Format 1 had pickles, and can
+still be read: its metadata without unpickling, each tensor by ``torch.load(weights_only=True)``.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from .tensor_index import Chunk, Index, check_index, index_bytes, parse_index, t
 __all__ = ["Reader", "Writer", "read_index", "tensors_in"]
 
 _NUM_FILES = 2
-"""The number of files of each rank: one is written while the other's checksum is taken, or the disk is waited for."""
+"""The number of files of each rank: one is written while the other's checksum is computed or the disk is busy."""
 
 _SAFETENSORS = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
@@ -38,11 +38,13 @@ _SAFETENSORS = {
     **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
-"""Names of dtypes in that format; all others are bytes there."""
+"""Names of dtypes in safetensors; tensors of other dtypes are stored as bytes."""
 
 
-class _Piece(NamedTuple):
-    place: MetadataIndex
+class _LocalChunk(NamedTuple):
+    """A chunk of a tensor that this rank writes."""
+
+    index: MetadataIndex
     tensor: Tensor
     is_whole: bool
 
@@ -75,40 +77,40 @@ class Writer(StorageWriter):
         """Writes all chunks of a plan.
 
         Raises:
-            OSError: of whichever file.
+            OSError: a file could not be written.
         """
-        pieces = []
+        chunks = []
         for item in plan.items:
             assert item.type != WriteItemType.BYTE_IO, "only tensors are saved"
             assert item.tensor_data is not None
             is_whole = item.tensor_data.chunk.sizes == item.tensor_data.size
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
-            pieces.append(_Piece(item.index, tensor, is_whole))
-        buckets = [(f"shard-{plan.storage_data}-{i}.safetensors", part) for i, part in enumerate(_dealt(pieces))]
+            chunks.append(_LocalChunk(item.index, tensor, is_whole))
+        contents = [(f"shard-{plan.storage_data}-{i}.safetensors", part) for i, part in enumerate(_by_file(chunks))]
         with ThreadPoolExecutor(_NUM_FILES) as threads:
-            results = list(threads.map(lambda bucket: self._write(*bucket), buckets))
+            results = list(threads.map(lambda content: self._write(*content), contents))
         written: Future[list[WriteResult]] = Future()
         written.set_result([result for part in results for result in part])
         return written
 
-    def _write(self, name: str, pieces: list[_Piece]) -> list[WriteResult]:
-        header, results = _header(pieces), []
+    def _write(self, name: str, chunks: list[_LocalChunk]) -> list[WriteResult]:
+        header, results = _header(chunks), []
         position = len(header)
         with self._files.writing(name) as stream:
             stream.write(header)
-            for piece in pieces:
-                if piece.num_bytes:
-                    stream.write(_bytes_of(_plain(piece.tensor)))
-                results.append(WriteResult(piece.place, piece.num_bytes, (name, position, piece.num_bytes)))
-                position += piece.num_bytes
+            for chunk in chunks:
+                if chunk.num_bytes:
+                    stream.write(_bytes_of(_plain(chunk.tensor)))
+                results.append(WriteResult(chunk.index, chunk.num_bytes, (name, position, chunk.num_bytes)))
+                position += chunk.num_bytes
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index of the tensors, on one rank, when all have written."""
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        """Writes the index of the tensors; called on one rank, when all ranks have written their files."""
+        locations = {result.index: result.storage_data for of_rank in results for result in of_rank}
         with self._files.writing(TENSORS) as stream:
-            stream.write(index_bytes(metadata, places))
+            stream.write(index_bytes(metadata, locations))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -121,7 +123,7 @@ class Reader(StorageReader):
 
     Args:
         files: of the checkpoint.
-        index: what `read_index` has found there.
+        index: of the same files, from `read_index`.
         is_packed: the checkpoint is of format 1.
     """
 
@@ -149,7 +151,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what a plan wants, file by file, in the order of the bytes."""
+        """Reads the chunks of a plan, file by file, in the order of the bytes."""
         wanted: dict[str, list[tuple[Chunk, ReadItem]]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -187,7 +189,7 @@ def read_index(files: Files, manifest: Manifest) -> Index:
     """Reads the index of the tensors and checks it against the manifest.
 
     Raises:
-        CheckpointError: it makes no sense, or does not fit the files.
+        CheckpointError: it can't be parsed, or contradicts the manifest.
     """
     is_packed = manifest.format < 2
     try:
@@ -200,7 +202,7 @@ def read_index(files: Files, manifest: Manifest) -> Index:
 
 
 def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of each tensor in a checkpoint, by its key."""
+    """Returns the shape and dtype of each tensor in a checkpoint, by its key."""
     return to_metadata(read_index(files, manifest)).state_dict_metadata  # type: ignore[return-value]
 
 
@@ -208,7 +210,7 @@ def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetad
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Returns a tensor on the host, dense, and with its values as they are seen."""
+    """Returns a contiguous tensor on the host; a conjugation or negation that torch has put off is carried out."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -216,28 +218,28 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _dealt(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
-    """Distributes tensors over files of about the same size; the widest dtypes first, so that all are aligned."""
-    buckets: list[list[_Piece]] = [[] for _ in range(_NUM_FILES)]
+def _by_file(chunks: Iterable[_LocalChunk]) -> list[list[_LocalChunk]]:
+    """Distributes chunks over files of about the same size; the widest dtypes come first, so that all are aligned."""
+    contents: list[list[_LocalChunk]] = [[] for _ in range(_NUM_FILES)]
     sizes = [0] * _NUM_FILES
-    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
+    for chunk in sorted(chunks, key=lambda chunk: -chunk.num_bytes):
         smallest = sizes.index(min(sizes))
-        buckets[smallest].append(piece)
-        sizes[smallest] += piece.num_bytes
-    return [sorted(bucket, key=lambda piece: -piece.tensor.element_size()) for bucket in buckets if bucket]
+        contents[smallest].append(chunk)
+        sizes[smallest] += chunk.num_bytes
+    return [sorted(content, key=lambda chunk: -chunk.tensor.element_size()) for content in contents if content]
 
 
-def _header(pieces: list[_Piece]) -> bytes:
+def _header(chunks: list[_LocalChunk]) -> bytes:
     """Returns a file's safetensors header: its size in 8 bytes, and JSON, padded to a multiple of 8."""
     entries: dict[str, Any] = {}
     position = 0
-    for piece in pieces:
-        key = piece.place.fqn
-        if not piece.is_whole or key in entries:
-            key += "@" + ",".join(map(str, piece.place.offset or ()))
-        name = _SAFETENSORS.get(piece.tensor.dtype)
-        end = position + piece.num_bytes
-        shape = list(piece.tensor.shape) if name else [piece.num_bytes]
+    for chunk in chunks:
+        key = chunk.index.fqn
+        if not chunk.is_whole or key in entries:
+            key += "@" + ",".join(map(str, chunk.index.offset or ()))
+        name = _SAFETENSORS.get(chunk.tensor.dtype)
+        end = position + chunk.num_bytes
+        shape = list(chunk.tensor.shape) if name else [chunk.num_bytes]
         entries[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -249,7 +251,7 @@ def _header(pieces: list[_Piece]) -> bytes:
 
 
 def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tuple[Tensor, list[int]]:
-    """Reads the wanted entries of a chunk's first dimension; returns them and where the wanted block begins in them."""
+    """Reads the planned rows of a chunk (entries of dim 0); returns them, and the planned block's offsets in them."""
     offsets, sizes = list(item.storage_offsets), list(chunk.sizes)
     start = chunk.start
     if sizes:
@@ -265,16 +267,16 @@ def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tupl
     return content.view(dtype).view(sizes), offsets
 
 
-def _fill(stream: Any, room: memoryview, name: str) -> None:
-    while len(room):
-        count = stream.readinto(room)
+def _fill(stream: Any, buffer: memoryview, name: str) -> None:
+    while len(buffer):
+        count = stream.readinto(buffer)
         if not count:
             raise CheckpointError(f"{name} ends too early")
-        room = room[count:]
+        buffer = buffer[count:]
 
 
 def _unpacked(stream: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """A tensor that torch.save has written within a file."""
+    """Reads a tensor of format 1, which `torch.save` has written into a part of a file."""
     stream.seek(chunk.start)
     content = io.BytesIO(stream.read(chunk.num_bytes))
     try:
@@ -282,5 +284,5 @@ def _unpacked(stream: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise CheckpointError(f"a tensor in {chunk.file} can't be read: {str(error).splitlines()[0]}") from None
     if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
-        raise CheckpointError(f"what {chunk.file} has in place of a tensor is something else")
+        raise CheckpointError(f"{chunk.file} does not have the tensor that its metadata names: {type(tensor).__name__}")
     return tensor

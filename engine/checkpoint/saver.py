@@ -1,12 +1,12 @@
-"""Saves checkpoints while training goes on, one at a time, and opens them.
+"""Saves checkpoints in the background, one at a time, and opens them.
 
 Phases of a save:
-1. on the trainer's thread: the tensors are copied, on accelerators within their own memory (`staging.py`), and all the
-   rest is serialised: that is all a step waits for (a save that is waited for needs no copies in host memory);
-2. on a thread and over a gloo group of its own: the copies go to host memory, and each rank writes its shards; rank 0
-   collects the checksums and what only the ranks know (random state, place in the data), writes the rest and publishes
-   the directory.
-A save that fails leaves nothing behind; all ranks learn of it, and training goes on.
+1. On the trainer's thread, the tensors are copied (`staging.py`) and everything else is serialised. The next step waits
+   for no more than that. A save in the foreground copies no tensors of host memory.
+2. On a thread of its own, over a gloo group of its own, the copies go to host memory and each rank writes its shards.
+   Rank 0 gathers the checksums and each rank's own state (random state, position in the data), writes the other files
+   and publishes the directory.
+A save that fails leaves no files; all ranks get the error, and training continues.
 """
 
 import io
@@ -51,17 +51,20 @@ class _Job(NamedTuple):
 
     path: str
     tensors: Callable[[], dict[str, Tensor]]
-    """Returns them in host memory."""
+    """Returns this rank's tensors, in host memory."""
     rest: bytes
+    """Everything but tensors, serialised; empty on all ranks but rank 0."""
     of_rank: bytes
+    """The state that only this rank has, serialised."""
     about: dict[str, Any]
+    """Fields of the manifest."""
     link: str | None
 
 
 class AsyncCheckpointer:
-    """Writes the checkpoints of one process, which is one of several that all call the same methods in the same order.
+    """Writes and opens the checkpoints of one rank; all ranks call the same methods in the same order.
 
-    Of a spawned worker's engine, the saver starts afresh: it has no state that outlives a run.
+    A pickled copy, as a spawned worker gets, has no thread, group or staging memory.
     """
 
     def __init__(self) -> None:
@@ -77,11 +80,11 @@ class AsyncCheckpointer:
         self.ranks: ObjectGroup | None = None
         """The group in which ranks agree; None: their own gloo group. If it has no process group, rank 0 writes all."""
         self.newest: str | None = None
-        """The last checkpoint that was published."""
+        """The path of the last checkpoint that was published; None before the first."""
         self.on_published: Callable[[str, Manifest], None] | None = None
-        """Called on rank 0 by whichever thread has published one."""
+        """Called on rank 0 with path and manifest, by the thread that has published a checkpoint."""
         self.on_removed: Callable[[str], None] | None = None
-        """Called when one was removed."""
+        """Called with the path of a checkpoint that was removed."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads, groups and memory to copy to live in this process alone.
@@ -102,14 +105,14 @@ class AsyncCheckpointer:
         """Saves `checkpoint` as the directory `path`.
 
         Args:
-            checkpoint: nested dict; of what is not sharded, rank 0's counts.
+            checkpoint: nested dict; values that are not sharded are taken from rank 0.
             path: final name, local or URL.
             about: step, epoch, layout and versions, for the manifest.
-            of_rank: what only this rank knows; goes into ``checkpoint["polyphase"]["ranks"]``.
-            link: name of a link beside `path` that shall point at it.
-            in_background: return when the state is copied; else when it is on the disk.
-            spread: top-level keys under which ranks have different entries, all of which are saved. A tensor on the
-                meta device is another rank's, too.
+            of_rank: state that only this rank has; saved under ``checkpoint["polyphase"]["ranks"]``.
+            link: name of a symbolic link beside `path` that is set to point to it.
+            in_background: return as soon as the state is copied; otherwise, when it is on the disk.
+            spread: top-level keys under which ranks have different entries, all of which are saved. This rank's tensors
+                on the meta device are not saved: another rank has them.
 
         Raises:
             OSError, CheckpointError: it could not be written, and `in_background` is False.
@@ -123,35 +126,35 @@ class AsyncCheckpointer:
         of_rank_tensors: dict[str, Tensor] = {}
         if _writes_shards(group):
             of_rank_tensors, of_rank = split(of_rank, f"rank{group.rank}.")
-            # What is left is small, but may be a view of a bucket of gradients, all of which would be written with it.
+            # These tensors are small, but may be views of a bucket of gradients, which would be written as a whole.
             of_rank = apply_to_collection(of_rank, Tensor, lambda small: small.detach().cpu().clone())
         content = b"" if group.rank else self._serialised(rest)
-        mine = {**tensors, **of_rank_tensors}
-        # In host memory, nobody writes into what this thread saves itself: it needs no copies.
-        needs_copies = in_background or any(tensor.device.type != "cpu" for tensor in mine.values())
-        staged = self._staging.begin(mine) if needs_copies else lambda: mine
+        own_tensors = {**tensors, **of_rank_tensors}
+        # Nothing changes tensors in host memory while this thread itself saves them: they need no copies.
+        needs_copies = in_background or any(tensor.device.type != "cpu" for tensor in own_tensors.values())
+        staged = self._staging.begin(own_tensors) if needs_copies else lambda: own_tensors
         job = _Job(path, staged, content, _packed(of_rank), about, link)
         if not in_background:
             self._write(job, group)
-            self._tell_notes()
+            self._warn_of_notes()
             return
         self._path = path
         self._thread = threading.Thread(target=self._run, args=(job, group), name="polyphase-save")
         self._thread.start()
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Waits for the save in flight, at most `timeout_s`; warns if it failed."""
+        """Waits for the save in flight, at most `timeout_s` seconds; warns if it failed."""
         if self._thread is not None:
             with waiting("the save in flight"):
                 self._thread.join(timeout_s)
             self.report()
 
     def report(self) -> None:
-        """Warns if a save has failed since the last time; waits for nothing."""
+        """Warns if a save has failed since the last call; does not wait for the save in flight."""
         if self._thread is None or self._thread.is_alive():
             return
         self._thread = None
-        self._tell_notes()
+        self._warn_of_notes()
         error, self._error = self._error, None
         removals, self._removals = self._removals, []
         if error is None:
@@ -165,14 +168,14 @@ class AsyncCheckpointer:
             category=RuntimeWarning,
         )
 
-    def _tell_notes(self) -> None:
-        """Warns on the trainer's thread, where a warning that the user made an error does not undo a save."""
+    def _warn_of_notes(self) -> None:
+        """Warns on the trainer's thread, when the save is over: under ``-W error`` a warning must not undo a save."""
         notes, self._notes = self._notes, []
         for note in notes:
             rank_zero_warn(note)
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint; not before the save in flight, which may be to replace it, has succeeded."""
+        """Removes a checkpoint, after the save in flight has succeeded, since that may replace it."""
         if self._thread is None:
             self._remove(path)
         else:
@@ -194,20 +197,21 @@ class AsyncCheckpointer:
         own: tuple[str, ...] = (),
         alone: bool = False,
     ) -> dict[str, Any]:
-        """Opens the checkpoint `path`, after all of its files were checked.
+        """Opens the checkpoint `path`, after checking all of its files.
 
         Args:
             path: of the directory.
-            template: gives for a tensor's key the tensor it is for, which says how it shall be sharded; None for whole,
-                on the CPU. One on the meta device is not read, and stands in the tensor's place.
-            leave_out: top-level keys that are not needed.
+            template: takes a tensor's key and returns the tensor to load into, whose sharding the loaded tensor gets.
+                If it returns None, the whole tensor is loaded, on the CPU; a tensor on the meta device is not read, and
+                stands in place of the loaded one.
+            leave_out: top-level keys that are not loaded.
             weights_only: as for `torch.load`; None for True.
-            layout: this run's; of a checkpoint with the same, each rank needs only what it said itself.
-            own: keys of what each rank said that nobody but that rank of the same layout needs.
-            alone: this rank opens it by itself, rather than all ranks together.
+            layout: of this run. If the checkpoint has the same layout, each rank loads only its own rank state.
+            own: keys of a rank's state that only the same rank of the same layout needs.
+            alone: this rank opens the checkpoint without the others, rather than all ranks together.
 
         Returns:
-            The nested dict that was saved, the list of what each rank said under ``checkpoint["polyphase"]["ranks"]``.
+            The nested dict that was saved; ``checkpoint["polyphase"]["ranks"]`` is the list of all ranks' states.
 
         Raises:
             CheckpointError: it is no checkpoint, damaged, or from a newer version.
@@ -225,15 +229,16 @@ class AsyncCheckpointer:
             checkpoint = open_directory(path, manifest, share[1], wants)
         except CheckpointError as raised:
             error = raised
-        # What one rank can't read, none may take: they all go on to the same next one.
-        errors = [said for said in group.all_gather_object(None if error is None else str(error)) if said is not None]
+        # If one rank can't read the checkpoint, all ranks raise, and try the same next one.
+        messages = group.all_gather_object(None if error is None else str(error))
+        errors = [message for message in messages if message is not None]
         if errors:
             raise error or CheckpointError(errors[0])
         assert checkpoint is not None
         return checkpoint
 
     def check_file(self, path: str) -> None:
-        """Reads all of a file, which the ranks share, before anything is restored from it.
+        """Checks a checkpoint that is one file, before anything is restored from it; each rank reads a part of it.
 
         Raises:
             CheckpointError: it is damaged.
@@ -245,13 +250,13 @@ class AsyncCheckpointer:
             raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
 
     def note_file(self, path: str, text: str) -> None:
-        """Notes a checkpoint that was written as one file, with the manifest `text`; called by all ranks."""
+        """Records that a checkpoint was written as one file with the manifest `text`; called by all ranks."""
         self.newest = path
         if self.on_published is not None and self._ranks().rank == 0:
             self.on_published(path, parse_manifest(text.encode(), path))
 
     def collect(self, value: Any) -> list[Any]:
-        """Gathers `value` of all ranks on rank 0, tensors in host memory; the lists of the others mean nothing."""
+        """Gathers `value` of all ranks on rank 0, with tensors in host memory; other ranks must not use the result."""
         group = self._ranks()
         if group.size == 1:
             return [value]
@@ -263,13 +268,13 @@ class AsyncCheckpointer:
         return self._ranks().all_gather_object(value)
 
     def agree(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on rank 0 and returns its result on each rank; what it raises there, all raise."""
+        """Calls `function` on rank 0 and returns its result on each rank; if it raises, all ranks raise that error."""
         return _on_rank_0(self._ranks(), function)
 
     def _ranks(self) -> ObjectGroup:
-        """Returns `ranks`, or the savers' own group, so that they never meet a collective of training.
+        """Returns `ranks`, or a group of its own, whose collectives can't mix with those of training.
 
-        Waits for the save in flight, whose ranks meet over the same connections.
+        Waits for the save in flight, which uses the same connections.
         """
         if num_ranks() == 1:
             return SELF
@@ -294,7 +299,7 @@ class AsyncCheckpointer:
     def _run(self, job: _Job, group: ObjectGroup) -> None:
         try:
             self._write(job, group)
-        except BaseException as error:  # told by `report`, on the trainer's thread
+        except BaseException as error:  # `report` warns of it on the trainer's thread
             self._error = error
 
     def _write(self, job: _Job, group: ObjectGroup) -> None:
@@ -307,8 +312,8 @@ class AsyncCheckpointer:
                 _write_shards(tensors, files, group)
             else:
                 _on_rank_0(group, lambda: _write_shards(tensors, files, SELF))
-            known = group.gather_object((files.written, job.of_rank))
-            _on_rank_0(group, lambda: self._publish(job, files, known))
+            of_ranks = group.gather_object((files.written, job.of_rank))
+            _on_rank_0(group, lambda: self._publish(job, files, of_ranks))
         except BaseException:
             if group.rank == 0:
                 discard(staging)
@@ -316,17 +321,23 @@ class AsyncCheckpointer:
         self.newest = job.path
         log.debug("saved %s in %.2f s", job.path, time.monotonic() - started)
 
-    def _publish(self, job: _Job, files: Files, known: list[Any]) -> None:
-        """Writes the other files and publishes the checkpoint; on rank 0, when all shards are written."""
+    def _publish(self, job: _Job, files: Files, of_ranks: list[tuple[Any, bytes]]) -> None:
+        """Writes the other files and publishes the checkpoint; called on rank 0, when all shards are written.
+
+        Args:
+            job: of rank 0.
+            files: of the new directory.
+            of_ranks: of each rank, the files it has written and its serialised state.
+        """
         with files.writing(REST) as stream:
             stream.write(job.rest)
-        # Of ranks that were lost, what rank 0 says of itself: the places in the data are alike.
-        known += known[:1] * (job.about["world_size"] - len(known))
+        # Lost ranks get rank 0's state: the positions in the data are the same on all ranks.
+        of_ranks += of_ranks[:1] * (job.about["world_size"] - len(of_ranks))
         with files.writing(RANKS) as stream:
-            # Rank 0 reads what the others have had on devices of theirs.
-            parts = [torch.load(io.BytesIO(of_rank), map_location="cpu", weights_only=True) for _, of_rank in known]
-            torch.save(parts, stream)
-        for written, _ in known:
+            # On the CPU, since rank 0 may lack the devices of the other ranks.
+            states = [torch.load(io.BytesIO(state), map_location="cpu", weights_only=True) for _, state in of_ranks]
+            torch.save(states, stream)
+        for written, _ in of_ranks:
             files.written.update(written)
         manifest = Manifest(
             name=job.path.rstrip("/").rsplit("/", 1)[-1], time=time.time(), files=dict(files.written), **job.about
@@ -340,7 +351,7 @@ class AsyncCheckpointer:
 
 
 def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
-    """Opens a checkpoint by one process, whole, on the CPU, in the form of Lightning's files.
+    """Opens a whole checkpoint in this process alone, on the CPU, as a dict like that of Lightning's files.
 
     Raises:
         CheckpointError: it is no checkpoint, damaged, or from a newer version.
@@ -352,13 +363,13 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
 
 
 def _writes_shards(group: ObjectGroup) -> bool:
-    """Whether each rank writes its part; else rank 0 has to have all of it, by its value."""
+    """Whether each rank writes its own shards; otherwise rank 0 has all tensors whole and writes them."""
     return group.size == 1 or group.process_group is not None
 
 
 def _write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -> None:
     writer, planner = Writer(files), SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    if group.process_group is None:  # what torch does for one rank, without its warning that there is one
+    if group.process_group is None:  # as `dcp.save` does for one rank, without its warning
         planner.set_up_planner(tensors, is_coordinator=True)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
         (plan,) = writer.prepare_global_plan(plans)
@@ -375,27 +386,27 @@ def _write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) 
 
 
 def _packed(value: Any) -> bytes:
-    """Serialises a value as it is now, whatever becomes of it."""
+    """Serialises the present value, which may change afterwards."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def _on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
-    """Calls `function` on each rank; what it raises on one rank, no rank goes on after."""
+    """Calls `function` on each rank; if it raises on one rank, all ranks raise a CheckpointError."""
     result, error = None, None
     try:
         result = function()
     except Exception as raised:
         error = raised
-    for rank, said in enumerate(group.all_gather_object(None if error is None else repr(error))):
-        if said is not None:
-            raise CheckpointError(f"rank {rank} could not copy its tensors: {said}") from error
+    for rank, message in enumerate(group.all_gather_object(None if error is None else repr(error))):
+        if message is not None:
+            raise CheckpointError(f"rank {rank} could not copy its tensors: {message}") from error
     return result
 
 
 def _on_rank_0(group: ObjectGroup, function: Callable[[], Any]) -> Any:
-    """Calls `function` on rank 0 and returns its result on all ranks; what it raises there is raised on all ranks."""
+    """Calls `function` on rank 0 and returns its result on all ranks; if it raises, all ranks raise that error."""
     result: Any = None
     error: Exception | None = None
     if group.rank == 0:

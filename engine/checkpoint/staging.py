@@ -1,14 +1,14 @@
-"""Copies what is saved to host memory, while the device computes the next steps.
+"""Copies of the tensors of a save in host memory, made while the device computes the next steps.
 
 Phases:
-1. on the trainer's thread: an accelerator copies its tensors within its own memory, in the order of its other work.
-   Whatever is written after that, by whom and however (`.data` has no version), is not in the copies. The trainer waits
-   for nothing. What the device has no room for, and what lies in host memory, is copied to the host at once.
-2. on the thread that writes, and on a stream of its own: the copies go to pinned host memory, which is kept for the
-   next time; the device gets their memory back.
+1. On the trainer's thread, an accelerator copies its tensors within its own memory, in the order of its other work. The
+   copies are the values of that moment, however a tensor is changed later (`.data` has no version). The trainer does
+   not wait. Tensors for which the device has no room, and tensors in host memory, are copied to the host at once.
+2. On the thread that writes, on a stream of its own, the copies go to pinned host memory, which later saves use again.
+   Then the device's memory is released.
 
-Room is what no step has needed so far, less a tenth of the device's memory: the copies take nothing of what the next
-step needs.
+The room on a device is the memory that no step has needed so far, less a tenth of the device's memory: so the copies
+take no memory that the next step needs.
 """
 
 from collections.abc import Callable
@@ -27,54 +27,56 @@ Tensors = dict[str, Tensor]
 
 
 class Staging:
-    """The memory for copies of one process; one save at a time."""
+    """The memory for the copies of one process, for one save at a time."""
 
     def __init__(self) -> None:
-        self._waited, self._beside = _HostMemory(is_waited=True), _HostMemory(is_waited=False)
+        self._from_trainer, self._from_device = _HostMemory(waits_once=True), _HostMemory(waits_once=False)
         self._on_device: dict[torch.device, _DeviceCopies] = {}
 
     def begin(self, tensors: Tensors) -> Callable[[], Tensors]:
-        """Takes the values that tensors have now.
+        """Copies the present values of tensors.
 
         Returns:
-            To be called once, on any thread: returns the copies in host memory. They are good until the next `begin`.
+            A function to be called once, on any thread, which returns the copies in host memory. They are valid until
+            the next `begin`.
         """
         copies: list[tuple[_DeviceCopies, Tensors]] = []
         with torch.inference_mode(False), torch.no_grad():  # copies made in an evaluation are used in training, too
             for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
                 on_device = self._on_device.setdefault(device, _DeviceCopies(device))
-                copies.append((on_device, on_device.take({k: t for k, t in tensors.items() if t.device == device})))
-        taken = {key for _, taken in copies for key in taken}
-        staged = self._waited.stage({key: tensor for key, tensor in tensors.items() if key not in taken})
+                copies.append((on_device, on_device.copy({k: t for k, t in tensors.items() if t.device == device})))
+        copied_keys = {key for _, copied in copies for key in copied}
+        staged = self._from_trainer.stage({key: tensor for key, tensor in tensors.items() if key not in copied_keys})
 
         def complete() -> Tensors:
-            for on_device, taken in copies:
-                staged.update(on_device.fetch(taken, self._beside))
+            for on_device, copied in copies:
+                staged.update(on_device.fetch(copied, self._from_device))
             return {key: staged[key] for key in tensors}
 
         return complete
 
 
 class _HostMemory:
-    """Memory of the host that torch's stager pins, and uses again for the same storages.
+    """Host memory, pinned if tensors are on a CUDA device, which is used again for the same storages.
 
     Args:
-        is_waited: the copies are waited for all together; else each by itself, on the current stream alone.
+        waits_once: copy all tensors without blocking, and wait for the device once; otherwise each copy blocks, and
+            waits for the current stream alone.
     """
 
-    def __init__(self, *, is_waited: bool) -> None:
-        self._is_waited = is_waited
+    def __init__(self, *, waits_once: bool) -> None:
+        self._waits_once = waits_once
         self._stager: DefaultStager | None = None
 
     def stage(self, tensors: Tensors) -> Tensors:
-        """Returns copies of tensors, once they are there."""
+        """Returns copies of tensors, when they are complete."""
         if self._stager is not None:
             try:
                 return self._stager.stage(tensors)  # type: ignore[return-value]
             except AssertionError:  # torch's: a tensor's memory was resized in place since the last time
                 pass
         pins = any(tensor.is_cuda for tensor in tensors.values())
-        options = StagingOptions(pins, False, use_async_staging=False, use_non_blocking_copy=pins and self._is_waited)
+        options = StagingOptions(pins, False, use_async_staging=False, use_non_blocking_copy=pins and self._waits_once)
         self._stager = DefaultStager(options)
         return self._stager.stage(tensors)  # type: ignore[return-value]
 
@@ -82,8 +84,8 @@ class _HostMemory:
 class _DeviceCopies:
     """Copies within the memory of one accelerator.
 
-    They stay the same tensors from save to save, by which the stager finds their host memory again; between two saves
-    their storages are empty.
+    Each save uses the same tensor objects, by which the stager finds their host memory. Between two saves their
+    storages are empty.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,8 +95,8 @@ class _DeviceCopies:
         self._copies: Tensors = {}
         self._held_bytes = self._peak_bytes = 0
 
-    def take(self, tensors: Tensors) -> Tensors:
-        """Copies as many of the tensors as there is room for."""
+    def copy(self, tensors: Tensors) -> Tensors:
+        """Returns copies of as many of the tensors as there is room for."""
         room, chosen, held = self._room_bytes(), {}, 0
         for key, tensor in tensors.items():
             if type(tensor) in (Tensor, nn.Parameter, DTensor) and held + _local(tensor).nbytes <= room:
@@ -107,20 +109,20 @@ class _DeviceCopies:
             for key, tensor in chosen.items():
                 self._copies[key] = _copy_like(tensor, former.get(key))
             torch._foreach_copy_(_locals(self._copies), _locals(chosen))
-        except torch.OutOfMemoryError:  # in pieces too small for it
+        except torch.OutOfMemoryError:  # the free memory is in pieces that are too small
             self._copies = {}
             return {}
         self._stream.wait_stream(self._module.current_stream(self._device))
         return dict(self._copies)
 
     def fetch(self, copies: Tensors, host: _HostMemory) -> Tensors:
-        """Copies them to the host, and gives their memory back to the device."""
+        """Returns the copies in host memory, and releases their memory on the device."""
         if not copies:
             return {}
         try:
             with self._module.stream(self._stream):
                 staged = host.stage(copies)
-                # Only done now: its memory goes to the stream that computes, which is not told of this one.
+                # The memory goes back to the computing stream, which does not wait for this one: so wait here.
                 self._stream.synchronize()
         finally:
             for copy in _locals(copies):
@@ -128,18 +130,18 @@ class _DeviceCopies:
         return staged
 
     def _room_bytes(self) -> int:
-        """Bytes that no step has needed so far, less a tenth of all."""
+        """Bytes that no step has needed so far, less a tenth of the device's memory."""
         if self._stream is None or not hasattr(self._module, "mem_get_info"):
             return 0
         free, total = self._module.mem_get_info(self._device)
-        # The copies of the last save were there beside the step that followed, and are gone.
+        # The step after the last save ran beside that save's copies, which are released by now.
         peak = self._module.max_memory_allocated(self._device) - self._held_bytes
         self._peak_bytes = max(peak, self._peak_bytes)
         return free + self._module.memory_reserved(self._device) - self._peak_bytes - total // 10
 
 
 def _copy_like(tensor: Tensor, former: Tensor | None) -> Tensor:
-    """Room for a copy: in the `former` one if it is of the same form."""
+    """Returns an uninitialised tensor like `tensor`: `former`, if its shape, dtype and layout are the same."""
     if former is None or _form(former) != _form(tensor):
         return torch.empty_like(tensor, requires_grad=False)
     local = _local(former)

@@ -1,7 +1,7 @@
-"""Tensors of which a rank has several blocks: q, k and v in one matrix, each of them split.
+"""Strided shards: tensors of which a rank has several blocks, such as q, k and v in one matrix, each of them split.
 
-torch.distributed.checkpoint takes the part of a DTensor that a rank has for one block. A tensor that knows its blocks
-is allowed to say so itself (`_Checkpointable`, which torch's own tensors of several blocks follow).
+torch.distributed.checkpoint takes a DTensor's local tensor for one block. A tensor-like object may list its blocks
+itself, by torch's protocol `_Checkpointable`: `Blocks` does.
 """
 
 import itertools
@@ -19,32 +19,32 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Pieces", "SavePlanner", "reading_plan"]
+__all__ = ["Blocks", "SavePlanner", "reading_plan"]
 
 
-class Pieces:
-    """The blocks of a DTensor that this rank has, as views of its memory."""
+class Blocks:
+    """The blocks of a DTensor that this rank has, as views of its local tensor."""
 
     def __init__(self, tensor: DTensor) -> None:
         self._tensor = tensor
         mesh, placements = tensor.device_mesh, tensor.placements
-        runs = [_runs(_mine(size, dim, mesh, placements)) for dim, size in enumerate(tensor.shape)]
+        runs = [_runs(_local_indices(size, dim, mesh, placements)) for dim, size in enumerate(tensor.shape)]
         local = tensor.to_local()
         self._blocks: dict[torch.Size, Tensor] = {}
-        for block in itertools.product(*runs):
-            piece = local
-            for dim, (_, start, length) in enumerate(block):
-                piece = piece.narrow(dim, start, length)
-            self._blocks[torch.Size(offset for offset, _, _ in block)] = piece
+        for runs_of_block in itertools.product(*runs):
+            block = local
+            for dim, (_, start, length) in enumerate(runs_of_block):
+                block = block.narrow(dim, start, length)
+            self._blocks[torch.Size(offset for offset, _, _ in runs_of_block)] = block
 
     def at(self, offset: torch.Size | None) -> Tensor:
-        """The block that begins at `offset` of the whole tensor."""
+        """Returns the block that begins at `offset` of the whole tensor."""
         assert offset is not None
         return self._blocks[offset]
 
     # torch: torch.distributed._checkpointable._Checkpointable
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offset, piece.shape) for offset, piece in self._blocks.items()]
+        return [ChunkStorageMetadata(offset, block.shape) for offset, block in self._blocks.items()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         return [
@@ -62,39 +62,39 @@ class Pieces:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Torch's planner, which here writes each block of a tensor of which this rank has several."""
+    """torch's planner of a save, which plans each block of a strided shard by itself."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Called with what is to be saved."""
+        """Takes the values to be saved, by their keys."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = _in_pieces(self.state_dict)
+        self.state_dict = _in_blocks(self.state_dict)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the value to be written."""
-        found = self.state_dict[index.fqn]
-        return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        return value.at(index.offset) if isinstance(value, Blocks) else super().lookup_object(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner, which here reads each block of a tensor of which this rank has several."""
+    """torch's planner of a load, which plans each block of a strided shard by itself."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Called with the tensors that are to be read."""
+        """Takes the tensors to be read into, by their keys."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = _in_pieces(self.state_dict)
+        self.state_dict = _in_blocks(self.state_dict)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Returns the tensor to read into."""
-        found = self.state_dict[index.fqn]
-        return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_tensor(index)
+        tensor = self.state_dict[index.fqn]
+        return tensor.at(index.offset) if isinstance(tensor, Blocks) else super().lookup_tensor(index)
 
 
 def reading_plan(tensors: dict[str, Tensor], metadata: Metadata) -> tuple[DefaultLoadPlanner, LoadPlan]:
-    """Plans what a rank reads on its own, as `torch.distributed.checkpoint.load` does, which warns that it is alone.
+    """Plans the reads of one rank, as `torch.distributed.checkpoint.load` does, without its warning about one rank.
 
     Args:
         tensors: to be filled, by their keys.
-        metadata: of what is stored.
+        metadata: of the stored tensors.
     """
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
@@ -102,29 +102,29 @@ def reading_plan(tensors: dict[str, Tensor], metadata: Metadata) -> tuple[Defaul
     return planner, planner.finish_plan(plan)
 
 
-def _in_pieces(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {key: Pieces(value) if _is_strided(value) else value for key, value in tensors.items()}
+def _in_blocks(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {key: Blocks(value) if _is_strided(value) else value for key, value in tensors.items()}
 
 
 def _is_strided(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and any(hasattr(placement, "split_factor") for placement in tensor.placements)
 
 
-def _mine(size: int, dim: int, mesh: Any, placements: Any) -> Tensor:
-    """Returns the indices along `dim` that this rank has, in the order of its memory."""
+def _local_indices(size: int, dim: int, mesh: Any, placements: Any) -> Tensor:
+    """Returns the indices along `dim`, of `size`, that this rank has, in the order of its local tensor."""
     indices = torch.arange(size)
     for axis, placement in enumerate(placements):
         if getattr(placement, "dim", None) == dim:
-            # torch: _StridedShard cuts each of `split_factor` parts.
+            # torch: _StridedShard splits each of `split_factor` parts over the ranks of the axis.
             parts = indices.chunk(getattr(placement, "split_factor", 1))
-            cut = [part.chunk(mesh.size(axis)) for part in parts]
+            splits = [part.chunk(mesh.size(axis)) for part in parts]
             rank = mesh.get_local_rank(axis)
-            indices = torch.cat([pieces[rank] for pieces in cut if rank < len(pieces)] or [indices[:0]])
+            indices = torch.cat([split[rank] for split in splits if rank < len(split)] or [indices[:0]])
     return indices
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
-    """Returns (index, place in memory, length) of each run of successive indices."""
+    """Returns (first index, its position in `indices`, length) of each run of successive indices."""
     if not len(indices):
         return []
     breaks = (indices.diff() != 1).nonzero().flatten() + 1

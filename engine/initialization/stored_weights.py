@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
-from ..checkpoint.strided_shards import Pieces
+from ..checkpoint.strided_shards import Blocks
 from ..flags import did_you_mean
 from .stored_names import names_of_transformers
 
@@ -168,7 +168,7 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     if not isinstance(tensor, DTensor):
         yield (0,) * tensor.dim(), tensor
         return
-    pieces = Pieces(tensor)
+    pieces = Blocks(tensor)
     for chunk in pieces.__create_chunk_list__():
         yield tuple(chunk.offsets), pieces.at(chunk.offsets)
 
