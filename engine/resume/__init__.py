@@ -1,1 +1,1 @@
-"""Saving and resuming a run: loops, place in the data, random states, and the run that is continued."""
+"""Saving and resuming a run: loops, position in the data, random states, and which run is continued."""

@@ -1,6 +1,6 @@
-"""Every way in which Lightning loads a checkpoint goes through `engine.checkpoint`, under every strategy.
+"""The trainer's connector that loads checkpoints, in place of Lightning's, under every strategy.
 
-Files of Lightning's own still load. How checkpoints are saved is in `saving`.
+It loads the engine's checkpoints and Lightning's own files. `saving` has the part that saves.
 """
 
 import os
@@ -44,19 +44,19 @@ __all__ = ["CheckpointConnector"]
 
 
 class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_connector
-    """Loads what a `SavingConnector` saves, and what Lightning does."""
+    """Loads the checkpoints of a `SavingConnector`, and of Lightning."""
 
     _engine_state: dict[str, Any]
-    """The engine's own part of the checkpoint that was opened; it stands there under `OURS`."""
+    """The engine's own entry of the checkpoint that was opened, under the key `OURS`."""
     _saved_names: list[list[str]] | None = None
-    """The names of the parameters of each of its optimizers; None if it does not say them."""
+    """The names of the parameters of each optimizer in that checkpoint; None if it has no names."""
 
     def begin(self) -> None:
-        """Called when the trainer begins to run."""
+        """Resets the state of the last run; called when the trainer begins to run."""
         self.is_ending = self._draws_alone = False
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Opens a checkpoint, whose files are all checked before anything is changed."""
+        """Opens a checkpoint, after checking all of its files; changes nothing of the module yet."""
         self.saver.finish()
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         seen = self.history.look() if is_fit else None
@@ -68,9 +68,9 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             self._open(str(checkpoint_path), weights_only)
         else:
             if self.is_portable and checkpoint_path and _is_foreign(checkpoint_path):
-                read_manifest(checkpoint_path)  # says what is missing
+                read_manifest(checkpoint_path)  # raises an error that names what is missing
             self._open_file(checkpoint_path, weights_only)
-        # Hooks are to see what Lightning's checkpoints have.
+        # Hooks of the module and of callbacks see only the entries that Lightning's checkpoints have.
         loaded = self._loaded_checkpoint or {}
         self._engine_state, self._saved_names = loaded.pop(OURS, {}), loaded.pop(NAMES, None)
         if is_fit:
@@ -79,12 +79,12 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     def _begin_run(self, is_same: bool) -> None:
         trainer = self.trainer
         opened = read_manifest(str(self._ckpt_path)) if is_same and trainer.is_global_zero else None
-        if opened is None or not 0 <= trainer.max_steps <= opened.step:  # else nothing is logged again
+        if opened is None or not 0 <= trainer.max_steps <= opened.step:  # otherwise no step is logged again
             loggers, step = (None, 0) if opened is None else (opened.loggers, opened.step)
             self.logs.take_back(loggers, step, waits=bool(self._engine_state.get("cut_short")))
         trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
         trainer.fit_loop.is_cut_short = False
-        # Of format 1, and of Lightning's own files, the run is not known; they are continued all the same.
+        # Checkpoints of format 1 and Lightning's own files have no run id; they can be continued all the same.
         continues = self._engine_state.get("run") or ({} if self._loaded_checkpoint else None)
         self.history.begin(continues, is_same=is_same)
         self.history.record(
@@ -98,11 +98,11 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         )
 
     def _open_file(self, path: Any, weights_only: bool | None) -> None:
-        """Opens a checkpoint by the strategy, as Lightning does; of ours, each rank takes its part."""
+        """Opens a checkpoint that is a file by the strategy, as Lightning does; each rank keeps its own part of it."""
         if path and self.is_portable:
             self.saver.check_file(str(path))
         if path and self.is_portable and self._is_sharded and is_checkpoint(path):
-            # Lightning: ModelParallelStrategy.load_checkpoint would gather and deal what each takes here by itself.
+            # Lightning: ModelParallelStrategy.load_checkpoint would read all of it on rank 0 and scatter the shards.
             rank_zero_info(f"Restoring states from the checkpoint path at {path}")
             self._ckpt_path = path
             self._loaded_checkpoint = self.trainer.strategy.checkpoint_io.load_checkpoint(
@@ -146,10 +146,13 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         self._ckpt_path = path
 
     def _resume_newest(self, seen: Seen, how: str, weights_only: bool | None) -> bool:
-        """Opens the newest checkpoint that is not damaged, of the newest run; whether there is one.
+        """Opens the newest checkpoint of the newest run that is not damaged.
+
+        Returns:
+            Whether there is one.
 
         Raises:
-            CheckpointError: there is none, but there are some that can't be read, or there were some.
+            CheckpointError: no checkpoint can be read, although there are some, or the run has saved some before.
         """
         folder = self.trainer.snapshots_path
         self._ckpt_path = None
@@ -176,29 +179,30 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         return False
 
     def _keep_global_batch(self, record: RunRecord | None) -> None:
-        """That of the same run, which was stopped before it could save anything."""
+        """Keeps the global batch of the same run, if it was stopped before it saved a checkpoint."""
         if record is not None and self._keeps_global_batch:
             trainer = self.trainer
             asked = self._accumulation_asked
             trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, record.batches)
 
-    # Lightning: _CheckpointConnector._parse_ckpt_path, before there are any processes to agree with.
+    # Lightning: _CheckpointConnector._parse_ckpt_path, called before the other processes start.
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         return (
             ckpt_path if ckpt_path in (AUTO, FRESH) else super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kwargs)
         )
 
     def restore_model(self) -> None:
-        """Loads the weights, after the module's hook has seen the checkpoint.
+        """Loads the weights, after the module's hook `on_load_checkpoint` was called.
 
         Raises:
-            RuntimeError: the module's parameters are others; lists those missing, unexpected and of another shape.
+            RuntimeError: the module has other parameters; the message lists those that are missing, unexpected or of
+                another shape.
         """
         trainer = self.trainer
         check_stored(trainer.lightning_module)
-        read_stored(trainer.lightning_module)  # what no strategy has split by now
+        read_stored(trainer.lightning_module)  # the parameters that no strategy has sharded and read by now
         if isinstance(trainer.precision_plugin, DoublePrecision):
-            # Lightning converts after this: what is loaded into single precision would lose half of its digits.
+            # Lightning converts the module after this, when values loaded into fp32 have lost half of their digits.
             trainer.precision_plugin.convert_module(trainer.lightning_module)
         if not self._is_ours:
             super().restore_model()
@@ -206,7 +210,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", self._loaded_checkpoint)
         module = trainer.lightning_module
         try:
-            if self._is_sharded:  # Lightning: strategies with shards of their own take whole tensors there
+            if self._is_sharded:  # Lightning: in load_model_state_dict its sharding strategies expect whole tensors
                 module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=module.strict_loading)
             else:
                 trainer.strategy.load_model_state_dict(self._loaded_checkpoint, strict=module.strict_loading)
@@ -214,23 +218,23 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             raise RuntimeError(f"The checkpoint {self._ckpt_path} does not fit the module. {mismatch}") from None
 
     def restore_loops(self) -> None:
-        """Restores the progress, and remembers what is to be restored when the data is there."""
+        """Restores the loops' progress, and keeps the state that is restored when the training data is prepared."""
         engine_state = self._engine_state
         if "batches" not in engine_state or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_loops()
             return
-        left = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], engine_state)
+        pending = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], engine_state)
         super().restore_loops()
         ranks, trainer = engine_state["ranks"], self.trainer
         if self._keeps_global_batch:
             asked = self._accumulation_asked
             trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, engine_state)
-        trainer.fit_loop.epoch_loop.pending_batch_work = left
+        trainer.fit_loop.epoch_loop.pending_batch_work = pending
         places, fit_loop = trainer._data_connector.places, trainer.fit_loop
         fit_loop.loaders_of_epoch = engine_state.get("loaders_of_epoch")
         fit_loop.resumes_between_epochs = engine_state["between_epochs"]
         fit_loop.epoch_loop.val_loop.loaders_of_epoch = engine_state.get("validation_loaders_of_epoch")
-        # A hook makes new ones, which know nothing of those before; a loader that was given to `fit` stays.
+        # A hook makes new loaders, without the state of the former ones; a loader that was given to `fit` stays.
         are_new = engine_state["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
         states = [ranks[rank]["data"] for rank in with_samples(engine_state)]
         self.knows_place = places.load_state_dict(states, are_new=are_new)
@@ -239,7 +243,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         drawing, here = with_samples(engine_state), trainer.data_rank
         if engine_state.get("layout", {}) == self._layout:
             self._random_state = ranks[trainer.global_rank]["random"]
-        else:  # those that share samples draw the same
+        else:  # ranks that share samples have the same random state
             self._random_state = ranks[drawing[here]]["random"] if here < len(drawing) else None
         if len(ranks) != trainer.world_size:
             rank_zero_info(
@@ -248,7 +252,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             )
 
     def _restore_compression(self, states: list[dict[str, Any]], saved_layout: dict[str, int]) -> None:
-        """Hands each rank's hook what it had not sent yet; that of another layout's ranks, the mean over them."""
+        """Restores the residuals of each rank's comm hook; with another layout, each rank gets the mean of all."""
         trainer = self.trainer
         hook = adapt(trainer.strategy).comm_hook
         unsent = any(state.get("residuals") for state in states)
@@ -258,11 +262,11 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                     "The checkpoint was saved under another `compression`: what the hook had not sent yet is lost."
                 )
             return
-        if (of := states[0].get("of", hook.of)) != hook.of:
+        if (quantity := states[0].get("of", hook.of)) != hook.of:
             if unsent:
                 rank_zero_warn(
-                    f"The checkpoint was saved under a strategy that averages {of}s, this one averages {hook.of}s, of"
-                    " another size: what the hook had not sent yet is lost."
+                    f"The checkpoint was saved under a strategy that averages {quantity}s, this one averages"
+                    f" {hook.of}s, of another size: what the hook had not sent yet is lost."
                 )
             return
         layout = trainer.layout
@@ -283,7 +287,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         hook.load_state_dict(own)
 
     def restore_optimizers_and_schedulers(self) -> None:
-        """Restores both; of sharded optimizers too, which Lightning leaves to its strategy."""
+        """Restores both, sharded optimizers as well, which Lightning leaves to its strategy."""
         super().restore_optimizers_and_schedulers()
         if self._is_ours and self._is_sharded and not self.trainer.strategy.lightning_restore_optimizer:
             self.restore_optimizers()
@@ -301,7 +305,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         """Restores the optimizers' state by the names of their parameters.
 
         Raises:
-            CheckpointError: other optimizers, or other parameters in their groups.
+            CheckpointError: the checkpoint is of other optimizers, or of other parameters in their groups.
         """
         if not self.is_portable or self._saved_names is None:
             super().restore_optimizers()
@@ -328,11 +332,11 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         if self._is_sharded or self._state_is_spread:
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
-        else:  # a strategy of the user's may have its own way
+        else:  # a strategy of the user's may override this method
             self.trainer.strategy.load_optimizer_state_dict({**self._loaded_checkpoint, "optimizer_states": states})
 
     def resume_end(self) -> None:
-        """Called by Lightning when all is restored."""
+        """Ends the restoring; called by Lightning."""
         super().resume_end()
         if self._between_epochs:
             self.restore_random_state()  # the next epoch's loader draws from it
@@ -347,7 +351,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         """Gives this rank its own random stream; called before the iterator of its data seeds its workers."""
         if not self._draws_alone:
             self._draws_alone = True
-            seed_rank_stream(self.trainer.data_rank)  # those that share samples draw the same
+            seed_rank_stream(self.trainer.data_rank)  # ranks that share samples draw the same numbers
 
     @property
     def _is_ours(self) -> bool:
@@ -355,10 +359,10 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
 
 
 def _is_elsewhere(state: dict[str, Any]) -> bool:
-    """Whether a parameter's state was not read, since only other ranks need it."""
+    """Whether a parameter's optimizer state was not read, as only other ranks need it."""
     return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _is_foreign(path: Any) -> bool:
-    """Whether `path` is a folder that neither we nor Lightning wrote."""
+    """Whether `path` is a folder that neither the engine nor Lightning has written."""
     return os.path.isdir(path) and not os.path.exists(os.path.join(path, "meta.pt"))  # Lightning: its sharded ones

@@ -1,6 +1,6 @@
-"""Random generators that training data sets keep themselves: checkpoints have their states, if there are no workers.
+"""States of the random generators that training data sets have as attributes, if their loaders have no workers.
 
-The states of generators in workers, and in streams that are fetched ahead, are part of the states of the loaders.
+The generators of workers, and of streams that are fetched ahead, are saved with the states of the loaders.
 """
 
 from typing import Any
@@ -33,16 +33,16 @@ class DataDraws:
         self._own.clear()
 
     def mark_step(self) -> None:
-        """Called before the first batch of a window of accumulated gradients, whose batches may be done again."""
+        """Notes the present states; called before the first batch of a window, which a resumed run repeats."""
         self._at_step = self._present()
 
     def states(self) -> list[dict[str, Any]]:
-        """The states of the generators of a loader's data set, by name, for each loader."""
+        """Returns, for each loader, the states of the generators of its data set, by name."""
         loop = self.trainer.fit_loop.epoch_loop
         between_epochs = self.trainer._checkpoint_connector._between_epochs
         if self._at_step is not None and not between_epochs and loop.is_in_window:
             return self._at_step
-        self._own.clear()  # at a save they are looked for anew
+        self._own.clear()  # a save searches the data sets for generators again
         return self._present()
 
     def _present(self) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ class DataDraws:
             self._resumed += [(loader, states)] if is_in_mid_epoch else []
 
     def settle(self) -> None:
-        """Called when the iterators of an epoch are there: those of a resumed one may have read some of the data."""
+        """Sets the resumed states again; called when the iterators of an epoch exist, which may have read samples."""
         for loader, states in self._resumed:
             set_own_states(loader.dataset, states)
         self._resumed.clear()

@@ -1,7 +1,7 @@
-"""The position of a run in its training data, and how a resumed run continues there; Lightning begins the epoch again.
+"""The position of a run in its training data, from which a resumed run continues; Lightning would restart the epoch.
 
-The position of a loader is one in its order of samples (`EpochPosition`), or a state of its own; without either it
-begins again.
+The position of a loader is a position in its order of samples (`EpochPosition`), or the loader's own state. A loader
+without either restarts the epoch.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class DataPosition:
     Args:
         trainer: whose data it is.
         sizes: of the batches.
-        deals_itself: says whether each rank has a sampler of its own in a loader.
+        deals_itself: takes a loader and returns whether each rank has its own sampler in it.
         seeds_samples: the random draws of each sample are seeded by its index.
     """
 
@@ -78,31 +78,31 @@ class DataPosition:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that is trained on."""
+        """The number of the current epoch, from 0."""
         return self.trainer.fit_loop.epoch_progress.current.processed
 
     def begin_run(self) -> None:
-        """Called when a run begins: one that a tuner has ended before its first batch may have left states waiting."""
+        """Resets all state when a run begins: a tuner may have ended the last run before it has used its states."""
         self._is_resuming, self._to_resume, self.sample_seed = False, [], None
         self.draws.begin_run()
         self._begun.clear()
 
     def begin(self) -> None:
         """Called before a training loader is prepared."""
-        # Lightning: there as soon as all loaders of the epoch have been prepared; this one is of a later epoch.
+        # Lightning: `_combined_loader` exists once all loaders of an epoch are prepared: this is a later epoch.
         self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
 
     def num_kept(self) -> int:
-        """Number of latest states that are kept: those of an optimizer step, the one before, one fetched ahead."""
+        """Number of states kept, one a batch: those of a window, the one before it, and one that is fetched ahead."""
         return int(self.trainer.accumulate_grad_batches) + 2
 
     def new_workers(self) -> Workers:
-        """For a loader whose workers' random states are to be in checkpoints."""
+        """Returns the record of the random states of one loader's workers, for checkpoints."""
         return Workers(lambda: self.epoch, self.num_kept)
 
     @property
     def in_mid_epoch(self) -> bool:
-        """Whether the next loader is to go on in the midst of its order."""
+        """Whether the next loader continues in the middle of its order."""
         if not self._is_resuming or not self._to_resume:
             return False
         state = self._to_resume[0]
@@ -110,15 +110,15 @@ class DataPosition:
 
     @property
     def may_read_shards(self) -> bool:
-        """Whether the next loader, if it is of a stream with shards, may read it shard by shard.
+        """Whether the next loader, if its data set is a stream with shards, may read it shard by shard.
 
-        Not if it is to go on where another version has read it otherwise.
+        It may not, if it resumes a checkpoint of a version of the engine that did not.
         """
-        goes_on = self._is_resuming and self._is_in_mid_epoch and bool(self._to_resume)
-        return not goes_on or self._to_resume[0]["unit"] != "stateful" or "shards" in self._to_resume[0]
+        resumes = self._is_resuming and self._is_in_mid_epoch and bool(self._to_resume)
+        return not resumes or self._to_resume[0]["unit"] != "stateful" or "shards" in self._to_resume[0]
 
     def watch(self, combined: CombinedLoader) -> None:
-        """Watches the loaders that stay the user's own; called before the first iterator of them is made."""
+        """Tracks the loaders that stay the user's own objects; called before their first iterators are made."""
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
         self.told.watch(combined)
@@ -144,12 +144,12 @@ class DataPosition:
         ]
 
     def size_of_batch(self, loader: Any, index: int) -> int | None:
-        """Samples of a batch of a loader that is watched; None if that is not known."""
+        """Returns the number of samples of a batch of a watched loader; None if it is unknown."""
         watched = self._watched.get(loader) if isinstance(loader, DataLoader) else None
         return None if watched is None else watched.size_of_batch(index)
 
     def settle(self) -> None:
-        """Called when the first iterators of a resumed epoch are there."""
+        """Restores the samplers' states; called when the first iterators of a resumed epoch exist."""
         for loader, begun in self._begun:
             restore_sampler(
                 controlling_sampler(loader) if (order := order_of(loader)) is None else order.sampler,
@@ -167,9 +167,9 @@ class DataPosition:
         """Returns this rank's position in the training data after `batches` batches of the epoch, in plain values.
 
         Args:
-            batches: of the present epoch.
-            begins: none of them was trained on yet.
-            is_cut_short: these are of the epoch before, which counts as over, but is to be gone on with.
+            batches: number of batches of the current epoch that are done.
+            begins: the epoch has trained on no batch yet.
+            is_cut_short: `batches` is of the last epoch, which counts as over, but in which a longer run continues.
         """
         epoch = self.epoch - is_cut_short
         # Lightning: the loaders as _prepare_dataloader left them.
@@ -212,14 +212,14 @@ class DataPosition:
         return state if workers is None else {**state, "workers": workers.state_after(epoch, batches - place.batches)}
 
     def load_state_dict(self, states: list[dict[str, Any]], *, are_new: bool = False) -> bool:
-        """The loaders that are prepared next begin at the positions of another run's.
+        """Sets the positions at which the loaders that are prepared next begin.
 
         Args:
-            states: `state_dict` of each rank of that run that had samples of its own, in their order.
-            are_new: that run would have made new loaders here, which begin.
+            states: the `state_dict` of each rank of the saved run that had samples of its own, in rank order.
+            are_new: the saved run would have made new loaders here, which begin at their first sample.
 
         Returns:
-            Whether all of them can.
+            Whether there are loaders, and all of them have a position.
         """
         self._saved = self._counted = states[0]["batches"]
         seed = states[0].get("sample_seed")
@@ -238,7 +238,7 @@ class DataPosition:
         for number, loader in enumerate(self._to_resume):
             loader["of_ranks"] = [state["loaders"][number] for state in states] if loader["unit"] == "stateful" else []
             loader["is_alone"] = len(self._to_resume) == 1
-        # Lightning: would give every rank what rank 0's loaders said, after the batches that were fetched ahead too.
+        # Lightning: would load the state of rank 0's loaders on every rank, batches that were fetched ahead included.
         self.trainer.fit_loop._combined_loader_states_to_load = []
         kinds = [loader["unit"] for loader in self._to_resume]
         self._is_resuming = bool(kinds) and not are_new
@@ -283,7 +283,7 @@ class DataPosition:
             if self._is_dealt_alike(state, EpochPosition(loader, state["num_sharing"])):
                 self._of_workers[loader] = state.get("workers")
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(state["epoch"])  # workers ask for the first indices before Lightning says so
+                set_epoch(state["epoch"])  # Lightning's own call comes after workers have got their first indices
             self._num_passes[loader] = num_passes
         elif state.get("position"):
             raise ValueError(
@@ -337,11 +337,11 @@ class DataPosition:
         self._count(batches)
 
     def _is_dealt_alike(self, state: dict[str, Any], place: EpochPosition) -> bool:
-        """Whether each worker gets the samples that the one of its number got in the run that saved `state`."""
+        """Whether each worker gets the samples that the worker of its number had in the saved run."""
         return state["saved_by"] == self.trainer.data_size and state["per_step"] == list(place.per_step)
 
     def _count(self, batches: int | None) -> None:
-        """Says in the loops' progress how many batches are done, in batches of this run's size, if they are others."""
+        """Corrects the loops' progress to `batches` of this run's size; None leaves it as it is."""
         batches = self._counted if batches is None else batches
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         shift = batches - self._counted
@@ -351,14 +351,14 @@ class DataPosition:
         self._counted = batches
 
     def resplit(self, done: int, micro_batch_size: int) -> int:
-        """Cuts the rest of the epoch into micro-batches of another size, between two steps.
+        """Splits the rest of the epoch into micro-batches of another size, between two optimizer steps.
 
         Args:
-            done: micro-batches of the epoch that are done.
-            micro_batch_size: samples of each rank's, at most.
+            done: number of micro-batches of the epoch that are done.
+            micro_batch_size: number of samples in a rank's micro-batch, at most.
 
         Returns:
-            How many of the new size that would have been.
+            The number of micro-batches of the new size that hold as many samples as `done` of the former one.
         """
         trainer, loader = self.trainer, self.sizes.loader
         assert loader is not None
@@ -372,7 +372,7 @@ class DataPosition:
             loader.workers.recount(done - place.batches)
         fetcher = trainer.fit_loop._data_fetcher
         set_limits(trainer)
-        iter(fetcher)  # takes them on
+        iter(fetcher)  # makes it use the new limits
         set_lengths(trainer)
         # Lightning: _TrainingEpochLoop.on_run_start
         fetcher.fetched += done
@@ -381,9 +381,9 @@ class DataPosition:
         return done
 
     def begin_again(self) -> None:
-        """Called before a second iterator is made for an epoch: workers may have read ahead for the first one."""
+        """Resets the loaders before an epoch's second iterator is made: workers may have read ahead for the first."""
         combined = self.trainer.fit_loop._combined_loader
-        for loader in filter(lambda each: isinstance(each, DataLoader), combined.flattened):
+        for loader in (loader for loader in combined.flattened if isinstance(loader, DataLoader)):
             if isinstance(loader, StateTrackingLoader):
                 loader.begin_again(self.epoch)
             elif (order := order_of(loader)) is not None:
@@ -392,7 +392,7 @@ class DataPosition:
                 self._watched[loader].begin_again()
 
     def forget(self) -> None:
-        """Called when an epoch begins that is no longer the resumed one: it has its own number of batches."""
+        """Drops the resumed positions; called when the next epoch begins, which has its own number of batches."""
         trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
@@ -405,7 +405,7 @@ class DataPosition:
 
 
 def _is_known(sampler: Any) -> bool:
-    """Whether an order that is not ours is the same when the epoch is done again."""
+    """Whether a sampler that the engine does not control gives the same order when an epoch is repeated."""
     return type(sampler) is SequentialSampler or hasattr(sampler, "set_epoch")
 
 

@@ -14,7 +14,7 @@ __all__ = ["EngineIO"]
 
 
 class EngineIO(TorchCheckpointIO):
-    """Lightning's files, written so that they are whole or not there, and our directories where there are some."""
+    """Writes Lightning's files atomically; opens and removes these and the engine's directories."""
 
     def __init__(self, saver: AsyncCheckpointer) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class EngineIO(TorchCheckpointIO):
         """Writes one file.
 
         Raises:
-            TypeError: for `storage_options`, as of Lightning's.
+            TypeError: `storage_options` were given, as for Lightning's `TorchCheckpointIO`.
         """
         if storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # says what it is for
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # raises Lightning's own error
             return
         write_file(checkpoint, str(path))
         if not self._has_checked:
@@ -37,17 +37,17 @@ class EngineIO(TorchCheckpointIO):
                 rank_zero_warn(refusal)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Opens either kind, whole, on the CPU."""
+        """Opens a file or a directory, whole, on the CPU."""
         self._saver.finish()
         if is_directory(path):
             return load_checkpoint(path, weights_only=weights_only)
         if is_checkpoint(path):
-            return read_file(path, weights_only, lazily=num_ranks() > 1)  # of which each takes a part
+            return read_file(path, weights_only, lazily=num_ranks() > 1)  # each rank reads only its part
         return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes either kind; a checkpoint not before its successor is there."""
-        # Lightning: its launchers leave the weights for the first process in a file that is no whole checkpoint.
+        """Removes a file or a directory; the engine's own checkpoints only when the save in flight has succeeded."""
+        # Lightning: its launchers hand the weights to the first process in a file that is not a whole checkpoint.
         if is_torch_file(path) and path_status(path).kind != "ours":
             super().remove_checkpoint(path)
         else:

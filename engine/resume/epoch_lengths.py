@@ -1,4 +1,4 @@
-"""Tells Lightning anew how many batches an epoch has: after a resumed epoch, or one that is cut into other batches."""
+"""Updates the number of batches of an epoch in Lightning's loops, after a resumed epoch or another batch size."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def set_limits(trainer: Any) -> None:
         _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
         for n in lengths
     ]
-    if combined._iterator is not None:  # Lightning: it, and not the loader, says how long the epoch is
+    if combined._iterator is not None:  # Lightning: the iterator, not the loader, limits the epoch
         combined._iterator.limits = combined.limits
 
 
 def set_lengths(trainer: Any) -> None:
-    """Sets how many batches the epoch has, and after how many a validation is due."""
+    """Sets the number of batches of the epoch, and the number after which a validation is due."""
     fit_loop = trainer.fit_loop
     whole = sized_len(fit_loop._combined_loader)
     fit_loop.max_batches = float("inf") if whole is None else whole

@@ -1,6 +1,6 @@
-"""`load_from_checkpoint` of modules and data modules opens our directories as it opens Lightning's files.
+"""Makes `load_from_checkpoint` of modules and data modules open the engine's directories as it opens Lightning's files.
 
-Hooks of the module see no entry of the engine's in either, as they don't see it where a trainer opens it.
+The module's hooks do not see the engine's own entry of a checkpoint, as when a trainer opens it.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Fits the content of a checkpoint to the run that opens it."""
+"""Adapts the content of a checkpoint to the run that opens it."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,18 +14,18 @@ __all__ = ["TargetTensors", "in_order_of", "matching_accumulation", "to_last_ste
 
 
 def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal["end", "nothing"] | None:
-    """Puts the state of Lightning's fit loop, saved in whatever hook, to the end of the last optimizer step.
+    """Sets the state of Lightning's fit loop, whichever hook has saved it, to the end of the last optimizer step.
 
     Args:
-        loops: changed in place.
-        engine_state: what the checkpoint says under the key ``polyphase``.
+        loops: the state, changed in place.
+        engine_state: the checkpoint's entry ``polyphase``.
 
     Returns:
-        What is left of the batch of that step: what follows a batch, validation and the like; or nothing; or None, if
-        Lightning works it out.
+        The work that remains for the batch of that step: ``"end"``, all that follows a batch, such as validation;
+        ``"nothing"``; or None, if Lightning finds out.
     """
     progress = loops["epoch_loop.batch_progress"]
-    left: Literal["end", "nothing"] | None = "nothing" if engine_state["between_steps"] else None
+    pending: Literal["end", "nothing"] | None = "nothing" if engine_state["between_steps"] else None
     if engine_state.get("cut_short"):
         for epochs in loops["epoch_progress"].values():
             epochs["processed"] = epochs["completed"] = epochs["started"] - 1
@@ -34,21 +34,20 @@ def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal
         for epochs in loops["epoch_progress"].values():
             epochs["completed"] = epochs["processed"]
     elif {*progress["current"].values()} != {engine_state["batches"]}:
-        # Batches that no step has used are done again, and one that has been used is not.
-        left = "end" if progress["current"]["ready"] == engine_state["batches"] else "nothing"
-        progress["is_last_batch"] &= left == "end"
+        # Batches that no optimizer step has used are trained on again.
+        pending = "end" if progress["current"]["ready"] == engine_state["batches"] else "nothing"
+        progress["is_last_batch"] &= pending == "end"
         total = progress["total"]["ready"] - progress["current"]["ready"] + engine_state["batches"]
         progress["current"] = dict.fromkeys(progress["current"], engine_state["batches"])
         progress["total"] = dict.fromkeys(progress["total"], total)
     if engine_state["in_validation"]:
-        # Half a validation is of no use: it is done again from its start. A batch that failed counts as tried, as
-        # Lightning counts it.
+        # An interrupted validation starts again. A batch that failed counts as tried, as Lightning counts it.
         validation = loops["epoch_loop.val_loop.batch_progress"]
         done = validation["current"]["completed"]
         validation["total"] = {field: count - done for field, count in validation["total"].items()}
         _begin_next(validation)
-        left = "end"
-    return left
+        pending = "end"
+    return pending
 
 
 def _begin_next(progress: dict[str, Any]) -> None:
@@ -57,7 +56,7 @@ def _begin_next(progress: dict[str, Any]) -> None:
 
 
 class TargetTensors:
-    """For a tensor's key in a checkpoint, the module's tensor that it is for.
+    """The module's tensors that the tensors of a checkpoint are loaded into, by the checkpoint's keys.
 
     Args:
         module: whose tensors they are.
@@ -70,8 +69,8 @@ class TargetTensors:
         self._not_kept = {name for name, parameter in module.named_parameters() if not keeps_state_of(parameter)}
 
     def __call__(self, key: str) -> Tensor | None:
-        """None if the module has none that `key` could be of; one on the meta device for what only other ranks need."""
-        named = self._found(key)
+        """Returns the tensor for a key: None if the module has none, one on the meta device if this rank needs none."""
+        named = self._find(key)
         if named is None:
             return None
         name, tensor = named
@@ -79,7 +78,7 @@ class TargetTensors:
             return tensor.to("meta")
         return tensor
 
-    def _found(self, key: str) -> tuple[str, Tensor] | None:
+    def _find(self, key: str) -> tuple[str, Tensor] | None:
         # state_dict.<name>; optimizer_states.0.state.<name>.exp_avg; callbacks.EMA.average.module.<name>
         parts = key.split(".")
         for end in (len(parts), len(parts) - 1):
@@ -91,7 +90,11 @@ class TargetTensors:
 
 
 def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
-    """An optimizer's state by name, as `optimizer` wants it: by number, in the order of its own groups."""
+    """Converts an optimizer's state by parameter names to one by numbers, in the order of `optimizer`'s groups.
+
+    Raises:
+        CheckpointError: the groups are of other parameters.
+    """
     groups, position = [], 0
     for number, group in enumerate(optimizer.param_groups):
         here = names[position : position + len(group["params"])]
@@ -109,18 +112,18 @@ def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -
 
 
 def with_samples(engine_state: dict[str, Any]) -> range:
-    """The ranks of the run that saved `ours` that had samples of their own: of those who shared some, the first."""
+    """Returns the ranks of the saved run that had samples of their own; of ranks that shared samples, the first."""
     layout = engine_state.get("layout", {})
     return range(0, engine_state["world_size"] // layout.get("pp", 1), layout.get("tp", 1))
 
 
 def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, Any]) -> int:
-    """The accumulation with which this number of ranks has the global batch of the checkpoint's.
+    """Returns the accumulation that gives this run the global batch of the run that saved the checkpoint.
 
     Args:
-        asked: what the run's flag says. If the checkpoint's run was asked for another, the flag is meant.
+        asked: the value of this run's flag. If it differs from the flag of the saved run, it is returned.
         num_ranks: number of ranks that have samples of their own.
-        engine_state: what the checkpoint says under the key ``polyphase``.
+        engine_state: the checkpoint's entry ``polyphase``.
     """
     then, per_rank = len(with_samples(engine_state)), engine_state["accumulate_grad_batches"]
     if asked != engine_state["accumulation_asked"]:

@@ -1,6 +1,6 @@
-"""Which run this is, which one it continues, and what may be taken for its newest checkpoint.
+"""The identity of a run: its id, the run that it continues, and the checkpoints that it can continue from.
 
-One look at the folder of snapshots, by rank 0 at the start of a run, answers all of it.
+Rank 0 reads all of it from the folder of snapshots, once, at the start of a run.
 """
 
 import os
@@ -17,9 +17,9 @@ from ..checkpoint.run_record import RunRecord, read_record, write_record
 __all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh"]
 
 AUTO = "auto"
-"""In place of a path: the newest checkpoint of the newest run."""
+"""Stands in place of a path for the newest checkpoint of the newest run."""
 FRESH = "fresh"
-"""In place of a path: none, whatever is there; restarts of the same job go on all the same."""
+"""Stands in place of a path for no checkpoint; restarts of the same job continue it all the same."""
 _START_AFRESH = f"To start afresh all the same, pass resume={FRESH!r}: nothing is deleted."
 
 
@@ -27,20 +27,21 @@ class Seen(NamedTuple):
     """The content of the folder of snapshots."""
 
     candidates: list[str]
-    """Checkpoints that a run can go on from, the newest first."""
+    """Paths of the checkpoints that a run can continue from, the newest first."""
     problems: list[str]
-    """Why others can't be opened."""
+    """A message for each checkpoint that can't be opened."""
     newer: str | None
-    """The message of one that a newer version has written, after all that can be opened."""
+    """A message, if a newer version has written a checkpoint that is newer than all that can be opened."""
     record: RunRecord | None
+    """What the last run in this folder has recorded of itself."""
 
 
 class RunHistory:
-    """The run that a trainer does, and those before it.
+    """The current run of a trainer, and the runs that it continues.
 
     Args:
         trainer: whose run it is.
-        saver: by which its ranks agree.
+        saver: whose group the ranks agree by.
     """
 
     def __init__(self, trainer: Any, saver: AsyncCheckpointer) -> None:
@@ -55,7 +56,7 @@ class RunHistory:
     # --- before the run
 
     def look(self) -> Seen:
-        """Looks at the folder of snapshots; called by all ranks, who all learn what rank 0 sees."""
+        """Returns the content of the folder of snapshots, as rank 0 reads it; called by all ranks."""
         self._saver.on_published, self._saver.on_removed = self._published, self._removed
         self._folder = self._trainer.snapshots_path
         return self._saver.agree(self._look)
@@ -77,24 +78,29 @@ class RunHistory:
         )
 
     def begin(self, continues: dict[str, Any] | None, *, is_same: bool) -> None:
-        """Says which run this is; called by all ranks.
+        """Gives the run its id, and a suffix for the names of its snapshots; called by all ranks.
 
         Args:
-            continues: what the checkpoint that was opened says of its run; None for none.
-            is_same: it is that run, started again.
+            continues: the entry ``run`` of the checkpoint that was opened; None without a checkpoint.
+            is_same: the run is the one that saved the checkpoint, started again.
         """
         self.run, self._suffix = self._saver.agree(lambda: self._begin(continues, is_same))
 
     def _begin(self, continues: dict[str, Any] | None, is_same: bool) -> tuple[RunId, str]:
         if continues is None and self.run.id and self._trainer.global_step:
-            run = self.run  # `fit` is called a second time, and goes on where the first has ended
+            run = self.run  # `fit` is called a second time, and continues where the first has ended
         else:
             run = begin_run(continues, is_same=is_same)
         self._ledger = Ledger(run, self._entries)
         return run, free_suffix(run, self._entries)
 
     def record(self, batches: dict[str, Any], loggers: list[dict[str, Any]]) -> None:
-        """Writes down which run has the folder, of what its global batch follows, and its logs; called by all ranks."""
+        """Writes the record of the run into the folder; called by all ranks.
+
+        Args:
+            batches: the values that the global batch follows from.
+            loggers: the state of each logger.
+        """
         if self._folder is None or not self._trainer.is_global_zero:
             return
         steps = [entry.manifest.step for entry in self._entries if entry.manifest is not None]
@@ -106,16 +112,16 @@ class RunHistory:
     # --- while it saves
 
     def about(self) -> dict[str, Any]:
-        """Returns a manifest's fields about the run; of its number, rank 0's counts."""
+        """Returns the fields of a manifest about the run; rank 0's sequence number is the valid one."""
         number = 0 if self._ledger is None else self._ledger.next_sequence()
         return {"run": self.run.id, "lineage": self.run.lineage, "sequence": number}
 
     def snapshot_name(self, step: int) -> str:
-        """The name of the snapshot of a step, which no other run's has."""
+        """Returns the name of the snapshot of a step; it differs from the names of all other runs' snapshots."""
         return f"step={step}{self._suffix}"
 
     def snapshots(self) -> list[Snapshot]:
-        """On rank 0: those that this run may remove, the newest first."""
+        """Returns, on rank 0, the snapshots that this run may remove, the newest first."""
         return [] if self._ledger is None else self._ledger.snapshots()
 
     def _published(self, path: str, manifest: Manifest) -> None:
@@ -137,15 +143,15 @@ def _is_newer(entry: Entry, newest: int) -> bool:
 
 
 def check_may_start_afresh(folder: str | None, seen: Seen, failures: list[str]) -> None:
-    """Raises where there is something that a run should go on from, but can't.
+    """Refuses to start a run from step 0, if its folder has checkpoints that can't be opened, or had some.
 
     Args:
         folder: of the snapshots.
-        seen: what is in it.
-        failures: why its candidates could not be opened.
+        seen: its content.
+        failures: a message for each candidate that could not be opened.
 
     Raises:
-        CheckpointError: says what is there.
+        CheckpointError: names the checkpoints that are there.
     """
     if seen.newer is not None:
         raise CheckpointError(f"resume={AUTO!r}: {seen.newer} {_START_AFRESH}")

@@ -1,9 +1,8 @@
-"""Every way in which Lightning saves goes through `engine.checkpoint`, under every strategy.
+"""The trainer's connector that saves checkpoints, in place of Lightning's, under every strategy.
 
-The dict that Lightning gathers, hooks included, stays what it is, and what Lightning leaves out is added under the key
-``polyphase``: the random state and the place in the data of every rank. Where rank 0 has all of it, the strategy writes
-one file, as it does under Lightning; where the state is sharded, and for snapshots, a directory is written, in which
-parameters and optimizer state are as each rank holds them.
+Lightning's dict stays as it is, with all that hooks add. The key ``polyphase`` has what Lightning does not save, such
+as each rank's random state and position in the data. If rank 0 has the whole state, the strategy writes one file, as
+under Lightning. If the state is sharded, and for snapshots, the ranks write a directory, each its own shards.
 """
 
 import time
@@ -37,17 +36,17 @@ from .run_history import RunHistory
 __all__ = ["STRATEGY", "SavingConnector"]
 
 STRATEGY = "strategy"
-"""Key under `OURS`, and in what each rank says, of what the strategy alone goes on with."""
+"""Key of the strategy's own state, under `OURS` and in the state of each rank."""
 
 
 class SavingConnector(_CheckpointConnector):
-    """Saves: Lightning's connector, with directories in place of files where the state is sharded.
+    """Lightning's connector, which saves a directory in place of a file if the state is sharded.
 
     Args:
         trainer: whose state is saved.
-        form: ``"file"``, ``"directory"``, or ``"auto"``: a directory where the state is sharded.
-        in_background: save snapshots while training goes on.
-        keeps_global_batch: where another number of processes resumes, change the accumulation to match.
+        form: ``"file"``, ``"directory"``, or ``"auto"``: a directory if the state is sharded.
+        in_background: save snapshots while training continues.
+        keeps_global_batch: change the accumulation to keep the global batch, if another number of ranks resumes.
     """
 
     trainer: Any
@@ -64,19 +63,19 @@ class SavingConnector(_CheckpointConnector):
         self._in_background = in_background
         self._form = form
         self._keeps_global_batch = keeps_global_batch
-        # Others, the resumption among them, may change it while training.
+        # The trainer's own value may change during training, for example when a run is resumed.
         self._accumulation_asked: int = trainer.accumulate_grad_batches
         self._random_state: dict[str, Any] | None = None
         self._draws_alone = False
         self.knows_place = False
-        """Whether the checkpoint that was opened says where in the data it was."""
+        """Whether the checkpoint that was opened has the position in the data."""
         strategy: Any = trainer.strategy
         self._strategy = adapt(strategy)
         self._capabilities = capabilities_of(strategy)
-        # A user's own CheckpointIO writes what it always does, and so do Lightning's strategies with formats of theirs.
+        # A CheckpointIO of the user's, and strategies of Lightning's with a format of their own, keep their formats.
         self.is_portable = (
             trainer._accelerator_connector.checkpoint_io is None  # Lightning: the plugin that the user gave
-            # Lightning: one that a registered strategy was given, and XLA's strategies, which refuse any but their own.
+            # Lightning: the plugin of a registered strategy; and XLA's strategies, which refuse others than their own.
             and type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO)
             and type(strategy).checkpoint_io is Strategy.checkpoint_io
             and self._capabilities.engine_checkpoints
@@ -107,9 +106,9 @@ class SavingConnector(_CheckpointConnector):
         """Saves the state of the run; all ranks call it at the same time.
 
         Raises:
-            TypeError: `storage_options`, which only a `CheckpointIO` of the user's knows what to do with.
-            CheckpointError: something that is no checkpoint of ours stands at `path`.
-            NonFiniteError: the state is not to be saved.
+            TypeError: `storage_options` were given, which only a `CheckpointIO` of the user's can use.
+            CheckpointError: `filepath` exists, and is not a checkpoint of the engine's.
+            NonFiniteError: the run has had a loss or gradient that is not finite.
         """
         path, as_directory = str(filepath), self._is_directory(kind)
         if as_directory and storage_options is not None:
@@ -155,11 +154,11 @@ class SavingConnector(_CheckpointConnector):
     def _save_file(
         self, checkpoint: dict[str, Any], filepath: Any, about: dict[str, Any], storage_options: Any
     ) -> None:
-        """As Lightning does, by the strategy; all ranks learn whether it has worked."""
+        """Saves by the strategy, as Lightning does; if it fails on one rank, all ranks raise."""
         path = str(filepath)
         name = path.rstrip("/").rsplit("/", 1)[-1]
         text = manifest_bytes(Manifest(name=name, time=time.time(), files={}, **about)).decode()
-        engine_state = checkpoint.pop(OURS, {})  # to be the last: see `manifest_text`
+        engine_state = checkpoint.pop(OURS, {})  # moved to the end: see `manifest_text`
         states = checkpoint.get("optimizer_states", [])
         if len(states) == len(self.trainer.optimizers) and all(map(_goes_by_number, states)):
             engine_state[NAMES] = [self._names(optimizer) for optimizer in self.trainer.optimizers] if states else []
@@ -172,7 +171,7 @@ class SavingConnector(_CheckpointConnector):
         failures = self.saver.gather(None if error is None else repr(error))
         if error is not None:
             raise error
-        failed = [f"rank {rank} could not write: {said}" for rank, said in enumerate(failures) if said is not None]
+        failed = [f"rank {rank} could not write: {text}" for rank, text in enumerate(failures) if text is not None]
         if failed:
             raise CheckpointError(f"The checkpoint {path} could not be saved: {'; '.join(failed)}.")
         self.saver.note_file(path, text)
@@ -181,7 +180,7 @@ class SavingConnector(_CheckpointConnector):
         self, checkpoint: dict[str, Any], path: str, about: dict[str, Any], *, link: str | None, in_background: bool
     ) -> None:
         trainer = self.trainer
-        if trainer.data_rank:  # BatchNorm's statistics are each rank's own: those of the first count, as in evaluation
+        if trainer.data_rank:  # ranks have different BatchNorm statistics; the first rank's are saved and evaluated
             for name in checkpoint["state_dict"].keys() & dict(trainer.lightning_module.named_buffers()).keys():
                 checkpoint["state_dict"][name] = checkpoint["state_dict"][name].to("meta")
         if "optimizer_states" in checkpoint:
@@ -199,9 +198,9 @@ class SavingConnector(_CheckpointConnector):
         )
 
     def _may_save(self, path: str) -> bool:
-        """Whether the state is fit to be saved, and there is room for it at `path`; the ranks agree, by one exchange.
+        """Whether all values are finite and `path` may be written; one all-gather, so that all ranks agree.
 
-        False where the run has failed already: what it has failed of is not to be hidden.
+        Returns False, rather than raise, if the run has failed already, so that its first error is the one that counts.
         """
         trainer = self.trainer
         watch = trainer.fit_loop.epoch_loop.automatic_optimization.watch
@@ -212,9 +211,9 @@ class SavingConnector(_CheckpointConnector):
                 check_may_replace(path)
             except CheckpointError as error:
                 taken = str(error)
-        said = self.saver.gather(("" if poison is None else str(poison), taken))
-        poisons = [poison for poison, _ in said if poison]
-        taken = next((text for _, text in said if text), "")
+        of_ranks = self.saver.gather(("" if poison is None else str(poison), taken))
+        poisons = [text for text, _ in of_ranks if text]
+        taken = next((text for _, text in of_ranks if text), "")
         if not poisons and not taken:
             return True
         if self.is_ending or (poisons and poison is None):  # another rank is about to raise it
@@ -225,7 +224,7 @@ class SavingConnector(_CheckpointConnector):
         raise CheckpointError(taken)
 
     _hands_out_shards = False
-    """Whether a directory is being saved, to which each rank gives what it has."""
+    """Whether a directory is being saved: then state dicts have each rank's own shards."""
 
     @property
     def _state_is_spread(self) -> bool:
@@ -236,13 +235,13 @@ class SavingConnector(_CheckpointConnector):
 
     @property
     def _is_training(self) -> bool:
-        """Whether training will go on after this: then a snapshot need not be waited for."""
+        """Whether training continues after this save, so that a snapshot may be written in the background."""
         trainer = self.trainer
         fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
         return fits and not self.is_ending
 
     is_ending = False
-    """The run has ended or failed: what is saved now is waited for."""
+    """Whether the run has ended or failed: then all saves are in the foreground."""
 
     @property
     def _stopped_in_validation(self) -> bool:
@@ -250,17 +249,17 @@ class SavingConnector(_CheckpointConnector):
 
     @property
     def _layout(self) -> dict[str, int]:
-        """Sizes of the axes that are not 1."""
+        """Sizes of the mesh's axes, without those of size 1."""
         return {axis: size for axis, size in self.trainer.layout.axes.items() if size > 1}
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's dict, with the progress as of the last whole step, and what it leaves out."""
-        checkpoint = dict(super().dump_checkpoint(weights_only))  # hooks may have kept the one that they were given
+        """Returns Lightning's dict, with the engine's own state under `OURS`; called by all ranks."""
+        checkpoint = dict(super().dump_checkpoint(weights_only))  # a copy, since hooks may have kept that dict
         trainer = self.trainer
         if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
-            # Lightning: Strategy.optimizer_state, one at a time, gives what this rank has.
+            # Lightning: Strategy.optimizer_state has returned only this rank's part.
             checkpoint["optimizer_states"] = self._collected(checkpoint["optimizer_states"])
-        # After workers have trained, the process that started them is alone, and has not seen the data.
+        # The process that started worker processes has not trained itself: it has no position in the data.
         is_alone = num_ranks() == 1 < trainer.world_size
         if weights_only or trainer.state.fn != TrainerFn.FITTING or is_alone:
             return checkpoint
@@ -285,11 +284,12 @@ class SavingConnector(_CheckpointConnector):
         return checkpoint
 
     def _collected(self, states: list[Any]) -> list[Any]:
-        """On rank 0, optimizers' states with what all ranks have of them."""
+        """Returns, on rank 0, the optimizers' states merged over all ranks."""
         all_states = self.saver.collect(states)
         return merged(all_states) if self.trainer.is_global_zero else states
 
     def _of_rank(self) -> dict[str, Any]:
+        """Returns the state that only this rank has."""
         trainer = self.trainer
         loop = trainer.fit_loop.epoch_loop
         begins = self._between_epochs
@@ -307,38 +307,38 @@ class SavingConnector(_CheckpointConnector):
 
     @property
     def _between_epochs(self) -> bool:
-        """Whether the last epoch is over, or nothing of the next one is done yet."""
+        """Whether the last epoch is over, or the next one has trained on no batch yet."""
         epochs = self.trainer.fit_loop.epoch_progress.current
         return (epochs.processed == epochs.ready and not self._is_cut_short) or epochs.started < epochs.ready
 
     @property
     def _validation_loaders_of_epoch(self) -> int | None:
-        """The epoch in which the validation loaders were made; None if none was yet."""
+        """The epoch in which the validation loaders were made; None before the first."""
         loop = self.trainer.fit_loop.epoch_loop.val_loop
-        # Lightning: minus infinity before the first ones.
+        # Lightning: minus infinity before the first loaders.
         return None if loop._last_val_dl_reload_epoch < 0 else int(loop._last_val_dl_reload_epoch)
 
     @property
     def _is_cut_short(self) -> bool:
-        """Whether the last epoch counts as over, but has batches left, with which a longer run goes on."""
+        """Whether `max_steps` has ended the last epoch before its last batch: a longer run continues in it."""
         fit_loop = self.trainer.fit_loop
         epochs = fit_loop.epoch_progress.current
         return fit_loop.is_cut_short and epochs.processed == epochs.ready
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
-        # Lightning: _CheckpointConnector._get_lightning_module_state_dict, by which a strategy gathers shards.
+        # Lightning: _CheckpointConnector._get_lightning_module_state_dict, where a strategy gathers shards.
         if self._hands_out_shards:
             state = self.trainer.lightning_module.state_dict()
             return self._strategy.saved_state(state)
         return super()._get_lightning_module_state_dict()
 
     def _names(self, optimizer: Optimizer) -> list[str]:
-        """Names of the parameters of an optimizer, in the order of its groups."""
+        """Returns the names of an optimizer's parameters, in the order of its groups."""
         names = {parameter: name for name, parameter in self.trainer.lightning_module.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [names.get(parameter, f"<parameter {i}>") for i, parameter in enumerate(parameters)]
 
 
 def _goes_by_number(state: Any) -> bool:
-    """Whether an optimizer's state is as torch's optimizers have it."""
+    """Whether an optimizer's state has the form of torch's, with parameters by number."""
     return type(state) is dict and type(state.get("state")) is dict and "param_groups" in state

@@ -15,17 +15,17 @@ def stateful(loader: Any) -> dict[str, Any]:
 
 
 def resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int, saved: int) -> int | None:
-    """Resumes `loader` at the position of another run; all ranks do, or all raise.
+    """Resumes `loader` at the position of the saved run, on all ranks, or raises on all ranks.
 
     Args:
         loader: of this run.
-        state: of the loader of the run that saved the checkpoint, on this rank, and `of_ranks`.
+        state: of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
         trainer: whose loader it is.
         epoch: the current epoch.
-        saved: number of batches of the epoch that each rank of that run had done.
+        saved: number of batches of the epoch that each rank of the saved run had done.
 
     Returns:
-        The number of batches of this run that count as done; None if they are as many as those of that run.
+        The number of batches of this run that count as done; None if it is `saved`.
 
     Raises:
         ValueError: it can't continue there.
@@ -54,13 +54,13 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
 
     Args:
         loader: of this run.
-        state: of the loader of the run that saved the checkpoint.
-        saved: number of batches of the epoch that each rank of that run had done.
+        state: of the saved run's loader.
+        saved: number of batches of the epoch that each rank of the saved run had done.
         world_size: number of this run's ranks that have samples of their own.
-        is_alike: whether batch size and workers are those of that run.
+        is_alike: whether batch size and number of workers are those of the saved run.
 
     Raises:
-        ValueError: it can't.
+        ValueError: it can't continue there.
     """
     if saved and _is_litdatas(loader):
         raise ValueError(
@@ -75,7 +75,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
             " the end of an epoch, or load the weights alone. For the next run:"
             " docs/howto/streams-with-shards.md, or a data set with a length."
         )
-    # Each rank has the states of all: if only the one that was through raised, the others would wait for it.
+    # Each rank checks the states of all ranks: if only the rank at its end raised, the others would wait for it.
     states = [other["state"] or {} for other in state["of_ranks"]] if isinstance(loader, StateTrackingLoader) else []
     through = [rank for rank, other in enumerate(states) if other.get("ended")]
     if saved and through:
@@ -99,18 +99,18 @@ def _resume_shards(
 
     Args:
         loader: this run's.
-        state: of the loader of the run that saved the checkpoint, on this rank, and `of_ranks`.
-        is_same: there are as many ranks and workers as then, and batches of the same size.
-        epoch: the present one.
-        saved: number of its batches that each rank of that run had done.
+        state: of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
+        is_same: the numbers of ranks and workers and the batch size are those of the saved run.
+        epoch: the current epoch.
+        saved: number of batches of the epoch that each rank of the saved run had done.
         num_ranks: number of this run's ranks.
-        window: batches of an optimizer step.
+        window: number of batches of an optimizer step.
 
     Returns:
-        The number of batches of this run that count as done: those that as many samples make.
+        The number of batches of this run that count as done: those that hold as many samples as the saved run's.
 
     Raises:
-        ValueError: the data has another number of shards, or other loaders beside it would go on elsewhere.
+        ValueError: the data has another number of shards, or there are other training loaders beside this one.
     """
     states = state["of_ranks"]
     then, now = state["shards"]["num_shards"], loader.dataset.count
@@ -119,7 +119,7 @@ def _resume_shards(
             f"The checkpoint has places in {then} shards, where this run's {type(loader.dataset.dataset).__name__} has"
             f" {now}: use the same data, or load the weights alone to begin an epoch."
         )
-    # A rank that was through takes its part of what the others had left.
+    # If a rank had read all of its shards, the shards that the others have left are dealt to all ranks.
     has_ended = any(stream["state"] is not None and stream["state"]["ended"] for stream in states)
     if is_same and not has_ended:
         loader.dataset.deal_next(state["shards"]["dealt"])
@@ -144,16 +144,16 @@ def _is_litdatas(loader: Any) -> bool:
 
 
 def _why_not_dealt(loader: Any, state: dict[str, Any]) -> str:
-    """The reason why saved places can't be dealt to other ranks, or in other batches."""
+    """Returns the reason why saved positions can't be split over other ranks, or into other batches."""
     if "shards" in state:
         return "it was read shard by shard, and this run's loader is not"
     if not isinstance(loader, DataLoader):
         return f"{type(loader).__name__} has no shards that the engine could deal"
-    # What is read again up to its place has the user's within.
+    # A data set that is read again up to its position is wrapped around the user's.
     reason = why_not_shardable(getattr(loader.dataset, "dataset", loader.dataset))
     return reason or "in the run that saved the checkpoint it was not read shard by shard"
 
 
 def _described(state: dict[str, Any]) -> str:
-    """The layout of a loader, for a message."""
+    """Returns the batch size and the number of workers of a loader, for a message."""
     return f"batch_size={state['batch_size']} and num_workers={state['num_workers']}"

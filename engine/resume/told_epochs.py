@@ -1,7 +1,7 @@
-"""Epochs that a hook tells a data set, by `set_epoch` or as its attribute `epoch`: told again in a run that is resumed.
+"""Epochs that a hook sets on a data set, by `set_epoch` or its attribute `epoch`; a resumed run sets them again.
 
-Workers have copies of a data set. Copies that were made before a hook has told the epoch are of another epoch, which is
-an error; a stream begins again instead, if nothing of it depends on the epochs before.
+Workers have copies of a data set. If workers have started before a hook sets the epoch, their copies have another one,
+which is an error. A stream is restarted instead, if it does not depend on former epochs.
 """
 
 from typing import Any
@@ -17,16 +17,16 @@ __all__ = ["ToldEpochs", "state_of_data"]
 
 
 def state_of_data(loader: Any, *, begins: bool) -> dict[str, Any]:
-    """The epoch that a loader's data set was told, and a checksum of its generators, which its own state lacks."""
+    """Returns the epoch that was set on a loader's data set, and a checksum of its generators, for a checkpoint."""
     if not isinstance(loader, DataLoader):
         return {}
-    # A stream that counts its epochs is to count the present one once more.
+    # A stream that counts epochs itself counts the current one again when it is resumed.
     told = loader.data_epoch if isinstance(loader, StateTrackingLoader) and not begins else epoch_of(loader.dataset)
     return {"data_epoch": told, "generators": digest_of_generators(loader.dataset)}
 
 
 class ToldEpochs:
-    """The epochs that the data sets of one rank's training loaders were told.
+    """The epochs that were set on the data sets of one rank's training loaders.
 
     Args:
         trainer: whose data it is.
@@ -37,11 +37,11 @@ class ToldEpochs:
         self._told: dict[DataLoader, int | None] = {}
 
     def watch(self, combined: CombinedLoader) -> None:
-        """Called before the first iterator of the loaders is made, which starts their workers."""
+        """Notes the data sets' epochs; called before the loaders' first iterator starts their workers."""
         self._told = {loader: epoch_of(loader.dataset) for loader in combined.flattened if _has_copies(loader)}
 
     def resume(self, loader: DataLoader, told: int | None) -> None:
-        """Tells a data set the epoch that it was told in the run that saved the checkpoint.
+        """Sets the epoch of the saved run on a data set.
 
         Raises:
             ValueError: the workers of that run may have had another epoch.
@@ -56,14 +56,14 @@ class ToldEpochs:
         set_epoch(dataset, told)
 
     def begin_again(self, fetcher: Any, epoch: int) -> None:
-        """Restarts streams if a hook has told them their epoch since; called before the first batch of one.
+        """Restarts streams if a hook has set another epoch since `watch`; called before the first batch of an epoch.
 
         Args:
-            fetcher: Lightning's, of the epoch.
-            epoch: the present one.
+            fetcher: Lightning's data fetcher of the epoch.
+            epoch: the current epoch.
 
         Raises:
-            ValueError: workers had been started before the hook was called.
+            ValueError: workers were started before the hook was called.
         """
         loaders = self.trainer.fit_loop._combined_loader.flattened  # Lightning: as _prepare_dataloader left them
         for loader, then in self._told.items():
@@ -85,5 +85,5 @@ class ToldEpochs:
 
 
 def _has_copies(loader: Any) -> bool:
-    """Whether workers keep copies of a data set with indices, which don't hear what it is told later."""
+    """Whether workers have copies of a map-style data set, which do not get an epoch that is set later."""
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and not has_iterable_dataset(loader)
