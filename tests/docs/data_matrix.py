@@ -272,10 +272,11 @@ Run by hand under `ddp` on 2 ranks, with torch 2.13: 48 samples in 8 shards, bat
 MosaicML's streams find out their rank from `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` when they are
 made. `polyphase launch` and torchrun set these variables before the script starts. Without them, under `ddp`, the
 engine sets them in each rank when the run begins: make the data set in `train_dataloader()` or `setup()`. A data set
-that the script makes before `fit` is refused before any process starts. (It was run with 48 shards.) litdata's own loader was silently wrong (the
-epoch after the resumed one was empty) until the engine refused it by its class; that refusal was tested with a class of
-the same module name. Under `tp` and `pp`, ranks that compute together need the same samples: a data set that divides
-itself among all ranks is refused there.
+that the script makes before `fit` is refused before any process starts. (The rows of torchrun were run with 48 shards.)
+
+litdata's own loader was silently wrong (the epoch after the resumed one was empty) until the engine refused it by its
+class; that refusal was tested with a class of the same module name. Under `tp` and `pp`, ranks that compute together
+need the same samples: a data set that divides itself among all ranks is refused there.
 
 `pip install "polyphase[data]"` installs `datasets` and `webdataset`. It does not install `litdata`, which requires
 torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch.
