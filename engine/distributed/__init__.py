@@ -1,1 +1,1 @@
-"""Groups of ranks and what they say to each other: collectives of plain values, the job's store, buckets, ports."""
+"""Communication between ranks: collectives of plain values, the job's key-value store, buckets, ports."""

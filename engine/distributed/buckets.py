@@ -1,4 +1,4 @@
-"""Tensors that travel together."""
+"""Buckets: tensors that are sent together, as one flat tensor."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,33 +9,33 @@ __all__ = ["copy", "flatten", "in_buckets", "unflatten"]
 
 
 def in_buckets(tensors: Iterable[Tensor], largest_mb: float) -> Iterator[list[Tensor]]:
-    """Runs of `tensors` of one dtype that take at most `largest_mb` MiB together, or are one tensor."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
+    """Yields buckets: tensors of one dtype, in their order, of at most `largest_mb` MiB, or a single larger tensor."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    for kind in kinds.values():
-        run: list[Tensor] = []
-        for tensor in kind:
-            if run and sum(packed.nbytes for packed in run) + tensor.nbytes > largest_mb * 2**20:
-                yield run
-                run = []
-            run.append(tensor)
-        yield run
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for of_dtype in by_dtype.values():
+        bucket: list[Tensor] = []
+        for tensor in of_dtype:
+            if bucket and sum(packed.nbytes for packed in bucket) + tensor.nbytes > largest_mb * 2**20:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
-    """One behind the other, as one flat copy."""
+    """Returns a copy of `tensors` as one 1-d tensor, each flattened, in their order."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The opposite of `flatten`: views of `flat` in the shapes of `tensors`."""
+    """Returns views of `flat` in the shapes of `tensors`; the inverse of `flatten`."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 @torch.no_grad()
 def copy(values: list[Tensor], tensors: list[Tensor]) -> None:
-    """Gives `tensors`, parameters or not, these values."""
+    """Copies `values` into `tensors`, which may be parameters."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)

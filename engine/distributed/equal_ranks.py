@@ -1,4 +1,4 @@
-"""Gives all ranks the values that rank 0 has, as DDP does, on the ranks' own devices."""
+"""Broadcasts of rank 0's parameters and buffers to the other ranks, as in DDP, on each rank's device."""
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,9 @@ __all__ = ["equalise", "give_value", "move_module", "share_buffers", "tell_devic
 
 
 def equalise(part: nn.Module, device: torch.device) -> None:
-    """Moves what of `part` is not sharded yet to `device`, and gives every rank rank 0's values."""
+    """Moves the parameters and buffers of `part` that are not sharded to `device`, and broadcasts rank 0's values."""
     whole = [tensor for tensor in (*part.parameters(), *part.buffers()) if not isinstance(tensor, DTensor)]
-    whole = [tensor for tensor in whole if not tensor.is_meta]  # what all ranks read from the same files
+    whole = [tensor for tensor in whole if not tensor.is_meta]  # all ranks read these from the same files
     for tensor in whole:
         give_value(tensor, tensor.data.to(device))
     pending = [dist.broadcast(tensor.data, src=0, async_op=True) for tensor in whole]
@@ -24,17 +24,17 @@ def equalise(part: nn.Module, device: torch.device) -> None:
 
 
 def give_value(tensor: Tensor, value: Tensor) -> None:
-    """Makes `tensor`, which stays the same object, hold `value`, which may be on another device."""
-    if torch._has_compatible_shallow_copy_type(tensor, value):  # torch: what nn.Module.to asks
+    """Replaces the data of `tensor`, which stays the same object, by `value`, which may be on another device."""
+    if torch._has_compatible_shallow_copy_type(tensor, value):  # torch: the condition in nn.Module.to
         tensor.data = value
-    else:  # devices that torch knows as extensions
+    else:  # a device that is an extension of torch
         # A new tensor in either case: a collective that has ended may still hold `value`.
         own = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
         torch.utils.swap_tensors(tensor, own)
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:
-    """Updates the device that `module` notes, and moves its metrics; parameters and buffers are moved already."""
+    """Sets `device` of `module` and its sub-modules, and moves metrics; parameters and buffers are moved before."""
     _update_properties(module, device=device)
     for part in module.modules():
         if isinstance(part, Metric):
@@ -42,14 +42,14 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:
-    """As `module.to(device)`, but tied parameters stay tied on every device."""
+    """Moves `module` as `module.to(device)` does, but keeps tied parameters tied on every kind of device."""
     for tensor in (*module.parameters(), *module.buffers()):
         give_value(tensor, tensor.data.to(device))
     tell_device(module, device)
 
 
 def share_buffers(model: nn.Module | None) -> None:
-    """Gives every rank rank 0's buffers (BatchNorm's statistics): an evaluation uses the same everywhere."""
+    """Broadcasts rank 0's buffers (BatchNorm's statistics), so that all ranks evaluate with the same ones."""
     assert model is not None
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)

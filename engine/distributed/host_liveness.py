@@ -1,9 +1,9 @@
-"""Tells a rank whether a process of another machine still lives, when its threads say nothing.
+"""Probes of whether a process of another machine still runs, although its threads do not answer.
 
-Each process of a job on several machines listens on a port, and does nothing with those who connect. The kernel
-answers for it, also while one of its threads holds Python's lock, as one does that opens a large pickle. So a
-connection that is made tells of a process that lives, one that is refused of a process that has ended, and one that
-gets no answer of a host or a network that has failed.
+Each process of a job on several machines listens on a port, and closes each connection. Its kernel accepts connections
+even while a thread of the process holds Python's lock, for example to unpickle a large file. So an accepted connection
+means that the process runs, a refused one that it has ended, and none within 2 s that its host or the network has
+failed.
 """
 
 import os
@@ -11,15 +11,15 @@ import socket
 from contextlib import suppress
 from enum import Enum
 
-__all__ = ["Sign", "answer", "own_port", "ring"]
+__all__ = ["ProcessState", "accept_probes", "own_port", "probe"]
 
 _BACKLOG = 256
 _LONGEST_S = 2.0
-"""The longest that an answer may take."""
+"""The longest time that a probe waits."""
 
 
-class Sign(Enum):
-    """The state of another machine's process, as its kernel reports it."""
+class ProcessState(Enum):
+    """The state of a process of another machine, as its kernel reports it."""
 
     LIVES = "lives"
     ENDED = "ended"
@@ -27,11 +27,11 @@ class Sign(Enum):
 
 
 _servers: dict[int, socket.socket] = {}
-"""The listening socket of each process, by process id, as a fork has its own."""
+"""The listening sockets by process id: a fork needs its own."""
 
 
 def own_port(address: str) -> int:
-    """The port of this process on one of its addresses; 0 where all ranks see each other's processes: on loopback."""
+    """Returns the port that this process listens on at `address`; 0 for loopback, where ranks see their processes."""
     if os.getpid() not in _servers and address and not address.startswith("127."):
         with suppress(OSError):
             server = socket.create_server((address, 0), backlog=_BACKLOG)
@@ -40,21 +40,21 @@ def own_port(address: str) -> int:
     return _servers[os.getpid()].getsockname()[1] if os.getpid() in _servers else 0
 
 
-def answer() -> None:
-    """Lets go of all who have rung."""
-    with suppress(OSError):  # nobody has
+def accept_probes() -> None:
+    """Closes all connections that were made to this process's port."""
+    with suppress(OSError):  # there are no more
         while os.getpid() in _servers:
             _servers[os.getpid()].accept()[0].close()
 
 
-def ring(address: str, port: int) -> Sign:
-    """Asks the kernel of another machine for one of its processes."""
+def probe(address: str, port: int) -> ProcessState:
+    """Returns the state of the process of another machine that listens on this port; takes at most 2 s."""
     if not address or not port:
-        return Sign.UNKNOWN
+        return ProcessState.UNKNOWN
     try:
         socket.create_connection((address, port), _LONGEST_S).close()
     except ConnectionRefusedError:
-        return Sign.ENDED
+        return ProcessState.ENDED
     except OSError:
-        return Sign.UNKNOWN
-    return Sign.LIVES
+        return ProcessState.UNKNOWN
+    return ProcessState.LIVES

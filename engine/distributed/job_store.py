@@ -1,7 +1,7 @@
-"""The job's key-value store, as this rank's threads use it: whatever else stands there is no word of a rank's.
+"""The job's key-value store, with signed messages between the ranks' threads.
 
-Anybody who reaches the store's port can write to it. So what is read is signed and checked (`signing`); what is not in
-order is as if it weren't there, and a warning says so once.
+Any process that reaches the store's port can write to it. So each message is signed by its writer and checked by its
+reader (`signing`). An invalid message counts as missing, with one warning.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .signing import MOST_BYTES, Fields, opened, parsed, signed
+from .signing import MOST_BYTES, Fields, parsed, signed, verified
 from .store_calls import StoreLine
 
 __all__ = ["FIRST_FAILURE", "CausedByRank", "JobStore", "SignedStore"]
@@ -24,16 +24,16 @@ log = logging.getLogger("polyphase.engine")
 
 _TICK_S = 0.05
 _ATTEMPTS = 100
-"""To write over what others write."""
+"""The number of attempts to replace an invalid message that others may keep writing."""
 _FAILURE: Fields = {"rank": int, "by": int, "kind": str, "message": str}
 
 
 class CausedByRank(Exception):  # noqa: N818 - what several errors have in common
-    """An error that a rank raises because of another one.
+    """An error that a rank raises because another rank has failed.
 
     Args:
-        message: what is wrong.
-        rank: the one that is to blame.
+        message: of the error.
+        rank: the rank that has failed.
     """
 
     def __init__(self, message: str, rank: int = 0) -> None:
@@ -42,13 +42,16 @@ class CausedByRank(Exception):  # noqa: N818 - what several errors have in commo
 
 
 class JobStore:
-    """The job's store; all methods may raise RuntimeError: its host is gone (`torch.distributed.DistError`), or silent.
+    """The job's store, as one rank uses it.
+
+    All methods may raise RuntimeError: the store's process has ended (`torch.distributed.DistError`) or does not answer
+    (`StoreLostError`).
 
     Args:
         store: shared by all ranks.
-        rank: this one.
+        rank: this rank.
         num_ranks: number of ranks.
-        line: another connection to it.
+        line: another connection to the same store; if one of the two is lost, both are.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, line: StoreLine | None = None) -> None:
@@ -59,69 +62,70 @@ class JobStore:
         self._has_warned = False
 
     def clone(self) -> "JobStore":
-        """The same over a connection of its own: a thread that waits in this one would block it."""
+        """Returns the same store over another connection, which a thread that waits in this one does not block."""
         return JobStore(self.store.clone(), self.rank, self.num_ranks, self.line)
 
     def has(self, *keys: str) -> bool:
-        """Whether something stands under each of `keys`, in order or not; one exchange."""
+        """Whether there is a value, valid or not, under each of `keys`; one call of the store."""
         return self.line.ask("check", list(keys))
 
-    def write(self, key: str, word: dict[str, Any]) -> None:
-        """Says something to all ranks; plain values."""
-        self.line.ask("set", key, signed(key, json.dumps(word).encode()))
+    def write(self, key: str, message: dict[str, Any]) -> None:
+        """Writes a message of plain values, which all ranks can read."""
+        self.line.ask("set", key, signed(key, json.dumps(message).encode()))
 
     def read(self, key: str, fields: Fields) -> dict[str, Any] | None:
-        """Returns the word under `key`; None if there is none, or none that is valid. Does not wait for one."""
+        """Returns the message under `key`; None if there is no valid one. Does not wait."""
         return self.read_all([key], fields).get(key)
 
     def read_all(self, keys: Iterable[str], fields: Fields) -> dict[str, dict[str, Any]]:
-        """Returns the valid words under `keys`, all read in one exchange; where one is missing, each is asked for."""
-        there = list(keys)
-        if not self.has(*there):
-            there = [key for key in there if self.has(key)] if len(there) > 1 else []
-        values = self.line.ask("multi_get", there) if there else []
-        words = {key: self._understood(key, value, fields) for key, value in zip(there, values, strict=True)}
-        return {key: word for key, word in words.items() if word is not None}
+        """Returns the valid messages under `keys`, by key; two calls of the store, or one more a key if some lack."""
+        present = list(keys)
+        if not self.has(*present):
+            present = [key for key in present if self.has(key)] if len(present) > 1 else []
+        values = self.line.ask("multi_get", present) if present else []
+        messages = {key: self._checked(key, value, fields) for key, value in zip(present, values, strict=True)}
+        return {key: message for key, message in messages.items() if message is not None}
 
     def count(self, key: str, more: int = 0) -> int:
-        """Adds to a counter, and returns it. Unsigned: it is no word to act on."""
+        """Adds to a counter and returns it. It is not signed: nothing may depend on its value being right."""
         return self.line.ask("add", key, more)
 
     def first_failure(self) -> dict[str, Any] | None:
-        """The job's first failure: rank, kind, message and by whom it was recorded."""
+        """Returns the job's first failure: its rank, kind, message, and ``by``, the rank that has recorded it."""
         return self.read(FIRST_FAILURE, _FAILURE)
 
     def record_failure(self, failure: dict[str, Any]) -> dict[str, Any]:
-        """The job's first failure: `failure`, unless there is one already."""
+        """Records a failure, unless there is one already; returns the job's first failure."""
         return self.record_first(FIRST_FAILURE, failure, _FAILURE)
 
-    def record_first(self, key: str, word: dict[str, Any], fields: Fields) -> dict[str, Any]:
-        """The first word that a rank has said there: `word`, unless there is one already."""
-        signed_word = signed(key, json.dumps(word).encode())
-        there = b""
+    def record_first(self, key: str, message: dict[str, Any], fields: Fields) -> dict[str, Any]:
+        """Writes `message`, unless there is a valid message already; returns the first valid message under `key`."""
+        signed_message = signed(key, json.dumps(message).encode())
+        expected = b""
         for _ in range(_ATTEMPTS):
-            now = self.line.ask("compare_set", key, there, signed_word)
-            winner = word if now == signed_word else self._understood(key, now, fields)
-            if winner is not None:
-                return winner
-            there = b"" if now == there else now  # torch: where nothing stands any more it returns what was expected
-        return word
+            present = self.line.ask("compare_set", key, expected, signed_message)
+            first = message if present == signed_message else self._checked(key, present, fields)
+            if first is not None:
+                return first
+            # torch: if the key was deleted, `compare_set` returns the expected value.
+            expected = b"" if present == expected else present
+        return message
 
-    def _understood(self, key: str, value: bytes, fields: Fields) -> dict[str, Any] | None:
-        content = opened(key, value) if len(value) <= MOST_BYTES else None
-        word = None if content is None else parsed(content, fields, self.num_ranks)
-        if word is None and not self._has_warned:
+    def _checked(self, key: str, value: bytes, fields: Fields) -> dict[str, Any] | None:
+        content = verified(key, value) if len(value) <= MOST_BYTES else None
+        message = None if content is None else parsed(content, fields, self.num_ranks)
+        if message is None and not self._has_warned:
             self._has_warned = True
             _warn(self.rank, key)
-        return word
+        return message
 
 
 class SignedStore:
-    """A store of short texts, for what ranks agree on; the methods are those of `torch.distributed.Store`.
+    """A store of short signed texts; the methods are those of `torch.distributed.Store`.
 
     Args:
-        store: in which there may be other things, too.
-        rank: this one.
+        store: shared by all ranks; it may have other values, too.
+        rank: this rank.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -134,17 +138,17 @@ class SignedStore:
         self._line.ask("set", key, signed(key, text.encode()))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether there are texts under all keys."""
+        """Whether there is a valid text under each key."""
         return self._line.ask("check", keys) and all(self._text(key) is not None for key in keys)
 
     def get(self, key: str) -> bytes:
-        """The text under a key, as soon as there is one."""
+        """Returns the text under a key; waits until there is a valid one."""
         while not self._line.ask("check", [key]) or (text := self._text(key)) is None:
             time.sleep(_TICK_S)
         return text
 
     def _text(self, key: str) -> bytes | None:
-        text = opened(key, self._line.ask("get", key))
+        text = verified(key, self._line.ask("get", key))
         if text is None and not self._has_warned:
             self._has_warned = True
             _warn(self._rank, key)

@@ -1,4 +1,4 @@
-"""Object collectives on the host: plain values over the hosts' network; devices neither take part nor wait."""
+"""Object collectives: collectives of plain values between the hosts, in which accelerators take no part."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ import torch.distributed as dist
 __all__ = ["SELF", "WORLD", "ObjectGroup", "num_ranks"]
 
 _made: list[Any] = [None, None]
-"""The default group, and the group beside it that was made for plain values."""
+"""The default process group, and the gloo group that was made beside it."""
 
 
 def num_ranks() -> int:
-    """Number of processes that are connected; 1 where none are."""
+    """Returns the number of ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _everyone() -> Any:
-    """A gloo group of all ranks, for their main threads."""
+def _world_group() -> Any:
+    """Returns a gloo group of all ranks, for use by their main threads."""
     default = dist.group.WORLD
     if dist.get_backend(default) == "gloo":
         return default
@@ -27,11 +27,11 @@ def _everyone() -> Any:
 
 
 class ObjectGroup:
-    """Ranks that tell each other plain values: all of them call the same methods, in the same order.
+    """A group of ranks with collectives of plain values; all ranks call the same methods, in the same order.
 
     Args:
         group: a gloo group; None for all ranks that are connected.
-        is_alone: this rank talks to nobody.
+        is_alone: the group is this rank alone.
     """
 
     def __init__(self, group: Any = None, *, is_alone: bool = False) -> None:
@@ -40,8 +40,8 @@ class ObjectGroup:
 
     @property
     def process_group(self) -> Any:
-        """The gloo group they are, by which torch can have them work together; None where there is none."""
-        return None if self.size == 1 else self._group or _everyone()
+        """The gloo group, for collectives of torch; None for a single rank."""
+        return None if self.size == 1 else self._group or _world_group()
 
     @property
     def size(self) -> int:
@@ -56,14 +56,14 @@ class ObjectGroup:
         return 0 if self.size == 1 else dist.get_rank(self._group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in their order, on every rank; pickle must be able to take them."""
+        """Returns the values of all ranks, in rank order, on every rank; the values are pickled."""
         values = [value] * self.size
         if len(values) > 1:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in their order, on the first rank; the lists of the others mean nothing."""
+        """Returns the values of all ranks, in rank order, on the first rank; other ranks must not use the result."""
         values = [value] * self.size
         if len(values) > 1:
             dist.gather_object(value, values if self.rank == 0 else None, group=self.process_group, group_dst=0)
@@ -77,16 +77,16 @@ class ObjectGroup:
         return values[0]
 
     def all_gather_ints(self, value: int) -> list[int]:
-        """Returns the numbers of all ranks, in their order, on every rank: one all-reduce of a number per rank."""
-        said = torch.zeros(self.size, dtype=torch.int64)
-        if len(said) == 1:
+        """Returns the numbers of all ranks, in rank order, on every rank; one all-reduce of 8 bytes a rank."""
+        values = torch.zeros(self.size, dtype=torch.int64)
+        if len(values) == 1:
             return [value]
-        said[self.rank] = value
-        dist.all_reduce(said, group=self.process_group)
-        return said.tolist()
+        values[self.rank] = value
+        dist.all_reduce(values, group=self.process_group)
+        return values.tolist()
 
     def all_gather_bools(self, value: bool) -> list[bool]:
-        """Returns the flags of all ranks, in their order, on every rank."""
+        """Returns the flags of all ranks, in rank order, on every rank; communicates as `all_gather_ints`."""
         return [bool(flag) for flag in self.all_gather_ints(value)]
 
 

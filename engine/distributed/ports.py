@@ -1,4 +1,4 @@
-"""A port at which the ranks of one machine meet, that no other program is given in the meantime."""
+"""The port of the rendezvous of the ranks of one machine, reserved so that no other program gets it."""
 
 import socket
 import sys
@@ -8,18 +8,18 @@ __all__ = ["reserve_port"]
 
 
 def reserve_port(environment: Any) -> socket.socket:
-    """Chooses a free port for the ranks to meet at; the socket that is returned keeps it until it is closed.
+    """Chooses a free port for the rendezvous; the returned socket reserves it until it is closed.
 
-    A port that is only looked up may be another's by the time that rank 0 listens on it. Linux lets rank 0 listen on
-    one that a socket is bound to, as long as that one does not listen.
+    Another program could take a port that is only looked up before rank 0 listens on it. On Linux, rank 0 can listen on
+    a port that another socket is bound to, as long as that socket does not listen.
 
     Args:
-        environment: a `LightningEnvironment`, which names the port from now on.
+        environment: a `LightningEnvironment`, which gets the port.
     """
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind(("", 0))
     environment._main_port = reservation.getsockname()[1]  # Lightning: LightningEnvironment's port
-    if sys.platform != "linux":  # elsewhere it would keep rank 0 from the port as well
+    if sys.platform != "linux":  # on other systems rank 0 could not listen on a reserved port
         reservation.close()
     return reservation

@@ -1,9 +1,9 @@
-"""Adds a few numbers up over the ranks while an accelerator computes something else.
+"""Sums of a few numbers over the ranks, while an accelerator computes something else.
 
-An all-reduce on the stream that computes would have it wait for the slowest rank, and for all collectives of the group
-that were launched before. This one has a stream and a connection of its own.
+An all-reduce on the computing stream would make it wait for the slowest rank, and for all earlier collectives of the
+group. These sums have a stream and a process group of their own.
 
-Communication: one all-reduce for each call, of the bytes of what is added up.
+Communication: one all-reduce for each call, of the bytes of the tensor.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ class SideSum:
     """Sums over a group of ranks.
 
     Args:
-        group: whose ranks all create this at the same time; None for all ranks.
+        group: all of its ranks create this object at the same time; None for all ranks.
         device: an accelerator with streams.
-        timeout: of the sums.
+        timeout: of the process group of the sums.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
@@ -35,11 +35,14 @@ class SideSum:
         self._group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
     def begin(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
-        """Begins a sum; call what is returned for it, on the stream that is to use it.
+        """Begins a sum.
 
         Args:
-            make: returns what this rank has, a tensor that nobody else uses.
-            needs_device: whether that is computed from what the device is still computing.
+            make: returns this rank's summand, a tensor that nothing else uses.
+            needs_device: whether the summand depends on work that the device has not finished.
+
+        Returns:
+            A function that returns the sum, to be called on the stream that uses it.
         """
         if needs_device:
             total = make()

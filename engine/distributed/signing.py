@@ -1,7 +1,7 @@
-"""Words that ranks leave for each other where others can write too: checked, and signed with the job's secret.
+"""Signatures of the messages between ranks, with the job's secret: other processes can write to the same store.
 
-HMAC-SHA256 (RFC 2104) of the word and of the place where it stands, so that no word counts anywhere else. A job without
-a secret (see `environment.job_secret`) checks only what its words look like.
+The signature is the HMAC-SHA256 (RFC 2104) of the message and of its key, so that a message is valid under one key
+only. A job without a secret (see `environment.job_secret`) checks only the form of its messages.
 """
 
 import hashlib
@@ -12,39 +12,39 @@ from typing import Any
 
 from ..environment import job_secret
 
-__all__ = ["MOST_BYTES", "Fields", "opened", "parsed", "signed"]
+__all__ = ["MOST_BYTES", "Fields", "parsed", "signed", "verified"]
 
 Fields = Mapping[str, type | tuple[type, ...]]
-"""Names and types of the fields that a word must have; it may have more."""
+"""Names and types of the fields that a message must have; it may have more."""
 
 MOST_BYTES = 2_000_000
-"""The longest word: the stack of a thread that recurses has thousands of lines."""
+"""The size of the longest message: the stack of a thread that recurses has thousands of lines."""
 _MOST_DEPTH = 8
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
-def signed(place: str, content: bytes) -> bytes:
-    """`content`, behind its signature.
+def signed(key: str, content: bytes) -> bytes:
+    """Returns `content` with its signature in front.
 
     Args:
-        place: where it will be read.
-        content: at most `MOST_BYTES` in a store.
+        key: under which the message will be read.
+        content: at most `MOST_BYTES` bytes, if it goes into a store.
     """
-    return _signature(place, content) + content
+    return _signature(key, content) + content
 
 
-def opened(place: str, message: bytes) -> bytes | None:
-    """Returns the content of a signed message; None if its signature is not the one of this job and this place."""
+def verified(key: str, message: bytes) -> bytes | None:
+    """Returns the content of a signed message; None if the signature is not of this job and this key."""
     signature, content = message[:_SIGNATURE_BYTES], message[_SIGNATURE_BYTES:]
-    return content if hmac.compare_digest(signature, _signature(place, content)) else None
+    return content if hmac.compare_digest(signature, _signature(key, content)) else None
 
 
 def parsed(content: bytes, fields: Fields, num_ranks: int) -> dict[str, Any] | None:
-    """The JSON object that `content` is; None if it is none, or lacks one of `fields`, or names a rank there isn't.
+    """Parses a message of JSON; returns None if it is no object, lacks one of `fields`, or names an unknown rank.
 
     Args:
         content: UTF-8.
-        fields: names and types; those called ``"rank"`` and ``"by"`` are ranks.
+        fields: names and types; the fields ``"rank"`` and ``"by"`` are ranks.
         num_ranks: number of ranks.
     """
     try:
@@ -69,6 +69,6 @@ def _is_plain(value: Any, depth: int) -> bool:
     return True
 
 
-def _signature(place: str, content: bytes) -> bytes:
+def _signature(key: str, content: bytes) -> bytes:
     # Without a secret it is a checksum.
-    return hmac.digest(job_secret() or b"polyphase", f"{len(place)}:{place}".encode() + content, "sha256")
+    return hmac.digest(job_secret() or b"polyphase", f"{len(key)}:{key}".encode() + content, "sha256")

@@ -1,6 +1,6 @@
-"""Declared waits for other ranks: a thread says what it waits for, and the watchdog of its process reads it.
+"""Declared waits for other ranks, by which the watchdog of the process knows what a thread waits for.
 
-Collectives of torch need none: the watchdog finds them in the stack of the thread (`reliability/heartbeat.py`).
+Collectives of torch need no declaration: the watchdog finds them in the thread's stack (`reliability/heartbeat.py`).
 """
 
 import threading
@@ -18,7 +18,7 @@ class waiting:  # noqa: N801 (a context manager, named as a function is)
     """Context manager around a wait for other ranks. It costs an append and a pop: no lock, no system call.
 
     Args:
-        what: is waited for, in the words of reports: "waits for other ranks in <what>".
+        what: the name of the wait; reports have "waits for other ranks in <what>".
     """
 
     __slots__ = ("_what",)
@@ -45,7 +45,7 @@ def current_wait(thread: int) -> str | None:
     Args:
         thread: its identifier, as of `threading.get_ident`.
     """
-    waits = _waits.get(thread, [])[-1:]  # one operation: the thread goes on meanwhile
+    waits = _waits.get(thread, [])[-1:]  # one operation, since the other thread continues meanwhile
     return waits[0] if waits else None
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import psutil
 
-from ..distributed.host_liveness import Sign, ring
+from ..distributed.host_liveness import ProcessState, probe
 
 __all__ = ["main", "watch"]
 
@@ -51,10 +51,10 @@ def watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
     before = time.monotonic()
     while silent_s < longest_s:
         time.sleep(_PERIOD_S)
-        sign, now = ring(address, port), time.monotonic()
-        has_answered |= sign is Sign.LIVES
+        sign, now = probe(address, port), time.monotonic()
+        has_answered |= sign is ProcessState.LIVES
         # Time in which this machine slept does not count.
-        silent_s = silent_s + min(now - before, 3 * _PERIOD_S) if has_answered and sign is Sign.UNKNOWN else 0.0
+        silent_s = silent_s + min(now - before, 3 * _PERIOD_S) if has_answered and sign is ProcessState.UNKNOWN else 0.0
         before = now
     print(
         f"polyphase launch: the host of the rendezvous, {address}:{port}, has not answered for {silent_s:.0f} s. The"

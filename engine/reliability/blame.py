@@ -1,9 +1,9 @@
-"""Finds the rank on which a fault began, such as a NaN, that spreads to the other ranks and is found there, too.
+"""Finds the rank on which a fault, such as a NaN, has begun, before it has spread to the other ranks.
 
-1. Each rank that has found something writes where into the job's store, out of band;
-2. it waits until all ranks have, or a few seconds have passed: the ranks look at the same step, so those that find
-   something do so at about the same time, and no collective lies between;
-3. the earliest one counts, and of several the lowest rank.
+1. Each rank that has a fault writes its step and name into the job's store.
+2. It waits until all ranks have done so, or 3 s have passed. The ranks check at the same step, with no collective in
+   between, so they write at about the same time.
+3. The earliest fault is returned; of several, that of the lowest rank.
 """
 
 import time
@@ -20,17 +20,17 @@ _FIELDS = {"rank": int, "step": int, "name": str, "order": int}
 
 
 def earliest(own_fault: dict[str, Any]) -> dict[str, Any]:
-    """Returns the first finding of any rank: the one with the smallest step, order and rank.
+    """Returns the first fault of all ranks: the one with the smallest step, order and rank.
 
     Args:
-        own_fault: this rank's finding: rank, step, name, and its order within a step.
+        own_fault: of this rank: ``rank``, ``step``, ``name``, and ``order``, its order within a step.
     """
     job = current_job()
     if job is None or job.num_ranks == 1:
         return own_fault
     keys = [f"polyphase/nonfinite/{rank}" for rank in range(job.num_ranks)]
     faults = [own_fault]
-    with suppress(RuntimeError):  # the store's host is gone
+    with suppress(RuntimeError):  # the store's process has ended
         job.write(keys[own_fault["rank"]], own_fault)
         deadline = time.monotonic() + _PATIENCE_S
         while len(faults) < len(keys) and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""torch's flight recorder: the last collectives of each rank, and which of them the ranks do not agree on.
+"""torch's flight recorder: the last collectives of each rank, and the differences between ranks.
 
-torch notes each collective that a rank calls (gloo's and NCCL's; the last 2,000, TORCH_FR_BUFFER_SIZE). Each rank puts
-its last ones into the failure report, and whoever writes that compares them: which collective some ranks have called
-and others have not, and where types or sizes of one collective differ. What may differ is torch's to say (`Op.match`).
+torch records each collective that a rank calls (gloo's and NCCL's; the last 2,000, TORCH_FR_BUFFER_SIZE). The failure
+report has the last ones of each rank. The rank that writes the report compares them: collectives that some ranks have
+called and others have not, and collectives with different types or sizes. torch's `Op.match` decides what may differ.
 """
 
 import json
@@ -18,7 +18,7 @@ from .rank_registry import in_words
 __all__ = ["mismatches", "recorded", "told"]
 
 _NUM_CALLS = 20
-"""The last calls of each group that are kept."""
+"""The number of last calls of each group that are kept."""
 _NUM_GROUPS = 16
 _NUM_SENTENCES = 4
 _DIFFERENCES = {
@@ -30,22 +30,22 @@ _DIFFERENCES = {
 
 
 def recorded() -> dict[str, Any] | None:
-    """The last collectives of this rank, by group, and the ranks of each group; None where nothing is recorded."""
+    """Returns this rank's last collectives by group, and the ranks of each group; None if nothing is recorded."""
     calls: dict[str, list[dict[str, Any]]] = {}
-    with suppress(Exception):  # a run that fails is not to fail once more over its report
+    with suppress(Exception):  # an error here must not hide the failure that is reported
         for entry in _entries():
             backend, _, operation = entry["profiling_name"].partition(":")
             group, description = entry["process_group"]
             # Moved to the end, so that the groups are in the order of their last calls.
-            there = calls.pop(f"{backend} {group}", [])
-            calls[f"{backend} {group}"] = [*there[1 - _NUM_CALLS :], _call(entry, operation, description)]
+            earlier = calls.pop(f"{backend} {group}", [])
+            calls[f"{backend} {group}"] = [*earlier[1 - _NUM_CALLS :], _call(entry, operation, description)]
     if not calls:
         return None
     return {"calls": dict(list(calls.items())[-_NUM_GROUPS:]), "groups": _groups()}
 
 
 def _entries() -> Iterator[dict[str, Any]]:
-    # torch: the recorder of all backends but NCCL, and that of NCCL, which only builds with it have.
+    # torch: the recorder of all backends but NCCL, and the one of NCCL, which only builds with NCCL have.
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
@@ -66,7 +66,7 @@ def _call(entry: Mapping[str, Any], operation: str, description: str) -> dict[st
 
 
 def _groups() -> dict[str, list[int]]:
-    """The ranks of each group that this process is in, by its name."""
+    """Returns the ranks of each group of this process, by the group's name."""
     with suppress(Exception):
         # torch: _world.pg_group_ranks, the ranks of all groups.
         groups = dist.distributed_c10d._world.pg_group_ranks
@@ -75,59 +75,59 @@ def _groups() -> dict[str, list[int]]:
 
 
 def told(by_rank: Mapping[int, dict[str, Any] | None]) -> list[str]:
-    """Says, in sentences, which collectives the ranks do not agree on, and which they wait in.
+    """Describes, in sentences, the collectives that differ between ranks, and those that some ranks have not called.
 
     Args:
-        by_rank: what each rank has `recorded`, as far as it is known.
+        by_rank: the result of `recorded` of each rank; None if it is unknown.
     """
-    known = {rank: said for rank, said in by_rank.items() if said}
-    sentences = mismatches(known)
-    keys = dict.fromkeys(key for said in known.values() for key in said["calls"])
-    found = [sentence for key in keys for sentence in _absences(key, known)]
-    return [*sentences, *found][:_NUM_SENTENCES]
+    records = {rank: record for rank, record in by_rank.items() if record}
+    sentences = mismatches(records)
+    keys = dict.fromkeys(key for record in records.values() for key in record["calls"])
+    missing_calls = [sentence for key in keys for sentence in _missing_calls(key, records)]
+    return [*sentences, *missing_calls][:_NUM_SENTENCES]
 
 
 def mismatches(by_rank: Mapping[int, dict[str, Any] | None]) -> list[str]:
-    """Says which collectives the ranks have called with different operations, sizes or types; the first of a group.
+    """Describes the first collective of each group that ranks have called with different operations, sizes or types.
 
     Args:
-        by_rank: what each rank has `recorded`, as far as it is known.
+        by_rank: the result of `recorded` of each rank; None if it is unknown.
     """
-    known = {rank: said for rank, said in by_rank.items() if said}
+    records = {rank: record for rank, record in by_rank.items() if record}
     sentences = []
-    for key in dict.fromkeys(key for said in known.values() for key in said["calls"]):
-        calls = _by_number(key, known)
+    for key in dict.fromkeys(key for record in records.values() for key in record["calls"]):
+        calls = _by_number(key, records)
         for number in sorted(calls):
-            if (sentence := _mismatch(key, number, calls[number], known)) is not None:
+            if (sentence := _mismatch(key, number, calls[number], records)) is not None:
                 sentences.append(sentence)
                 break
     return sentences
 
 
-def _by_number(key: str, known: Mapping[int, dict[str, Any]]) -> dict[int, dict[int, dict[str, Any]]]:
-    """The collectives of a group by number and rank."""
+def _by_number(key: str, records: Mapping[int, dict[str, Any]]) -> dict[int, dict[int, dict[str, Any]]]:
+    """Returns the collectives of a group by number and rank."""
     calls: dict[int, dict[int, dict[str, Any]]] = {}
-    for rank, said in known.items():
-        for call in said["calls"].get(key, ()):
+    for rank, record in records.items():
+        for call in record["calls"].get(key, ()):
             if not call["is_p2p"]:
                 calls.setdefault(call["number"], {})[rank] = call
     return calls
 
 
-def _members(key: str, known: Mapping[int, dict[str, Any]]) -> list[int]:
+def _members(key: str, records: Mapping[int, dict[str, Any]]) -> list[int]:
     name = key.partition(" ")[2]
-    for said in known.values():
-        if name in said["groups"]:
-            return said["groups"][name]
-    return sorted(rank for rank, said in known.items() if key in said["calls"])
+    for record in records.values():
+        if name in record["groups"]:
+            return record["groups"][name]
+    return sorted(rank for rank, record in records.items() if key in record["calls"])
 
 
 def _mismatch(
-    key: str, number: int, calls: Mapping[int, dict[str, Any]], known: Mapping[int, dict[str, Any]]
+    key: str, number: int, calls: Mapping[int, dict[str, Any]], records: Mapping[int, dict[str, Any]]
 ) -> str | None:
     first, *others = sorted(calls)
     for other in others:
-        differs = _difference(key, calls[first], calls[other], _members(key, known))
+        differs = _difference(key, calls[first], calls[other], _members(key, records))
         if differs is not None:
             return (
                 f"number {number} of group {calls[first]['group']!r} has other {differs} on rank {first}"
@@ -136,7 +136,7 @@ def _mismatch(
     return None
 
 
-def _difference(key: str, ours: dict[str, Any], theirs: dict[str, Any], members: list[int]) -> str | None:
+def _difference(key: str, first: dict[str, Any], second: dict[str, Any], members: list[int]) -> str | None:
     # torch: the comparison that its tool `torchfrtrace` makes; it does not know all operations.
     from .._compat.torch import match_one_event
 
@@ -151,44 +151,43 @@ def _difference(key: str, ours: dict[str, Any], theirs: dict[str, Any], members:
             "p2p_seq_id": 0,
             "time_created_ns": 0,
         }
-        for call in (ours, theirs)
+        for call in (first, second)
     ]
     try:
         state = match_one_event(events[0], events[1], {"": set(members)}, "").state.name
-    except Exception:  # an operation that it does not know
-        return "operations" if ours["operation"] != theirs["operation"] else None
+    except Exception:  # torch's comparison does not know the operation
+        return "operations" if first["operation"] != second["operation"] else None
     return _DIFFERENCES.get(state)
 
 
-def _absences(key: str, known: Mapping[int, dict[str, Any]]) -> list[str]:
-    """Says which ranks of a group have not called what others wait in."""
-    calls, members = _by_number(key, known), _members(key, known)
-    heard = [rank for rank in members if rank in known]
-    last = {rank: max((n for n in calls if rank in calls[n]), default=0) for rank in heard}
+def _missing_calls(key: str, records: Mapping[int, dict[str, Any]]) -> list[str]:
+    """Describes which ranks of a group have not called the collective that others wait in."""
+    calls, members = _by_number(key, records), _members(key, records)
+    reported = [rank for rank in members if rank in records]
+    last = {rank: max((n for n in calls if rank in calls[n]), default=0) for rank in reported}
     if not calls or len(members) < 2:
         return []
     number = min(last.values()) + 1 if min(last.values()) < max(last.values()) else max(last.values())
-    here = {rank: call for rank, call in calls.get(number, {}).items() if rank in last}
-    absent = [rank for rank in heard if last[rank] < number]
-    waiting = [rank for rank in here if not here[rank]["is_done"]]
-    unheard = [rank for rank in members if rank not in known]
-    # What is pending says which collective a rank that is gone was to join; else the last call of all may.
-    is_last = all(said["calls"] and next(reversed(said["calls"])) == key for said in known.values())
-    if not here or not (absent or (unheard and (waiting or is_last))):
+    present = {rank: call for rank, call in calls.get(number, {}).items() if rank in last}
+    absent = [rank for rank in reported if last[rank] < number]
+    waiting = [rank for rank in present if not present[rank]["is_done"]]
+    unreported = [rank for rank in members if rank not in records]
+    # A rank without a report lacks in a pending collective; if none is pending, in the last call of all ranks.
+    is_last = all(record["calls"] and next(reversed(record["calls"])) == key for record in records.values())
+    if not present or not (absent or (unreported and (waiting or is_last))):
         return []
-    call = here[min(here)]
-    text = f"{in_words(sorted(here))} called {_shown(call)}, number {number} of group {call['group']!r}"
+    call = present[min(present)]
+    text = f"{in_words(sorted(present))} called {_shown(call)}, number {number} of group {call['group']!r}"
     if absent:
-        before = {rank: calls.get(last[rank], {}).get(rank) for rank in absent}
-        was = before[absent[0]]
+        latest = calls.get(last[absent[0]], {}).get(absent[0])
         ended = (
             ""
-            if was is None
-            else f"; the last call of rank {absent[0]} there is {_shown(was)}, number {last[absent[0]]}"
+            if latest is None
+            else f"; the last call of rank {absent[0]} there is {_shown(latest)}, number {last[absent[0]]}"
         )
         text += f", which {in_words(absent)} did not{ended}"
-    if unheard:
-        text += f"; nothing is known of {in_words(unheard)}"
+    if unreported:
+        text += f"; nothing is known of {in_words(unreported)}"
     return [text]
 
 

@@ -1,7 +1,7 @@
-"""The end of a process that can't be taken down: its threads may be in calls that never return.
+"""Ends a process whose threads may be in calls that never return, with all processes that it has started.
 
-Nobody is left behind: neither the processes that it has started for itself (workers of data loaders in the user's code
-don't notice that they are alone), nor the ranks of the job, which get the time to say where they were.
+These are its own child processes (workers of data loaders in the user's code don't notice that their parent has ended),
+and ranks of the job, which get the time to report their positions.
 """
 
 import os
@@ -19,24 +19,24 @@ __all__ = ["LAST_WORDS_S", "await_ranks", "end_tree", "hard_exit", "started_rank
 
 _FLUSH_S = 1.0
 LAST_WORDS_S = 5.0
-"""The time that the ranks started by this process have to end, once it ends itself."""
+"""The time that the ranks started by this process have to end, when it ends itself."""
 _TICK_S = 0.05
 
 started_ranks: dict[int, subprocess.Popen] = {}
-"""The ranks of this job that this process, itself one, has started."""
+"""The ranks of this job that this process, itself a rank, has started."""
 
 
 def hard_exit(code: int = 1) -> NoReturn:
-    """Ends this process and its children; what it has printed is written, where that takes no longer than a second."""
+    """Ends this process and its children, after flushing its output for at most one second."""
     late = await_ranks(LAST_WORDS_S)
-    # By a thread, as another one that writes to a pipe which nobody empties holds the stream's lock for ever.
+    # On a thread: the stream's lock may be held for ever by a thread that writes to a pipe which nothing reads.
     flush = threading.Thread(target=_flush, daemon=True)
     try:
         flush.start()
         flush.join(_FLUSH_S)
-    except RuntimeError:  # Python 3.12 and later start none while they shut down
+    except RuntimeError:  # Python 3.12 and later start no thread while they shut down
         _flush()
-    with suppress(Exception):  # whatever it is, this process is to end
+    with suppress(Exception):  # this process has to end in any case
         for rank in late:
             end_tree(started_ranks[rank].pid)
         _end_others()
@@ -47,7 +47,7 @@ def await_ranks(longest_s: float | None) -> list[int]:
     """Waits until the ranks that this process has started have ended; returns those that have not.
 
     Args:
-        longest_s: how long; None for ever.
+        longest_s: the longest time to wait; None without limit.
     """
     deadline = None if longest_s is None else time.monotonic() + longest_s
     while True:
@@ -58,8 +58,8 @@ def await_ranks(longest_s: float | None) -> list[int]:
 
 
 def _end_others() -> None:
-    """Ends this process's children, but for ranks, and for what clears up behind it or was started to outlive it."""
-    # CPython: removes what is left in shared memory when its process is gone.
+    """Ends this process's children, except ranks, the resource tracker, and processes of a session of their own."""
+    # CPython: the resource tracker removes shared memory when its process has ended.
     spared = {rank.pid for rank in started_ranks.values()} | {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     for child in psutil.Process().children():
         if child.pid not in spared:
@@ -67,7 +67,7 @@ def _end_others() -> None:
 
 
 def end_tree(pid: int) -> None:
-    """Ends a process and all that it has started, but for those of a session of their own."""
+    """Ends a process and its descendants, except those of a session of their own."""
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         session = os.getsid(0)

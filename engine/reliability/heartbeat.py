@@ -1,7 +1,7 @@
-"""The position of this process in its run: phase, step, batch, and the line of code that its thread is at.
+"""The position of this process in its run: phase, step, batch, and the line of code that its thread executes.
 
-No collective, no lock and no call on the hot path: the loops assign `phase`, and all else is read, by the watchdog's
-thread, from the counters that the loops keep anyway and from the stack of their thread.
+The hot path has no collective, lock or call for it: the loops assign `phase`, and the watchdog's thread reads all else
+from the loops' own counters and from the stack of the thread that runs them.
 """
 
 import gc
@@ -26,14 +26,14 @@ _WRAPPERS = ("wrapper", "inner", "wrapped")
 _FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
 _looks = threading.Lock()
-"""Held while a stack is read: engines within engines each have a watchdog."""
+"""Held while a stack is read: an engine within a run of another one has a watchdog, too."""
 
 
 class Call(NamedTuple):
-    """One of the calls that a thread is in."""
+    """A frame of a thread's stack."""
 
     module: str
-    """Its name, and a dot."""
+    """The module's name, with a dot at the end."""
     name: str
     file: str
     line: int
@@ -44,11 +44,11 @@ class Heartbeat:
     """The position of this process in its run: phase, step and batch.
 
     Args:
-        trainer: whose counters say the rest.
+        trainer: whose counters have step and batch.
     """
 
     clock: PhaseClock | None = None
-    """Told each phase that begins; None: nobody listens."""
+    """The clock that measures the phases; None if none does."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -58,27 +58,27 @@ class Heartbeat:
         loops."""
         self._thread = 0
         self.known: Callable[[], dict[int, dict[str, Any]]] | None = None
-        """Returns the positions of all ranks, as far as they are known here; None where no watchdog runs."""
+        """Returns the positions of all ranks that are known here, by rank; None while no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "known": None, "clock": None}  # a copy of a trainer is in no run
+        return {**vars(self), "known": None, "clock": None}  # a copy of a trainer takes part in no run
 
     def listen(self, clock: PhaseClock | None) -> None:
-        """Tells `clock` each phase from now on; None: nobody any more."""
+        """Announces each phase to `clock` from now on; None: to no clock."""
         phase = self.phase
         self.clock = clock
-        # A class of its own, so that an assignment costs nothing more where nobody listens.
+        # Another class, so that the assignment of a phase costs nothing more while no clock listens.
         self.__class__ = Heartbeat if clock is None else _Announcing
         self.phase = phase
 
     def begin(self) -> None:
-        """Called as a run begins, by the thread that runs it."""
+        """Called when a run begins, by the thread that runs it."""
         self.phase = "setup"
         self._thread = threading.get_ident()
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Around a part of another phase."""
+        """Context manager around a phase that is a part of another one."""
         outer, self.phase = self.phase, phase
         try:
             yield
@@ -87,7 +87,7 @@ class Heartbeat:
 
     @property
     def thread(self) -> int:
-        """Identifier of the thread that runs the trainer."""
+        """The identifier of the thread that runs the trainer."""
         return self._thread
 
     @property
@@ -97,19 +97,19 @@ class Heartbeat:
 
     @property
     def resume_from(self) -> str | None:
-        """The newest checkpoint: that which the run has saved, or else began with."""
+        """The newest checkpoint that the run has saved, or otherwise the one it has begun with."""
         trainer: Any = self._trainer
         path = trainer.last_checkpoint or trainer.ckpt_path
         return None if path is None else str(path)
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run, as the manifests of its checkpoints have it; None before it is known."""
+        """The id of the run, which is in the manifests of its checkpoints; None before it is known."""
         trainer: Any = self._trainer
         return trainer.run_history.run.id or None
 
     def place(self) -> dict[str, Any]:
-        """Step, batch, batch of the evaluation and phase: at least one changes while training progresses."""
+        """Returns step, batch, batch of the evaluation and phase; at least one changes while training progresses."""
         # Lightning: the progress of Trainer.fit_loop.epoch_loop, of its val_loop, and of the loops for other stages.
         trainer: Any = self._trainer
         epochs = trainer.fit_loop.epoch_loop
@@ -122,7 +122,12 @@ class Heartbeat:
         }
 
     def report(self, *, with_stack: bool = False, exception: BaseException | None = None) -> dict[str, Any]:
-        """All that others may want to know; of the place where `exception` was raised, if there is one."""
+        """Returns the position with the line of code, and the collective or wait that the thread is in.
+
+        Args:
+            with_stack: add the stack, and the last collectives.
+            exception: report the place where it was raised, instead of the present one.
+        """
         if exception is None:
             wait, stack = current_wait(self._thread), stack_of(self._thread)
         else:
@@ -144,11 +149,11 @@ class Heartbeat:
 
 
 class _Announcing(Heartbeat):
-    """Tells its clock each phase that is assigned."""
+    """Announces each phase that is assigned to its clock."""
 
     @property
     def phase(self) -> str:
-        """See `Heartbeat`."""
+        """The current phase: see `Heartbeat`."""
         return self._announced
 
     @phase.setter
@@ -159,15 +164,15 @@ class _Announcing(Heartbeat):
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Around a part of another phase; all that is in it belongs to it."""
+        """Context manager around a phase that is a part of another one; phases within it count as this one."""
         with nullcontext() if self.clock is None else self.clock.sealed(phase), super().within(phase):
             yield
 
 
 def stack_of(thread: int) -> list[Call]:
-    """The calls that a thread of this process is in, the innermost first; none of one that has ended."""
-    # CPython 3.11 may collect garbage while it makes the object of a frame. What that runs can let the other thread run
-    # on and leave the call; to follow `f_back` from there is a segmentation fault.
+    """Returns the frames of a thread of this process, the innermost first; an empty list if the thread has ended."""
+    # CPython 3.11 may collect garbage while it makes the object of a frame. That can run code, and so the other thread,
+    # which may leave the call; to follow `f_back` from there is a segmentation fault.
     with _looks:
         pauses = sys.version_info < (3, 12) and gc.isenabled()
         if pauses:
@@ -196,7 +201,7 @@ def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[Call]:
 
 
 def describe(report: dict[str, Any] | None) -> str:
-    """A report, in words."""
+    """Describes a report in a sentence without its subject."""
     if report is None:
         return "has not been heard of"
     doing = {"fetch": "waits for its data loader", "save": "saves a checkpoint"}.get(report["phase"], "computes")
@@ -209,14 +214,14 @@ def describe(report: dict[str, Any] | None) -> str:
 
 
 def _collective(stack: list[Call]) -> str | None:
-    """Names the collective of torch that the thread with this stack is in; None if it is in none.
+    """Returns the name of torch's collective that the thread with this stack is in; None if it is in none.
 
-    By the frames: collectives are called by torch itself (FSDP2, DTensor, DDP's backward) and by users' code, where
-    nobody declares a wait. All other waits are declared by `waiting`.
+    The frames show it, since torch itself (FSDP2, DTensor, DDP's backward) and users' code call collectives without
+    declaring a wait. All other waits are declared by `waiting`.
     """
     for number, call in enumerate(stack):
         module, name = call.module, call.name
-        # The collectives of DDP's backward are torch's C++ alone.
+        # The collectives of DDP's backward are called in C++, without a frame.
         if number == 0 and (module, name) == ("torch.autograd.graph.", "_engine_run_backward"):
             return "backward"
         if module.startswith("torch.distributed.") and not name.startswith(("_", "<")) and name not in _WRAPPERS:
@@ -227,7 +232,7 @@ def _collective(stack: list[Call]) -> str | None:
 
 
 def _line(stack: list[Call]) -> str | None:
-    """The innermost line that is neither torch's nor Lightning's nor ours: that of the user's own code."""
+    """Returns the innermost line of the user's own code: of no frame of torch, Lightning or this package."""
     for call in stack:
         if call.name != "<module>" and not call.module.startswith(_FOREIGN):
             return f"{call.file}:{call.line} in {call.name}"
@@ -235,7 +240,7 @@ def _line(stack: list[Call]) -> str | None:
 
 
 def _is_debugged(stack: list[Call]) -> bool:
-    monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on, debuggers need not trace
+    monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12, debuggers can work without tracing
     return any(call.is_traced for call in stack) or (
         monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
     )

@@ -1,122 +1,126 @@
-"""Finds out why a connection to another machine has broken, or gone silent.
+"""Diagnoses a lost connection to another machine.
 
-Whoever is cut off can't know whether the other host has lost its power or the network between them drops packets. So a
-lost connection names the host at its other end, and no culprit. Where the other host's kernel answers
-(`host_liveness`), it says which processes are no more.
+A rank can't know whether the other host has lost its power or the network between them drops packets. So the message
+about a lost connection names the host at its other end, but no culprit. If that host's kernel can be reached
+(`host_liveness`), it shows which processes have ended.
 """
 
 import re
 import time
 from typing import Any
 
-from ..distributed.host_liveness import Sign
+from ..distributed.host_liveness import ProcessState
 from ..distributed.store_calls import StoreLostError, place_of
 from .rank_registry import RankRegistry
 
-__all__ = ["DIED", "HOST_LOST", "because", "blame", "connection_lost", "gone_silent", "store_lost"]
+__all__ = ["DIED", "HOST_LOST", "because", "blame", "connection_lost", "lost_ranks", "store_lost"]
 
 DIED = "its process has ended without a word"
 
 HOST_LOST = "lost host"
-"""Kind of a failure for which no rank is to blame, as far as is known."""
+"""The kind of a failure whose culprit is unknown."""
 
 _PEER = re.compile(r"\[([0-9A-Fa-f:.]+)\]:\d+")
-"""The other end of a connection, as gloo's errors have it."""
-_MUTE_S = 3.0
-"""The silence of a rank after which it is asked about: it speaks each second."""
-_MOST_SILENT = 3
-"""After so many machines that do not answer, no other one is asked: that takes seconds for each."""
-_DYING_S = 0.5
-"""The time that the processes of a host that end at once may take."""
+"""The address of the other end of a connection, in gloo's errors."""
+_SILENCE_S = 3.0
+"""The time without a heartbeat after which a rank's process is probed: each rank sends one a second."""
+_MAX_SILENT_HOSTS = 3
+"""The number of hosts without an answer after which no other one is probed: each probe takes seconds."""
+_ENDING_S = 0.5
+"""The time that the processes of a host may take to end together."""
 _UNKNOWN = "the culprit is unknown: that host, or the network between"
 
 
 def because(failure: dict[str, Any]) -> str:
-    """Why a rank stops, of a failure on record."""
+    """Describes a recorded failure as the reason why a rank stops."""
     if failure["kind"] == HOST_LOST:
         return failure["message"]
     return f"rank {failure['rank']} failed first: {failure['message']}"
 
 
 def blame(failure: dict[str, Any]) -> str:
-    """The reason why a run ends, for the exception of a rank that did not fail."""
+    """Describes a recorded failure as the reason why the run ends, for the exception of a rank that has not failed."""
     if failure["kind"] == HOST_LOST:
         return f"because {failure['message']}"
     return f"because of rank {failure['rank']}: {failure['message']}"
 
 
-def gone_silent(peers: RankRegistry, silent: dict[int, float], longest_s: float) -> tuple[str, str, list[int]] | None:
-    """Finds ranks of other machines that are gone: kind of the failure, its message, and the ranks; None if none is.
+def lost_ranks(peers: RankRegistry, silent: dict[int, float], longest_s: float) -> tuple[str, str, list[int]] | None:
+    """Finds ranks of other machines that have ended, hang, or can't be reached.
 
     Args:
-        peers: asked for signs of life.
-        silent: for how long the ranks have not been heard of.
-        longest_s: how long one may be silent whose process lives.
+        peers: all ranks.
+        silent: the seconds since the last heartbeat of each rank in question.
+        longest_s: the longest time without a heartbeat for a rank whose process runs.
+
+    Returns:
+        The kind of the failure, its message and the ranks; None if there are none.
     """
-    signs = _signs(peers, list(silent))
-    if ended := [rank for rank in silent if signs[rank] == Sign.ENDED]:
+    states = _states(peers, list(silent))
+    if ended := [rank for rank in silent if states[rank] == ProcessState.ENDED]:
         ending = _ended(peers, ended)
         return ending["kind"], ending["message"], ended
-    if lost := [rank for rank in silent if signs[rank] == Sign.UNKNOWN]:
+    if lost := [rank for rank in silent if states[rank] == ProcessState.UNKNOWN]:
         silent_s = max(silent[rank] for rank in lost)
         hosts = peers.hosts(lost)
-        lost_s = f"the connection to {hosts} is lost: nothing has been heard of it for {silent_s:.0f} s; {_UNKNOWN}"
-        return HOST_LOST, lost_s, lost
+        message = f"the connection to {hosts} is lost: nothing has been heard of it for {silent_s:.0f} s; {_UNKNOWN}"
+        return HOST_LOST, message, lost
     if stuck := [rank for rank in silent if silent[rank] > longest_s]:
         return "hang", f"nothing has been heard of it for {silent[stuck[0]]:.0f} s, though its process lives", stuck
     return None
 
 
 def store_lost(peers: RankRegistry | None, error: RuntimeError) -> str | None:
-    """The message about a store that can't be reached any more; None if it was on this machine."""
-    if peers is None or not (elsewhere := peers.elsewhere()):
+    """Returns a message about a store that can't be reached any more; None if it was on this machine."""
+    if peers is None or not (elsewhere := peers.on_other_hosts()):
         return None
     store = peers.job.store
     address = place_of(store).rpartition(" at ")[2].rpartition(":")[0]
-    at = peers.elsewhere(address) or ([0] if 0 in elsewhere else [])
-    if not at:
+    ranks = peers.on_other_hosts(address) or ([0] if 0 in elsewhere else [])
+    if not ranks:
         return None
-    how = str(error).rstrip(".") if isinstance(error, StoreLostError) else f"{place_of(store)} is gone"
-    return f"the connection to {peers.hosts(at)} is lost: {how}; {_UNKNOWN}"
+    reason = str(error).rstrip(".") if isinstance(error, StoreLostError) else f"{place_of(store)} is gone"
+    return f"the connection to {peers.hosts(ranks)} is lost: {reason}; {_UNKNOWN}"
 
 
 def connection_lost(peers: RankRegistry, error: BaseException, by: int) -> dict[str, Any] | None:
-    """The failure that an error of a connection tells of; None if nobody elsewhere has gone.
+    """Returns the failure behind the error of a connection; None if the ranks of other machines still run.
 
-    Asks the store, and waits for what the ranks at the other end say, if anything.
+    Waits some seconds for heartbeats of the ranks at the other end.
     """
     address = _PEER.search(str(error))
-    ranks = peers.elsewhere(address[1].removeprefix("::ffff:") if address else None)
+    ranks = peers.on_other_hosts(address[1].removeprefix("::ffff:") if address else None)
     if not ranks:
         return None
     failure = {"rank": ranks[0], "kind": HOST_LOST, "by": by}
-    unheard = None
+    without_store = None
     try:
-        ranks = peers.mute(ranks, _MUTE_S)
-    except RuntimeError as error_of_store:  # so nobody is heard any more
-        time.sleep(_DYING_S)
-        unheard = store_lost(peers, error_of_store) or f"the connection to {peers.hosts(ranks)} is lost; {_UNKNOWN}"
-    signs = _signs(peers, ranks)
-    if ended := [rank for rank in ranks if signs[rank] == Sign.ENDED]:
+        ranks = peers.without_heartbeat(ranks, _SILENCE_S)
+    except RuntimeError as error_of_store:  # no heartbeat can be read any more
+        time.sleep(_ENDING_S)
+        without_store = store_lost(peers, error_of_store)
+        without_store = without_store or f"the connection to {peers.hosts(ranks)} is lost; {_UNKNOWN}"
+    states = _states(peers, ranks)
+    if ended := [rank for rank in ranks if states[rank] == ProcessState.ENDED]:
         return {**failure, **_ended(peers, ended)}
-    if unheard is not None:
-        return {**failure, "message": unheard}
-    if lost := [rank for rank in ranks if signs[rank] == Sign.UNKNOWN]:
+    if without_store is not None:
+        return {**failure, "message": without_store}
+    if lost := [rank for rank in ranks if states[rank] == ProcessState.UNKNOWN]:
         return {**failure, "message": f"the connection to {peers.hosts(lost)} is lost; {_UNKNOWN}"}
-    return None  # they will say themselves what has become of them
+    return None  # these ranks still run, and report their own failures
 
 
-def _signs(peers: RankRegistry, ranks: list[int]) -> dict[int, Sign]:
-    """Asks the kernels of other machines for the states of `ranks`; one that does not answer is asked once."""
-    signs: dict[int, Sign] = {}
+def _states(peers: RankRegistry, ranks: list[int]) -> dict[int, ProcessState]:
+    """Probes the processes of `ranks`; a host that does not answer is probed once."""
+    states: dict[int, ProcessState] = {}
     silent_hosts: set[str] = set()
     for rank in ranks:
         host = peers.processes[rank]["host"]
-        is_in_vain = host in silent_hosts or len(silent_hosts) >= _MOST_SILENT
-        signs[rank] = Sign.UNKNOWN if is_in_vain else peers.sign(rank)
-        if signs[rank] == Sign.UNKNOWN:
+        skips = host in silent_hosts or len(silent_hosts) >= _MAX_SILENT_HOSTS
+        states[rank] = ProcessState.UNKNOWN if skips else peers.probe(rank)
+        if states[rank] == ProcessState.UNKNOWN:
             silent_hosts.add(host)
-    return signs
+    return states
 
 
 def _ended(peers: RankRegistry, ranks: list[int]) -> dict[str, Any]:

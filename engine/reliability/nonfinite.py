@@ -1,6 +1,6 @@
-"""Says at which step and on which rank a loss, or the norm of the gradients, was first not finite.
+"""Finds the step and the rank at which a loss, or the norm of the gradients, was first not finite.
 
-A step only keeps a reference to its scalar; the values are read together, at logging intervals and at the end of an
+A step only keeps a reference to its scalar. The values are read together, at logging intervals and at the end of an
 epoch, so that no step waits for the device.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
 NONFINITE_POLICIES = ("warn", "error", "ignore")
 
 _INTERVAL_STEPS = 50
-"""The steps between two reads where `log_every_n_steps=0` says that nothing is logged."""
+"""The steps between two reads if `log_every_n_steps=0`."""
 
 log = logging.getLogger("polyphase.engine")
 
@@ -37,7 +37,7 @@ class NonFiniteWatch:
         policy: ``"warn"`` once for each scalar and epoch, raise an ``"error"``, or ``"ignore"``.
 
     Raises:
-        ValueError: another policy.
+        ValueError: `policy` is none of these.
     """
 
     def __init__(self, policy: str) -> None:
@@ -45,11 +45,11 @@ class NonFiniteWatch:
         self._unread: list[tuple[str, int, Tensor]] = []
         self._since = 0  # the optimizer step at which the values were last read
         self._names: dict[str, int] = {}  # in the order in which a step has them
-        self._said: set[str] = set()  # what was reported in this epoch
+        self._reported: set[str] = set()  # names of the scalars that were reported in this epoch
         self._failure: NonFiniteError | None = None
 
     def observe(self, trainer: Trainer, name: str, value: Tensor | None, step: int) -> None:
-        """Keeps a 0-d tensor of optimizer step `step`; reads what was kept once a logging interval has passed."""
+        """Keeps a scalar of optimizer step `step`, a 0-d tensor; reads all that are kept once a logging interval."""
         if self.policy == "ignore" or value is None:
             return
         if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):  # type: ignore[attr-defined]
@@ -60,33 +60,33 @@ class NonFiniteWatch:
         self._unread.append((name, step, value))
 
     def begin_run(self) -> None:
-        """Knows of no failure."""
+        """Resets the failure; called when a run begins."""
         self._failure = None
 
     def read_before_save(self, trainer: Trainer) -> NonFiniteError | None:
-        """Reads what was kept; returns why the state is not to be saved, None if it may be.
+        """Reads the scalars that are kept; returns the error for which the state must not be saved, None without one.
 
-        Under the policy ``"warn"`` the run is to go on, and its state is saved as it is.
+        Under the policy ``"warn"`` there is none: the run continues, and its state is saved.
         """
-        with contextlib.suppress(NonFiniteError):  # is in `_failure`
+        with contextlib.suppress(NonFiniteError):  # kept in `_failure`
             self._read(trainer)
         return self._failure
 
     def begin_epoch(self, trainer: Trainer) -> None:
-        """Forgets an epoch that was cut off, and what was said."""
+        """Drops the scalars of an epoch that was interrupted, and the names that were reported."""
         self._unread, self._since = [], trainer.global_step
-        self._said.clear()
+        self._reported.clear()
 
     def end_epoch(self, trainer: Trainer) -> None:
-        """Reads what the last interval left."""
+        """Reads the scalars since the last logging interval."""
         self._read(trainer)
 
     def _read(self, trainer: Trainer) -> None:
         unread, self._unread = self._unread, []
         values = _read_all([value for _, _, value in unread], trainer.strategy.root_device)
         bad = [(name, step) for (name, step, _), value in zip(unread, values, strict=True) if not math.isfinite(value)]
-        for name in dict.fromkeys(name for name, _ in bad if name not in self._said):
-            self._said.add(name)
+        for name in dict.fromkeys(name for name, _ in bad if name not in self._reported):
+            self._reported.add(name)
             self._report(trainer, name, next(step for other, step in bad if other == name))
 
     def _report(self, trainer: Trainer, name: str, step: int) -> None:
@@ -109,10 +109,9 @@ def _message(trainer: Trainer, name: str, step: int, rank: int) -> str:
 
 
 def _read_all(values: list[Tensor], device: torch.device) -> list[float]:
-    """Reads scalars, those on accelerators by one copy from `device`.
+    """Reads scalars; those on accelerators in one copy from `device`.
 
-    On the host there is nothing to wait for, and a stack would take longer than to read them one by one. The norm of
-    offloaded gradients is there, too.
+    Scalars in host memory, such as the norm of offloaded gradients, are read one by one, which is faster there.
     """
     elsewhere = [_scalar(value).to(device) for value in values if not value.is_cpu]
     copied = iter(torch.stack(elsewhere).tolist() if elsewhere else ())

@@ -1,7 +1,7 @@
-"""A rank does not outlive the process that has started it: rank 0, the caller of ``fit``, or torchrun's agent.
+"""Ends a rank when the process that has started it has ended: rank 0, the caller of ``fit``, or torchrun's agent.
 
-Looked for once a second, by a thread: the kernel's own signal (PR_SET_PDEATHSIG) comes when the *thread* ends that has
-started the rank, and a pipe would be inherited by the other ranks.
+A thread checks once a second. The kernel's own signal (PR_SET_PDEATHSIG) would come when the *thread* that has started
+the rank ends, and the other ranks would inherit a pipe.
 """
 
 import os
@@ -20,15 +20,15 @@ __all__ = ["watch_parent"]
 _PERIOD_S = 1.0
 
 _watched: set[int] = set()
-"""Ids of the processes that have a thread for that; a fork has none of its parent's."""
+"""Ids of the processes that have such a thread: a fork does not have its parent's."""
 
 
 def watch_parent(rank: int, grace_s: float) -> None:
-    """Ends this process soon after the one that has started it as a rank; watches none if nobody has.
+    """Starts a thread that ends this process soon after the one that has started it as a rank, if one has.
 
     Args:
         rank: of this process.
-        grace_s: how long it may go on, to find out and say why that one is gone.
+        grace_s: the time after that process has ended in which this one can report the reason.
     """
     pid, me = parent_pid(), os.getpid()
     if pid is None or me in _watched:

@@ -1,7 +1,7 @@
-"""The reports that the ranks of a run write about themselves, and checks whether they are still there.
+"""The registry of a run's ranks: the reports that they publish, and whether their processes still run.
 
-Everything goes through the key-value store of the job, over a connection of its own: a thread that waits in the
-trainer's one would block it. Each rank writes its own keys, and reads the others' when it has reason to.
+All reports go through the job's key-value store, over a connection of its own, which the trainer's thread can't block.
+Each rank writes its own keys, and reads those of other ranks only when it needs them.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from ..distributed.host_liveness import Sign, answer, own_port, ring
+from ..distributed.host_liveness import ProcessState, accept_probes, own_port, probe
 from ..distributed.job_store import JobStore
 from ..distributed.signing import Fields
 from ..environment import own_address
@@ -23,12 +23,12 @@ from ..environment import own_address
 __all__ = ["LEFT", "RankRegistry", "absent_ranks", "has_ended", "in_words", "process_key", "this_process"]
 
 LEFT = "left"
-"""The phase of a rank whose run is over: nobody is to wait for it."""
+"""The phase of a rank whose run is over: other ranks don't wait for it."""
 
 _STORE_TIMEOUT_S = 10.0
-_AT_A_TIME = 8
-"""Ranks that are asked for one by one until all have come: if each asked for all others, a large job's store would
-have as many questions as it has pairs of ranks."""
+_MAX_CHECKED = 8
+"""The number of ranks that a beat checks one by one until all are connected: if each rank checked all others, a large
+job's store would get a call for each pair of ranks."""
 
 
 _PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int}
@@ -53,24 +53,24 @@ _FIELDS: dict[str, Fields] = {
 
 
 def process_key(rank: int) -> str:
-    """Under which a rank says which process it is, as soon as it comes."""
+    """Returns the key under which a rank publishes its process, as soon as it is connected to the store."""
     return f"polyphase/process/{rank}"
 
 
 def absent_ranks(job: JobStore) -> list[int]:
-    """Those that have not come yet."""
+    """Returns the ranks that are not connected to the store yet."""
     return [rank for rank in range(job.num_ranks) if not job.has(process_key(rank))]
 
 
 class RankRegistry:
-    """The ranks of a run, as one of them sees the others.
+    """The ranks of a run, as one rank sees them.
 
-    All methods may raise RuntimeError: the store's host is gone (`torch.distributed.DistError`), or silent
+    All methods may raise RuntimeError: the store's process has ended (`torch.distributed.DistError`) or does not answer
     (`StoreLostError`).
 
     Args:
-        run: name of the run, the same on all ranks.
-        job: the store of the job, of which each run has a part.
+        run: name of the run, the same on all ranks, which is a part of the keys.
+        job: the store of the job.
     """
 
     def __init__(self, run: str, job: JobStore) -> None:
@@ -80,98 +80,99 @@ class RankRegistry:
         self.job.store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._run = run
         self._number = 0
-        self._asked_for = -1
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._last_checked = -1
+        self._last_heard: dict[int, tuple[int, float]] = {}
+        """By rank: the number of its last beat, and the time when that was first read."""
         self.processes: dict[int, dict[str, Any]] = {}
-        """Host and process id by rank, of those that have come."""
-        self._there: dict[int, psutil.Process] = {}
-        """Those of this machine. They are known by what psutil has seen of them, as the clock may be set meanwhile."""
+        """Host and process id of the other ranks that are connected, by rank."""
+        self._local: dict[int, psutil.Process] = {}
+        """The processes of this machine. psutil has noted their start times, so a changed clock does not matter."""
         self.last: dict[int, dict[str, Any]] = {}
-        """The newest beat that was read of each rank."""
+        """The last beat that was read of each rank."""
         self.me = this_process()
         self.job.write(process_key(self.rank), self.me)
 
-    def publish(self, kind: str, word: dict[str, Any]) -> None:
-        """Writes what this rank says of itself; a later word of the same kind replaces it."""
-        self.job.write(self._key(kind, self.rank), word)
+    def publish(self, kind: str, report: dict[str, Any]) -> None:
+        """Writes a report of this rank; it replaces the former one of the same kind."""
+        self.job.write(self._key(kind, self.rank), report)
 
     def read(self, kind: str, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Returns the latest words of this `kind` that any of `ranks` has written, by rank; waits for nobody."""
+        """Returns the latest reports of this `kind` of `ranks`, by rank; does not wait for missing ones."""
         return self._read({self._key(kind, rank): rank for rank in ranks}, _FIELDS[kind])
 
     def beat(self, report: dict[str, Any]) -> None:
-        """Publishes where this rank is."""
-        answer()
+        """Publishes the position of this rank, and looks for ranks that have connected since the last beat."""
+        accept_probes()
         self._number += 1
         self.publish("beat", {"number": self._number, **self.me, **report})
         if absent := self.absent:
-            if len(absent) > _AT_A_TIME and not self.job.has(*map(process_key, absent)):
-                absent = ([rank for rank in absent if rank > self._asked_for] + absent)[:_AT_A_TIME]
-                self._asked_for = absent[-1]
+            if len(absent) > _MAX_CHECKED and not self.job.has(*map(process_key, absent)):
+                absent = ([rank for rank in absent if rank > self._last_checked] + absent)[:_MAX_CHECKED]
+                self._last_checked = absent[-1]
             processes = self._read({process_key(rank): rank for rank in absent}, _PROCESS)
             self.processes = {**self.processes, **processes}
-            for rank in filter(self.is_local, self.processes.keys() - self._there.keys()):
+            for rank in filter(self.is_local, self.processes.keys() - self._local.keys()):
                 with suppress(psutil.NoSuchProcess, ValueError, OverflowError):
-                    self._there[rank] = psutil.Process(self.processes[rank]["pid"])
+                    self._local[rank] = psutil.Process(self.processes[rank]["pid"])
 
     def _key(self, kind: str, rank: int) -> str:
         return f"polyphase/watch/{self._run}/{kind}/{rank}"
 
     def _read(self, keys: dict[str, int], fields: Fields) -> dict[int, dict[str, Any]]:
-        return {keys[key]: word for key, word in self.job.read_all(keys, fields).items()}
+        return {keys[key]: report for key, report in self.job.read_all(keys, fields).items()}
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have not come yet."""
+        """The ranks that are not connected yet."""
         return [rank for rank in self.others if rank not in self.processes]
 
     def beats(self) -> dict[int, dict[str, Any]]:
-        """Returns the positions of the other ranks, or the last ones that could be read."""
+        """Returns the positions of the other ranks; the last known ones, if the store can't be read."""
         with suppress(RuntimeError):
             self.last.update(self.read("beat", self.others))
         return self.last
 
     def gone(self) -> list[int]:
-        """The ranks on this machine whose process has ended, though their run had not."""
-        gone = [rank for rank in self.processes if self.is_local(rank) and has_ended(self._there.get(rank))]
-        return [rank for rank in gone if self.beats().get(rank, {}).get("phase") != LEFT] if gone else []
+        """Returns the ranks on this machine whose processes have ended before their run was over."""
+        ended = [rank for rank in self.processes if self.is_local(rank) and has_ended(self._local.get(rank))]
+        return [rank for rank in ended if self.beats().get(rank, {}).get("phase") != LEFT] if ended else []
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is one of this machine and has ended; the store is not asked."""
-        return self.is_local(rank) and has_ended(self._there.get(rank))
+        """Whether a rank's process is on this machine and has ended; makes no call of the store."""
+        return self.is_local(rank) and has_ended(self._local.get(rank))
 
     def silent(self, clock: float, longest_s: float) -> dict[int, float]:
-        """For how long the ranks of other machines have not been heard of that are silent for too long.
+        """Returns the ranks of other machines without a recent beat, with the seconds since their last one.
 
         Args:
-            clock: the caller's, in seconds.
-            longest_s: how long a rank may be silent.
+            clock: the caller's time, in seconds.
+            longest_s: the longest time between two beats.
         """
         for rank, beat in self.beats().items():
-            if beat["phase"] == LEFT or self.is_local(rank) or self._heard.get(rank, (0,))[0] != beat["number"]:
-                self._heard[rank] = beat["number"], clock
-        return {rank: clock - at for rank, (_, at) in self._heard.items() if clock - at > longest_s}
+            if beat["phase"] == LEFT or self.is_local(rank) or self._last_heard.get(rank, (0,))[0] != beat["number"]:
+                self._last_heard[rank] = beat["number"], clock
+        return {rank: clock - at for rank, (_, at) in self._last_heard.items() if clock - at > longest_s}
 
-    def sign(self, rank: int) -> Sign:
-        """Asks the kernel of another machine for the state of a rank; waits for the answer."""
+    def probe(self, rank: int) -> ProcessState:
+        """Returns the state of a rank's process on another machine; takes at most 2 s."""
         process = self.processes[rank]
-        return ring(process["address"], process["port"])
+        return probe(process["address"], process["port"])
 
-    def mute(self, ranks: list[int], patience_s: float) -> list[int]:
-        """The `ranks` that run and have no heartbeat in the next `patience_s` seconds; waits for these."""
+    def without_heartbeat(self, ranks: list[int], patience_s: float) -> list[int]:
+        """Waits `patience_s` seconds; returns those of `ranks` that have no new beat, and whose run is not over."""
         before = dict(self.read("beat", ranks))
         time.sleep(patience_s)
         after = self.read("beat", ranks)
         return [rank for rank in ranks if after.get(rank) == before.get(rank) and not _has_left(after.get(rank))]
 
-    def elsewhere(self, address: str | None = None) -> list[int]:
-        """The ranks of other machines that run; of the one with that address, or name, if it is given."""
+    def on_other_hosts(self, address: str | None = None) -> list[int]:
+        """Returns the running ranks of other machines; of the one with this address or name, if it is given."""
         ranks = [rank for rank in self.processes if not (self.is_local(rank) or _has_left(self.last.get(rank)))]
         places = {rank: (self.processes[rank]["address"], self.processes[rank]["host"]) for rank in ranks}
         return [rank for rank in ranks if address is None or address in places[rank]]
 
     def hosts(self, ranks: list[int]) -> str:
-        """The machines of `ranks`, in words."""
+        """Describes the machines of `ranks` for a message."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self.processes[rank]["host"], []).append(rank)
@@ -179,30 +180,30 @@ class RankRegistry:
 
     def kill(self, rank: int) -> None:
         """Ends the process of a rank of this machine."""
-        process = self._there.get(rank)
-        # One that has the same parent, or is that parent: a number that somebody else has put there is no rank's.
+        process = self._local.get(rank)
+        # Only a process with the same parent, the parent or a child: the process id may be forged.
         with suppress(psutil.Error):
             me = psutil.Process()
             if process is not None and (me.ppid() in (process.ppid(), process.pid) or process.ppid() == me.pid):
                 process.kill()
 
     def forget(self, ranks: list[int]) -> None:
-        """The run goes on without these."""
+        """Drops ranks without which the run continues."""
         self.others = [rank for rank in self.others if rank not in ranks]
-        for by_rank in (self.processes, self._there, self.last, self._heard):
+        for by_rank in (self.processes, self._local, self.last, self._last_heard):
             for rank in ranks:
                 by_rank.pop(rank, None)
 
     def is_local(self, rank: int) -> bool:
-        """Whether that rank's process can be seen from here."""
+        """Whether a rank's process is on this machine, in the same process namespace."""
         process = self.processes.get(rank)
         return process is not None and all(process[key] == self.me[key] for key in ("host", "space"))
 
 
 def this_process() -> dict[str, Any]:
-    """Host, process namespace and number of this process: by these another process recognizes it; and its doorbell."""
+    """Returns host, process namespace and id of this process, and the address and port at which it can be probed."""
     space = ""
-    with suppress(OSError):  # of containers with one host name, each counts its processes from 1
+    with suppress(OSError):  # containers with the same host name each number their processes from 1
         space = os.readlink("/proc/self/ns/pid")
     address = own_address()
     process = {"host": socket.gethostname(), "space": space, "pid": os.getpid()}
@@ -225,7 +226,7 @@ def in_words(ranks: list[int]) -> str:
 
 
 def has_ended(process: psutil.Process | None) -> bool:
-    """Whether a process is no more, or only waits to be counted out."""
+    """Whether a process has ended; a zombie has, too."""
     try:
         return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

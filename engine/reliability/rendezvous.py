@@ -1,12 +1,12 @@
-"""The rendezvous of the ranks of one start of a job, by a key-value store.
+"""The rendezvous of the ranks of one start of a job, in a key-value store.
 
-Where no launcher keeps a store, rank 0 opens one: on the loopback interface if all ranks are on one machine, by torch's
-own server otherwise. The ranks say in it that they are there, so that whoever waits knows for whom.
+If no launcher has a store, rank 0 opens one: on the loopback interface if all ranks are on one machine, otherwise by
+torch's own server. Each rank registers in it, so that the waiting ranks know which ones are missing.
 
-torchrun keeps one key-value store over all starts. torch would look in it for the addresses of the peers, find those of
-the last start, whose processes are gone, and wait for them until its timeout. So each start has a part of the store of
-its own. Nothing that torchrun tells its processes names a start: nodes that joined later count restarts from 0. So rank
-0 makes up a name, and tells it to whoever asks.
+torchrun keeps one store over all starts of a job. torch would find the addresses of the last start's processes there,
+and wait for them until its timeout. So each start has its own prefix in the store. torchrun gives its processes no
+unique name of a start: nodes that join later count restarts from 0. So rank 0 makes up a name, and the other ranks
+request it.
 """
 
 import os
@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..distributed.job_store import CausedByRank, JobStore
-from ..distributed.signing import opened, signed
+from ..distributed.signing import signed, verified
 from ..distributed.waits import waiting
 from .rank_registry import absent_ranks, process_key, this_process
 
@@ -29,35 +29,35 @@ __all__ = ["AbsentError", "connect", "current_job", "missing_ranks", "name_of_st
 
 _PERIOD_S = 0.02
 _MEETING = "the meeting of all"
-"""The name of the wait, in reports."""
+"""The name of the wait in reports."""
 _NAME = re.compile(rb"start/[0-9a-f]{32}")
-_QUESTION = re.compile(rb"[0-9a-f]{32}")
+_REQUEST = re.compile(rb"[0-9a-f]{32}")
 
 
 class AbsentError(CausedByRank, TimeoutError):
-    """Ranks did not come; `rank` is the first of them."""
+    """Ranks have not connected in time; `rank` is the first of them."""
 
 
 _servers: dict[tuple[str, int], Any] = {}
-"""The stores that this process has opened, which others may need until it ends."""
-_number_of_meeting: dict[tuple[str, int], int] = {}
+"""The stores that this process has opened, by address and port; other ranks need them until it ends."""
+_num_opened: dict[tuple[str, int], int] = {}
 _current: dict[int, JobStore] = {}
-"""The store of the job by process id, as a fork is no rank of its parent's job."""
+"""The store of the job by process id: a fork is not a rank of its parent's job."""
 
 
 def current_job() -> JobStore | None:
-    """The store of the job that this process takes part in, once it is connected to it; None without one."""
+    """Returns the store of the job that this process is connected to; None without one."""
     if os.getpid() in _current:
         return _current[os.getpid()]
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    # torch: the store under the default process group, which a strategy of Lightning's own has made.
+    # torch: the store of the default process group, if one of Lightning's own strategies has made it.
     return JobStore(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 def connect(store: dist.Store, rank: int, world_size: int) -> JobStore:
-    """From now on `store` is the job's: this rank's threads can use it, and the others know of this process."""
-    # A connection of its own: torch waits in that of `store`.
+    """Makes `store` the job's store of this process, and registers this rank in it."""
+    # Another connection, since torch waits in that of `store`.
     job = JobStore(store.clone(), rank, world_size)  # type: ignore[attr-defined]
     job.write(process_key(rank), this_process())
     _current[os.getpid()] = job
@@ -65,52 +65,52 @@ def connect(store: dist.Store, rank: int, world_size: int) -> JobStore:
 
 
 def wait_for_all(job: JobStore, timeout: timedelta) -> None:
-    """Waits until all ranks have come.
+    """Waits until all ranks have registered.
 
     Raises:
-        AbsentError: some did not; names them.
+        AbsentError: names the ranks that have not in time.
     """
     _await(lambda: absent_ranks(job), job.num_ranks, timeout)
 
 
 def open_store(address: str, port: int, rank: int, timeout: timedelta, *, is_local: bool) -> dist.Store:
-    """A part of the store that rank 0 keeps; the n-th call of each rank is for one part.
+    """Opens the store that rank 0 hosts; the n-th calls of all ranks get the same prefix of it.
 
     Args:
         address: of rank 0's machine.
-        port: on which it listens.
+        port: on which rank 0 listens.
         rank: this rank.
-        timeout: how long to wait for rank 0.
-        is_local: all ranks are on this machine; listen on `address` alone.
+        timeout: the longest time to wait for rank 0.
+        is_local: all ranks are on this machine; rank 0 listens on `address` alone.
 
     Raises:
-        torch.distributed.DistNetworkError: the port is taken; or rank 0 did not come.
+        torch.distributed.DistNetworkError: the port is taken, or rank 0 has not opened the store in time.
     """
-    place = address, port
-    if place not in _servers:
+    endpoint = address, port
+    if endpoint not in _servers:
         if rank == 0:
-            _servers[place] = _server(address, port, timeout, is_local)
+            _servers[endpoint] = _server(address, port, timeout, is_local)
         else:
             with waiting(_MEETING):
-                _servers[place] = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    number = _number_of_meeting[place] = _number_of_meeting.get(place, -1) + 1
-    return dist.PrefixStore(f"meeting/{number}", _servers[place])
+                _servers[endpoint] = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    number = _num_opened[endpoint] = _num_opened.get(endpoint, -1) + 1
+    return dist.PrefixStore(f"meeting/{number}", _servers[endpoint])
 
 
 def _server(address: str, port: int, timeout: timedelta, is_local: bool) -> dist.Store:
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
     if is_local:
-        # torch's own server listens on all interfaces, whatever address it is given.
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        # torch's own server listens on all interfaces, whatever its address.
+        family, _, _, _, address_info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
-            options["master_listen_fd"] = socket.create_server((where[0], port), family=family).detach()
+            options["master_listen_fd"] = socket.create_server((address_info[0], port), family=family).detach()
         except OSError as error:
             raise dist.DistNetworkError(f"rank 0 can't listen on {address}:{port}, for the others: {error}") from None
     return dist.TCPStore(address, port, **options)
 
 
 def missing_ranks() -> list[int]:
-    """Those that this process waits for at this moment, to meet."""
+    """Returns the ranks that this process waits for in the rendezvous at this moment."""
     return list(_missing)
 
 
@@ -131,16 +131,16 @@ def _await(absent: Callable[[], list[int]], world_size: int, timeout: timedelta)
 
 
 def name_of_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that the ranks of this start have in common, and no other start has; all ranks call it.
+    """Returns a unique name of this start, the same on all of its ranks; all ranks call it.
 
     Args:
-        store: what all starts share.
+        store: shared by all starts of the job.
         rank: this rank, 0 to `world_size` - 1.
         world_size: number of ranks of this start.
-        timeout: how long to wait for the others.
+        timeout: the longest time to wait for the other ranks.
 
     Raises:
-        AbsentError: some ranks did not come.
+        AbsentError: some ranks have not called it in time.
     """
     if rank > 0:
         return _name_from_rank_0(store, rank, world_size, timeout)
@@ -152,10 +152,10 @@ def name_of_start(store: dist.Store, rank: int, world_size: int, timeout: timede
             if store.check([f"{name}/here/{other}"]):
                 absent.remove(other)
                 continue
-            question = _said(store, f"asks/{other}", _QUESTION)
-            if question is not None and question not in answered:
-                answered.add(question)
-                _say(store, f"answer/{question}", name)
+            request = _read(store, f"asks/{other}", _REQUEST)
+            if request is not None and request not in answered:
+                answered.add(request)
+                _write(store, f"answer/{request}", name)
         return sorted(absent)
 
     _await(missing, world_size, timeout)
@@ -163,15 +163,15 @@ def name_of_start(store: dist.Store, rank: int, world_size: int, timeout: timede
 
 
 def _name_from_rank_0(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    # Not the rank's number alone: that is what this rank of an earlier start has asked under.
-    question = uuid.uuid4().hex
-    asks = f"asks/{rank}"
+    # The rank alone does not identify a request: the same rank of an earlier start has made one, too.
+    request = uuid.uuid4().hex
+    key = f"asks/{rank}"
     names: list[str | None] = []
 
     def missing() -> list[int]:
-        if _said(store, asks, _QUESTION) != question:  # the first time; or somebody else has written over it
-            _say(store, asks, question)
-        names[:] = [_said(store, f"answer/{question}", _NAME)]
+        if _read(store, key, _REQUEST) != request:  # not written yet, or overwritten by another process
+            _write(store, key, request)
+        names[:] = [_read(store, f"answer/{request}", _NAME)]
         return [0] if names[0] is None else []
 
     _await(missing, world_size, timeout)
@@ -181,11 +181,11 @@ def _name_from_rank_0(store: dist.Store, rank: int, world_size: int, timeout: ti
     return name
 
 
-def _say(store: Any, key: str, what: str) -> None:
-    store.set(key, signed(key, what.encode()))
+def _write(store: Any, key: str, text: str) -> None:
+    store.set(key, signed(key, text.encode()))
 
 
-def _said(store: dist.Store, key: str, pattern: re.Pattern[bytes]) -> str | None:
-    """Reads the text under a key; None if there is none, or if it is not what a rank of this job would write."""
-    content = opened(key, store.get(key)) if store.check([key]) else None
+def _read(store: dist.Store, key: str, pattern: re.Pattern[bytes]) -> str | None:
+    """Reads the text under a key; returns None if there is none that is signed and matches `pattern`."""
+    content = verified(key, store.get(key)) if store.check([key]) else None
     return content.decode() if content is not None and pattern.fullmatch(content) else None

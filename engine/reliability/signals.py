@@ -1,18 +1,18 @@
-"""Signals are acted on by all ranks at the same step, without a collective: SIGTERM stops, SIGUSR1 saves a snapshot.
+"""Signals, handled by all ranks at the same step without a collective: SIGTERM stops, SIGUSR1 saves a snapshot.
 
-A rank that was signalled, and every rank that finds out, goes on training until all have agreed on a step to stop at;
-what they say to each other goes through the process group's key-value store:
+All ranks continue to train until they have agreed on the step at which they stop, through the process group's key-value
+store:
 
-1. the signalled rank sets ``requested``; the others look for it once a second;
-2. from then on each rank writes at each boundary between steps the number of that boundary, *then* looks whether
-   ``frozen`` is set, and goes on if it is not;
-3. rank 0, once all ranks have written, sets ``frozen``, *then* reads what they wrote, and sets ``stop_at`` to the
-   largest number plus one;
-4. a rank that finds ``frozen`` waits for ``stop_at``, and stops at the first boundary that has reached it;
-5. each rank that stops says so, and rank 0, whose process may host the store, exits last.
+1. The signalled rank sets ``requested``. The others check it once a second.
+2. From then on each rank, at each boundary between steps, writes the number of the boundary, and *then* checks
+   ``frozen``. If it is not set, the rank continues.
+3. When all ranks have written, rank 0 sets ``frozen``, *then* reads their numbers, and sets ``stop_at`` to the largest
+   number plus one.
+4. A rank that finds ``frozen`` set waits for ``stop_at``, and stops at the first boundary that has reached it.
+5. Each rank that stops sets ``stopped``. Rank 0, whose process may host the store, exits last.
 
-No rank can have passed ``stop_at``: what it wrote before it found no ``frozen`` was read in 3. Lightning broadcasts a
-tensor, and reads it back, on every step instead.
+No rank can have passed ``stop_at``: the number that it wrote before it found ``frozen`` not set was read in 3.
+Lightning instead broadcasts a tensor, and reads it back, on every step.
 """
 
 import logging
@@ -36,23 +36,23 @@ __all__ = ["SignalConnector", "StopConsensus"]
 log = logging.getLogger("polyphase.engine")
 
 _END_OF_STEP = 2**32 - 1
-"""After all batches of a validation."""
+"""The number that comes after all batches of a validation."""
 _PERIOD_S = 1.0
-"""The seconds between two looks of a rank whether another one was asked to stop."""
+"""The seconds between two checks whether another rank was asked to stop."""
 _STOP = "the stop of all"
-"""The name of the wait, in reports."""
-_FAREWELL_S = 30.0
-"""The seconds that rank 0 waits for a rank that does not get to its stop; a snapshot would wait for it as well."""
+"""The name of the wait in reports."""
+_STOP_TIMEOUT_S = 30.0
+"""The seconds that rank 0 waits until the other ranks have stopped."""
 
 
 class StopConsensus:
-    """The ranks' agreement on where to stop.
+    """The ranks' agreement on the boundary at which they stop.
 
     Args:
-        store: the key-value store all ranks share.
-        rank: this process's.
+        store: the key-value store, shared by all ranks.
+        rank: this rank.
         world_size: number of ranks.
-        lost: the ranks without which the run goes on.
+        lost: returns the ranks that have ended, if the run continues without them.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class StopConsensus:
         self._rank = rank
         self._world_size = world_size
         self._lost = lost
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._has_joined = False
         self._stop_at: int | None = None
 
     def should_stop(self, place: int, requested: bool) -> bool:
-        """Whether to stop here. Called at each boundary between steps.
+        """Whether to stop at this boundary; called at each boundary between steps.
 
         Args:
-            place: number of the boundary, the same on all ranks and never smaller than the last.
+            place: number of the boundary, the same on all ranks, never smaller than the last one.
             requested: whether this rank was asked to stop.
         """
         if self._stop_at is None and (self._has_joined or self._join(requested)):
@@ -83,27 +83,27 @@ class StopConsensus:
         return self._stop_at is not None and place >= self._stop_at
 
     def leave(self) -> None:
-        """Called by each rank that has stopped, before its process may end."""
+        """Publishes that this rank has stopped; rank 0 waits for the others. Called before the process may end."""
         self._store.set(f"stopped/{self._rank}", "1")
-        deadline = time.monotonic() + _FAREWELL_S
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
         with waiting(_STOP):
             while self._rank == 0 and not self._store.check(self._present("stopped")) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
-    def _present(self, word: str) -> list[str]:
-        """The keys of what the ranks say, without those that are lost."""
+    def _present(self, name: str) -> list[str]:
+        """Returns the key ``<name>/<rank>`` of each rank that is not lost."""
         lost = self._lost()
-        return [f"{word}/{rank}" for rank in range(self._world_size) if rank not in lost]
+        return [f"{name}/{rank}" for rank in range(self._world_size) if rank not in lost]
 
     def _join(self, requested: bool) -> bool:
         now = time.monotonic()
         if requested:
             self._store.set("requested", "1")
-        elif now < self._next_look:
+        elif now < self._next_check:
             return False
         else:
-            self._next_look = now + _PERIOD_S
-        with waiting(_STOP):  # once a second: the store may not answer
+            self._next_check = now + _PERIOD_S
+        with waiting(_STOP):  # the store may not answer
             self._has_joined = requested or self._store.check(["requested"])
         return self._has_joined
 
@@ -116,14 +116,14 @@ class StopConsensus:
                 self._stop_at = max(int(self._store.get(key)) for key in places) + 1
                 self._store.set("stop_at", str(self._stop_at))
         elif self._store.check(["frozen"]):
-            self._stop_at = int(self._store.get("stop_at"))  # waits for rank 0's two lines above, for nothing else
+            self._stop_at = int(self._store.get("stop_at"))  # waits only while rank 0 executes the two lines above
 
 
 class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
-    """Lightning's, whose `received_sigterm` is true on all ranks at the same step while they train."""
+    """Lightning's connector, whose `received_sigterm` becomes true on all ranks at the same step while they train."""
 
     requeues = False
-    """Whether a signal of SLURM's has the job saved and started again."""
+    """Whether SLURM's signal saves the job and requeues it."""
     _is_requeued = False
 
     def __init__(self, trainer: Trainer) -> None:
@@ -134,7 +134,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether this process is to stop now. Lightning's loops look at it after each batch."""
+        """Whether this process stops now; Lightning's loops check it after each batch."""
         return self._requested and (self._agreement is None or self._agreed)
 
     @received_sigterm.setter
@@ -160,18 +160,18 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         fits = self.trainer.state.fn == TrainerFn.FITTING
         if not (fits and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
-        # torch: the store under the default process group; there is no public way to it.
+        # torch: the store of the default process group, which has no public name.
         store = dist.PrefixStore(f"polyphase/{subject}", dist.distributed_c10d._get_default_store())
-        words = SignedStore(store, dist.get_rank())  # whoever else writes there stops nothing
+        signed_store = SignedStore(store, dist.get_rank())  # so that other processes can't stop the run
         strategy = adapt(self.trainer.strategy)
-        return StopConsensus(words, dist.get_rank(), dist.get_world_size(), lambda: strategy.lost_ranks)
+        return StopConsensus(signed_store, dist.get_rank(), dist.get_world_size(), lambda: strategy.lost_ranks)
 
     def request_snapshot(self) -> None:
-        """Asks all ranks to save after the same step."""
+        """Makes all ranks save after the same step."""
         self._snapshot_requested = True
 
     def snapshot_due(self, batches: int) -> bool:
-        """Whether all ranks are to save now. Called by the training loop between two steps, as `poll` is."""
+        """Whether all ranks save now; called by the training loop between two steps, as `poll` is."""
         due = self._snapshot_requested
         if self._snapshot_agreement is not None:
             due = self._snapshot_agreement.should_stop(batches, self._snapshot_requested)
@@ -184,23 +184,23 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         return due
 
     def poll(self, batches: int, evaluated: int = _END_OF_STEP) -> None:
-        """Called by the loops between two steps, or two batches of a validation.
+        """Checks whether to stop; called by the loops between two steps, or two batches of a validation.
 
         Args:
             batches: number of batches trained on.
-            evaluated: number of batches evaluated since, if it is not over.
+            evaluated: number of batches evaluated since then, while a validation runs.
         """
         place = (batches << 32) + evaluated
         if self._agreement is not None and not self._agreed and self._agreement.should_stop(place, self._requested):
             self._requested = self._agreed = True
             self._agreement.leave()
 
-    # Lightning: _SignalConnector._slurm_sigusr_handler_fn saves from within the signal handler, in mid-step.
+    # Lightning: _SignalConnector._slurm_sigusr_handler_fn, which saves within the signal handler, in mid-step.
     def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:
         self._is_requeued = True
         self.request_snapshot()
 
-    # Lightning: _SignalConnector._sigterm_notifier_fn starts a collective from within the signal handler.
+    # Lightning: _SignalConnector._sigterm_notifier_fn, which starts a collective within the signal handler.
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
         log.info("rank %d received signal %s", self.trainer.global_rank, signum)
         launcher = self.trainer.strategy.launcher

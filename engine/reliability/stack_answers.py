@@ -1,12 +1,12 @@
-"""Answers whoever asks for the stacks of a living rank (`polyphase stacks`), from the watchdog's thread.
+"""Serves requests for the stacks of running ranks (`polyphase stacks`), on the watchdog's thread.
 
-Each second the watchdog looks whether there is a question (`look`: one `stat` of a local file). A rank that is asked
-answers with its position and the stacks of all its threads. Where ranks run on other hosts it hands the question on:
-1. it writes one word to the job's store, for which the ranks of such a job look each second (one more `check`);
-2. each rank publishes its answer there;
-3. the rank that was asked writes down the answers of other hosts as they come.
+Each second the watchdog checks for a request (`poll`: one `stat` of a local file). The rank answers with its position
+and the stacks of all its threads. If there are ranks on other hosts, it forwards the request:
+1. It writes a message to the job's store, which the ranks of such a job check each second (one more `check`).
+2. Each rank publishes its answer there.
+3. The rank that got the request writes the answers of other hosts to local files.
 
-A rank that can't answer, since some C code keeps Python's lock, is asked by a signal: see `living`.
+If a rank can't answer, because C code holds Python's lock, `polyphase stacks` sends it a signal: see `living`.
 """
 
 import faulthandler
@@ -35,22 +35,22 @@ log = logging.getLogger("polyphase.engine")
 _ASK = "polyphase/stacks"
 _ASK_FIELDS: Fields = {"by": int, "number": str}
 _PATIENCE_S = 10.0
-"""How long a rank that was asked waits for the answers of other hosts."""
+"""The seconds that a rank waits for the answers of other hosts."""
 _NUM_CALLS, _NUM_CALLS_OTHERS = 200, 50
-"""Innermost calls that are told of the thread that trains, and of others; one that recurses has thousands."""
+"""The number of innermost frames in an answer, for the thread that trains and for others; recursion has thousands."""
 _NUM_THREADS = 64
 
 _files: dict[int, tuple[int, int]] = {}
-"""The descriptor that `faulthandler` writes to, and how many use it; by process, as a fork has to have its own."""
+"""The descriptor that `faulthandler` writes to, and its number of users, by process id: a fork needs its own."""
 
 
 class StackAnswers:
     """The answers of one rank, during its run.
 
     Args:
-        heartbeat: where the rank is.
+        heartbeat: the position of the rank.
         root: the run's `default_root_dir`.
-        logs: the run's folder of logs; None where it has none, or where it is rank 0's to know.
+        logs: the run's folder of logs; None if it has none, or on other ranks than rank 0.
         world_size: number of ranks.
     """
 
@@ -62,7 +62,7 @@ class StackAnswers:
         self._relayed: tuple[str, set[int], float] | None = None
 
     def open(self) -> None:
-        """Can be found from now on. Called by the thread that runs the rank."""
+        """Registers the rank, so that `polyphase stacks` finds it; called by the thread that runs the rank."""
         folder = runtime_folder(creates=True)
         if folder is None:
             log.warning(
@@ -71,7 +71,7 @@ class StackAnswers:
                 os.getuid(),
             )
             return
-        with suppress(OSError, psutil.Error):  # a full disk is no reason not to train
+        with suppress(OSError, psutil.Error):  # a full disk must not stop the training
             remove_ended(folder)
             me = {key: value for key, value in this_process().items() if key in ("host", "space", "pid")}
             rank = LivingRank(
@@ -88,47 +88,47 @@ class StackAnswers:
             self._entry = Entry.new(folder, rank)
 
     def close(self) -> None:
-        """Can be found no more."""
+        """Removes the registration."""
         entry, self._entry = self._entry, None
         if entry is not None:
             entry.remove()
             _end_to_dump(entry)
 
-    def look(self, peers: RankRegistry | None) -> None:
-        """Answers if somebody asks.
+    def poll(self, peers: RankRegistry | None) -> None:
+        """Answers a request, if there is one.
 
         Raises:
-            RuntimeError: the store's host is gone, or silent.
+            RuntimeError: the store's process has ended, or does not answer.
         """
         entry = self._entry
-        asked = None if entry is None else entry.take(".ask")
-        elsewhere = [] if peers is None else peers.elsewhere()
-        if entry is not None and isinstance(asked, str):
-            entry.write(f".answer-{asked}", {**self._answer(asked), "elsewhere": elsewhere})
+        request = None if entry is None else entry.take(".ask")
+        elsewhere = [] if peers is None else peers.on_other_hosts()
+        if entry is not None and isinstance(request, str):
+            entry.write(f".answer-{request}", {**self._answer(request), "elsewhere": elsewhere})
             if peers is not None and elsewhere:
-                self._answered = asked
-                self._relayed = asked, set(elsewhere), time.monotonic() + _PATIENCE_S
-                peers.job.write(_ASK, {"by": peers.rank, "number": asked})
+                self._answered = request
+                self._relayed = request, set(elsewhere), time.monotonic() + _PATIENCE_S
+                peers.job.write(_ASK, {"by": peers.rank, "number": request})
         if peers is not None and elsewhere:
             self._answer_peers(peers)
             self._collect(peers)
 
     def _answer(self, number: str) -> dict[str, Any]:
         thread = self._heartbeat.thread
-        told = {**this_process(), **self._heartbeat.report(), "rank": self._heartbeat.rank, "number": number}
-        return {**told, "threads": _threads(thread)}
+        report = {**this_process(), **self._heartbeat.report(), "rank": self._heartbeat.rank, "number": number}
+        return {**report, "threads": _threads(thread)}
 
     def _answer_peers(self, peers: RankRegistry) -> None:
-        """Answers what a rank of another host was asked."""
+        """Answers a request that a rank of another host has forwarded."""
         if not peers.job.has(_ASK):
             return
-        word = peers.job.read(_ASK, _ASK_FIELDS)
-        if word is not None and word["number"] != self._answered:
-            self._answered = word["number"]
-            peers.publish("stacks", self._answer(word["number"]))
+        request = peers.job.read(_ASK, _ASK_FIELDS)
+        if request is not None and request["number"] != self._answered:
+            self._answered = request["number"]
+            peers.publish("stacks", self._answer(request["number"]))
 
     def _collect(self, peers: RankRegistry) -> None:
-        """Writes down what ranks of other hosts have answered."""
+        """Writes the answers of ranks of other hosts to local files."""
         if self._relayed is None or self._entry is None:
             return
         number, missing, deadline = self._relayed
@@ -140,10 +140,10 @@ class StackAnswers:
 
 
 def _threads(first: int) -> list[dict[str, Any]]:
-    """Names and stacks of all threads of this process; that of the run is the first."""
+    """Returns the names and stacks of all threads of this process, the thread `first` at the beginning."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = []
-    for thread in sorted(sys._current_frames(), key=lambda each: each != first)[:_NUM_THREADS]:
+    for thread in sorted(sys._current_frames(), key=lambda thread: thread != first)[:_NUM_THREADS]:
         stack = stack_of(thread)[: _NUM_CALLS if thread == first else _NUM_CALLS_OTHERS]
         calls = [[call.file, call.line, call.name] for call in stack]
         threads.append({"name": names.get(thread, str(thread)), "runs": thread == first, "calls": calls})
@@ -151,14 +151,14 @@ def _threads(first: int) -> list[dict[str, Any]]:
 
 
 def _job(root: str, world_size: int) -> str:
-    """The same text in all processes of a job; tells nobody the secret."""
-    words = [(job_secret() or b"").decode(), *job_marks()]
-    words = words if world_size > 1 else [str(os.getpid())]
-    return hashlib.sha256("|".join([root, str(world_size), *words]).encode()).hexdigest()[:16]
+    """Returns an id that all processes of a job have in common; a hash, so that it does not reveal the secret."""
+    marks = [(job_secret() or b"").decode(), *job_marks()]
+    marks = marks if world_size > 1 else [str(os.getpid())]
+    return hashlib.sha256("|".join([root, str(world_size), *marks]).encode()).hexdigest()[:16]
 
 
 def _begin_to_dump(folder: str) -> int | None:
-    """Has this process write its stacks on a signal; returns that, None where somebody else has it."""
+    """Makes this process write its stacks on a signal; returns the signal, None if other code handles it."""
     me = os.getpid()
     if me in _files:
         _files[me] = _files[me][0], _files[me][1] + 1
@@ -167,7 +167,7 @@ def _begin_to_dump(folder: str) -> int | None:
         return None
     path = os.path.join(folder, f"{me}.stack")
     with suppress(FileNotFoundError):
-        os.remove(path)  # of a process that had this number before
+        os.remove(path)  # of a former process with this id
     _files[me] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600), 1
     faulthandler.register(SIGNAL, file=_files[me][0], all_threads=True)
     return SIGNAL

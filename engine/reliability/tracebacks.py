@@ -1,6 +1,6 @@
-"""Tracebacks for a person: the user's frames, and in place of the libraries' a count.
+"""Short tracebacks: the user's frames, and the number of frames of libraries in their place.
 
-Text in, text out: so it also serves what has come from another process (a worker, a DataLoader's) as text.
+It works on text, so that it can shorten tracebacks of other processes (workers of a launcher or a DataLoader), too.
 """
 
 import os
@@ -31,14 +31,14 @@ _MARKS = re.compile(r"[ |]*[~^][~^ ]*")
 
 class _Frame(NamedTuple):
     lines: list[str]
-    """Its place, its line of code, and how often it is repeated."""
+    """Its file and line, its code, and how often it is repeated."""
     indent: str
     package: str | None
-    """None: the user's."""
+    """The library it is in; None for the user's code."""
 
 
 def shown(exception: BaseException) -> str:
-    """The traceback of `exception` as the terminal gets it: short, unless the user wants all frames."""
+    """Returns the traceback of `exception` for the terminal: short, unless the user has asked for all frames."""
     kind, trace = type(exception), exception.__traceback__
     if isinstance(
         exception, (ProcessExitedException, ProcessRaisedException)
@@ -53,18 +53,18 @@ def shown(exception: BaseException) -> str:
 
 
 def _says_what_is_wrong(exception: BaseException) -> bool:
-    """Whether the engine's own code tells the user of a mistake: where it does so doesn't matter."""
+    """Whether the engine has raised the error about a mistake of the user's: then its own frame doesn't matter."""
     frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
     return isinstance(exception, ValueError) and bool(frames) and frames[-1].f_code.co_filename.startswith(_OURS)
 
 
 def shorten(text: str, *, keeps_innermost: bool = True, says_how: bool = True) -> str:
-    """`text` with a count in place of the frames of libraries in all tracebacks in it.
+    """Returns `text` with a count in place of the frames of libraries, in all tracebacks in it.
 
     Args:
-        text: any, with tracebacks as Python prints them.
-        keeps_innermost: keep the last frame of each traceback, whosever it is: where the error arose.
-        says_how: say at the first count how to see all frames.
+        text: any text, with tracebacks as Python prints them.
+        keeps_innermost: keep the last frame of each traceback, where the error was raised, also of a library.
+        says_how: add to the first count how to see all frames.
     """
     lines, out, number = text.splitlines(), [], 0
     while number < len(lines):
@@ -74,14 +74,14 @@ def shorten(text: str, *, keeps_innermost: bool = True, says_how: bool = True) -
             number += 1
             continue
         number += sum(len(frame.lines) for frame in stack)
-        for place, is_count in _kept(stack, keeps_innermost):
-            out.append(f"{place} ({ALL_FRAMES}=full shows them)" if is_count and says_how else place)
+        for line, is_count in _kept(stack, keeps_innermost):
+            out.append(f"{line} ({ALL_FRAMES}=full shows them)" if is_count and says_how else line)
             says_how = says_how and not is_count
     return "\n".join(out) + ("\n" if text.endswith("\n") else "")
 
 
 def _stack_at(lines: Sequence[str], number: int) -> list[_Frame]:
-    """The frames that follow each other from line `number` on."""
+    """Returns the consecutive frames from line `number` on."""
     stack: list[_Frame] = []
     while number < len(lines) and (header := _FRAME.fullmatch(lines[number])):
         indent = header["indent"]
@@ -96,7 +96,7 @@ def _stack_at(lines: Sequence[str], number: int) -> list[_Frame]:
 
 
 def _kept(stack: Sequence[_Frame], keeps_innermost: bool) -> Iterator[tuple[str, bool]]:
-    """The lines that are left of a stack, and whether each is a count."""
+    """Yields the lines of a shortened stack, and whether each is a count."""
     left_out: list[str] = []
     for frame in stack:
         if frame.package is not None and not (keeps_innermost and frame is stack[-1]):

@@ -1,7 +1,7 @@
-"""Whether this process was asked to end, where its handler of SIGTERM can't run: the main thread waits in C++.
+"""Detects SIGTERM while its Python handler can't run, because the main thread waits in C++.
 
-Python calls handlers in the main thread, between two of its instructions; a wait for a collective is one instruction.
-But the number of each signal is written to a socket at once, which another thread can read.
+Python calls signal handlers in the main thread, between two instructions; a wait for a collective is one instruction.
+But Python's C handler writes the number of each signal to a socket at once, which another thread can read.
 """
 
 import signal
@@ -13,14 +13,18 @@ __all__ = ["Wakeup"]
 
 
 class Wakeup:
-    """Begins and ends in the main thread; in another one, or where somebody else has the socket, it learns nothing."""
+    """Whether SIGTERM has come to this process.
+
+    It begins and ends in the main thread. In another thread, or if other code uses Python's socket for signals, it
+    detects nothing.
+    """
 
     def __init__(self) -> None:
         self._ends: tuple[socket.socket, socket.socket] | None = None
         self._was_asked = False
 
     def begin(self) -> None:
-        """From now on signals are noticed."""
+        """Begins to detect signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         ends = socket.socketpair()
@@ -33,7 +37,7 @@ class Wakeup:
             self.end()
 
     def end(self) -> None:
-        """Leaves things as they were; what has come until now is known from then on."""
+        """Restores Python's former socket; signals that have come until now stay known."""
         self.was_asked_to_end()
         ends, self._ends = self._ends, None
         if ends is None:
@@ -41,12 +45,12 @@ class Wakeup:
         if threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(-1)
             if before not in (-1, ends[1].fileno()):
-                signal.set_wakeup_fd(before)  # somebody else's by now
+                signal.set_wakeup_fd(before)  # other code has set it meanwhile
         for end in ends:
             end.close()
 
     def was_asked_to_end(self) -> bool:
-        """Whether SIGTERM has come."""
+        """Whether SIGTERM has come since `begin`."""
         if self._ends is not None and not self._was_asked:
             with suppress(OSError):
                 self._was_asked = signal.SIGTERM in self._ends[0].recv(4096)

@@ -15,7 +15,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from ...distributed.object_group import ObjectGroup
-from ...distributed.signing import opened, signed
+from ...distributed.signing import signed, verified
 from .plain import pack, unpack
 from .rpc import ALLOWED, Connection
 
@@ -136,7 +136,7 @@ class SurvivingRanks(ObjectGroup):
 
 
 def _open(name: str, message: bytes) -> Any:
-    content = opened(name, message)
+    content = verified(name, message)
     if content is None:
         raise RuntimeError(f"a value of the gather {name!r} was not sent by a rank of this job: see docs/security.md")
     return unpack(content)

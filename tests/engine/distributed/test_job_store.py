@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyphase.engine.distributed.job_store import FIRST_FAILURE, JobStore, SignedStore
-from polyphase.engine.distributed.signing import opened, parsed, signed
+from polyphase.engine.distributed.signing import parsed, signed, verified
 from polyphase.engine.distributed.store_calls import StoreLine
 from polyphase.engine.reliability.rank_registry import RankRegistry, process_key
 
@@ -127,10 +127,10 @@ def test_a_rank_that_meets_many_others_asks_for_a_few_at_a_time(store):
 @given(st.binary(max_size=300), st.binary(min_size=1, max_size=8), st.integers(0, 10**6))
 def test_a_changed_word_is_not_opened(content, change, at):
     message = signed("here", content)
-    assert opened("here", message) == content
+    assert verified("here", message) == content
     at %= len(message)
     changed = message[:at] + change + message[at + len(change) :]
-    assert changed == message or opened("here", changed) is None
+    assert changed == message or verified("here", changed) is None
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda each: st.lists(each, max_size=3)))

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from polyphase.engine.distributed import store_calls as store_line
-from polyphase.engine.distributed.host_liveness import Sign, ring
+from polyphase.engine.distributed.host_liveness import ProcessState, probe
 from polyphase.engine.distributed.job_store import JobStore
 from polyphase.engine.distributed.store_calls import StoreLostError
 
@@ -73,9 +73,9 @@ def test_who_waits_may_give_up_and_a_late_answer_is_in_time(server):
 def test_the_kernel_says_whether_a_process_lives():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        assert ring("127.0.0.1", port) == Sign.LIVES
-    assert ring("127.0.0.1", port) == Sign.ENDED
-    assert ring("", 0) == Sign.UNKNOWN
+        assert probe("127.0.0.1", port) == ProcessState.LIVES
+    assert probe("127.0.0.1", port) == ProcessState.ENDED
+    assert probe("", 0) == ProcessState.UNKNOWN
 
 
 def test_a_run_leaves_no_thread_behind_and_the_next_call_starts_one(server):

@@ -81,7 +81,7 @@ def test_rank_0_is_seen_to_wait_for_the_others():
 
 
 def test_rank_0_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(signals, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(signals, "_STOP_TIMEOUT_S", 0.1)
     store = dist.HashStore()
     StopConsensus(store, 0, 2).leave()
     assert not store.check(["stopped/1"])

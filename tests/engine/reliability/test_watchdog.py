@@ -270,10 +270,10 @@ def test_a_rank_that_stands_still_on_an_accelerator_may_wait_for_others(device, 
     strategy = SimpleNamespace(root_device=torch.device(device))
     watchdog = Watchdog(engine().heartbeat, 60.0, "failures", 2, strategy)
     looked: list[Any] = []
-    monkeypatch.setattr(watchdog, "_look_elsewhere", lambda peers: looked.append(peers) or True)
+    monkeypatch.setattr(watchdog, "_check_other_hosts", lambda peers: looked.append(peers) or True)
     peers = SimpleNamespace(gone=lambda: [])
     place = {**report(1), "is_debugged": False}
-    watchdog._look_for_the_dead(peers, place)
+    watchdog._check_processes(peers, place)
     assert looked == ([] if device == "cpu" else [peers])
     watchdog._clock = 10.0
     watchdog._without_store(
