@@ -1,8 +1,8 @@
-"""The hot path, and what else of Lightning's loops is done differently; coupled to Lightning 2.6's private names."""
+"""The engine's loops: the hot path, and other changes to Lightning's loops; uses private names of Lightning 2.6."""
 
 from ..loggers.folders import claim_log_folders, folders_written_to
 from ..reliability.nonfinite import NonFiniteError, NonFiniteWatch
-from ..resume import from_checkpoint  # noqa: F401 - has load_from_checkpoint open directories
+from ..resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
 from .compile import CompileSteps, check_graphs, compile_mode
 from .conflicts import check_callbacks, check_manual_optimization
 from .fit import NothingTrainedError

@@ -1,11 +1,11 @@
-"""`compile=`: the module's steps through `torch.compile`, in the place where it helps under every strategy.
+"""`compile=`: the module's steps, or its units, compiled by `torch.compile`, under every strategy.
 
-A step is compiled inside of DistributedDataParallel, whose buckets then cut the graph so that gradients are still sent
-while backward runs (https://docs.pytorch.org/docs/stable/notes/ddp.html). Where a strategy shards units, each unit's
+A step is compiled inside of DistributedDataParallel, whose buckets split the graph so that gradients are still sent
+while backward runs (https://docs.pytorch.org/docs/stable/notes/ddp.html). If a strategy shards units, each unit's
 forward is compiled instead, inside of its sharding hooks: all units of one class share one graph.
 
-The processes of a node share inductor's cache on disk, and its first process compiles each graph before the others look
-there. What splits a graph is said once, with the line of the user's code.
+The processes of a node share inductor's cache on disk. The first process of a node compiles each graph before the
+others read it from the cache. A graph break is reported once, with the line of the user's code.
 """
 
 import functools
@@ -30,22 +30,22 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """The modes that record CUDA graphs on a GPU."""
 LOGGING = "self.log stays outside of the graph"
-"""The reason given for the one function of ours that is never compiled."""
+"""The reason of the graph break at the engine's only function that is never compiled."""
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PATIENCE_S = 300.0
-"""The seconds that a process waits for the first one of its node to have compiled the same graph."""
+"""The seconds that a process waits until the first one of its node has compiled the same graph."""
 
-_RUNS = itertools.count()  # all processes of a job make as many
+_RUNS = itertools.count()  # the same in all processes of a job
 
 log = logging.getLogger("polyphase.engine")
 
 
 def compile_mode(flag: bool | str | None) -> str | None:
-    """The mode of `torch.compile` that the flag stands for; None for none.
+    """Returns the mode of `torch.compile` for a value of the flag; None if nothing is compiled.
 
     Raises:
-        ValueError: no such mode.
+        ValueError: the flag names no mode.
     """
     if flag is None or isinstance(flag, bool):
         return "default" if flag else None
@@ -53,10 +53,10 @@ def compile_mode(flag: bool | str | None) -> str | None:
 
 
 def check_graphs(mode: str | None, layout: Layout) -> None:
-    """Checks that what a mode records on a GPU can be run again in each step.
+    """Checks that the CUDA graphs of a mode can be replayed in each step.
 
     Raises:
-        ValueError: it can't.
+        ValueError: they can't, since the layout uses other memory in each step.
     """
     why_not = "gathers its parameters into other memory in each step" if layout.shard > 1 else None
     if layout.pp > 1:
@@ -69,7 +69,7 @@ def check_graphs(mode: str | None, layout: Layout) -> None:
 
 
 class CompileSteps(Callback):
-    """Has the module's steps compiled while a trainer runs.
+    """Compiles the module's steps while a trainer runs.
 
     Args:
         mode: one of `COMPILE_MODES`.
@@ -80,7 +80,7 @@ class CompileSteps(Callback):
         self._copies: dict[Tensor, Tensor] = {}  # of gradients, by parameter
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Puts compiled steps before the module's own; a strategy with units compiles those, and says so."""
+        """Replaces the module's steps by compiled ones; a strategy with units compiles the units instead."""
         strategy = adapt(trainer.strategy)
         backend = _Backend(self.mode, dist.is_initialized() and trainer.world_size > 1, trainer)
         strategy.compile = functools.partial(torch.compile, backend=backend)
@@ -90,10 +90,10 @@ class CompileSteps(Callback):
                 pl_module.__dict__[name] = _Compiled(pl_module, step, backend, strategy)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copies the gradients that the next micro-batch adds to: they lie in the memory of a CUDA graph.
+        """Copies the gradients that the next micro-batch adds to out of the memory of a CUDA graph.
 
-        The graph writes over them when it runs again, of which torch makes an error. What has been copied is added to
-        in place, so it is done once a window.
+        The graph overwrites them when it runs again, which torch reports as an error. The copies are added to in place,
+        so one copy a window is enough.
         """
         is_added_to = trainer.fit_loop._should_accumulate()
         if is_added_to and self.mode in _WITH_GRAPHS and pl_module.automatic_optimization:
@@ -105,7 +105,7 @@ class CompileSteps(Callback):
             self._copies.clear()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the module as it was."""
+        """Restores the module's own steps."""
         for name in _STEPS:
             if isinstance(pl_module.__dict__.get(name), _Compiled):
                 del pl_module.__dict__[name]
@@ -114,7 +114,7 @@ class CompileSteps(Callback):
 
 
 class _Compiled:
-    """A step that is compiled, unless the strategy turns out to compile its parts."""
+    """A compiled step; it calls the original one if the strategy compiles units."""
 
     def __init__(
         self, module: LightningModule, step: Callable[..., Any], backend: "_Backend", strategy: EngineStrategy
@@ -127,18 +127,18 @@ class _Compiled:
         self._strategy = strategy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._backend.unsaid.clear()  # what ended the last graph of the last step split nothing
-        # Known only once the strategy has set the module up.
+        self._backend.unsaid.clear()  # a break at the end of the last step has split no graph
+        # Only known when the strategy has set up the module.
         step = self._step if self._strategy.compiles_units else self._compiled
         return step(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A module that is copied or pickled in mid-run has its own step back.
+        # A copied or pickled module gets its original step.
         return bound, (getattr(self._step, "__func__", self._step), self._module)
 
 
 class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compile(mode=...)` makes of "inductor"
-    """Inductor, one process of a node after the other; reports what ended a graph."""
+    """Inductor, which compiles first in one process of a node, and reports graph breaks."""
 
     def __init__(self, mode: str, is_shared: bool, trainer: Trainer) -> None:
         super().__init__(mode, None, None)
@@ -146,8 +146,8 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
         self._is_first = trainer.local_rank == 0
         self._says = trainer.is_global_zero
         self._said: set[str] = set()
-        self.unsaid: list[str] = []  # where logging ended a graph, if another one follows
-        # torch: the store under the default process group; there is no public way to it.
+        self.unsaid: list[str] = []  # breaks at `self.log`, reported only if another graph follows
+        # torch: the store of the default process group, which has no public name.
         store = dist.distributed_c10d._get_default_store() if is_shared else None
         place = f"polyphase/compile/{next(_RUNS)}/{trainer.node_rank}"
         self._store = None if store is None else dist.PrefixStore(place, store)
@@ -158,7 +158,7 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
         self._num_graphs += 1
         if self._store is not None and not self._is_first:
             self._wait(self._store, key)
-        # The graph of backward with that of forward, so that one process does both first.
+        # Compile the backward graph together with the forward graph, so that the first process compiles both.
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
             compiled = super().__call__(model_, inputs_, **kwargs)
         if self._store is not None and self._is_first:
@@ -174,14 +174,14 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
             time.sleep(0.02)
 
     def _report(self, graph: Any) -> None:
-        """Says what ended an earlier graph before this one, and what ends this one before the step is over."""
-        # torch: set by dynamo on each graph, and what `torch._dynamo.explain` reads.
+        """Reports the graph break before this graph, and the one that ends it."""
+        # torch: an attribute that dynamo sets on each graph, for `torch._dynamo.explain`.
         unsaid, self.unsaid = self.unsaid, []
         reason = getattr(graph, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break and "DDPOptimizer" not in reason.reason:  # cuts on purpose
+        if reason is not None and reason.graph_break and "DDPOptimizer" not in reason.reason:  # splits on purpose
             where = reason.user_stack[-1] if reason.user_stack else None
             place = "" if where is None else f' at {where.filename}:{where.lineno} in {where.name}: "{where.line}"'
-            if LOGGING in reason.reason:  # costs nothing where it ends the step, as it mostly does
+            if LOGGING in reason.reason:  # costs nothing at the end of a step, where it mostly is
                 self.unsaid.append(f"self.log{place}; log after what is computed, and the step is one graph")
             else:
                 unsaid.append(f"{reason.reason.splitlines()[0]}{place}")

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning's that can't do here what they are for, refused by name rather than run to no effect."""
+"""Checks for callbacks of Lightning's that would have no effect here, which are refused by name."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-# Lightning: the module whose checks Trainer._run makes, after the folders of the run are there.
+# Lightning: the checks that Trainer._run makes when it has made the run's folders.
 from lightning.pytorch.trainer import configuration_validator
 
-# Lightning: the launchers that return to the process that started them, whose objects the run has not touched.
+# Lightning: the launchers of worker processes, whose parent keeps its own objects unchanged.
 from .._compat.lightning import _MultiProcessingLauncher
 
 __all__ = ["check_callbacks", "check_manual_optimization"]
@@ -19,24 +19,24 @@ _verify_manual_optimization = getattr(configuration_validator, "__verify_manual_
 
 
 def check_manual_optimization(trainer: Trainer, module: LightningModule) -> None:
-    """Checks, before the run has made any folder, that no flag asks for what a module does by hand.
+    """Checks, before the run makes any folder, that no flag conflicts with manual optimization.
 
     Raises:
-        MisconfigurationException: Lightning's, of gradient clipping or accumulation.
+        MisconfigurationException: Lightning's error about gradient clipping or accumulation.
     """
     _verify_manual_optimization(trainer, module)
 
 
 def check_callbacks(callbacks: Iterable[Callback], *, launcher: Any, global_batch_size: int | None) -> None:
-    """Checks that each of `callbacks` can do what it is for.
+    """Checks that each of `callbacks` can have its effect.
 
     Args:
         callbacks: of a run.
-        launcher: the strategy's.
-        global_batch_size: samples of an optimizer step, where that was asked for.
+        launcher: of the strategy.
+        global_batch_size: the flag; None if it was not given.
 
     Raises:
-        ValueError: one of them can't; says what to do.
+        ValueError: one of them can't; the message has the remedy.
     """
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler) and global_batch_size is not None:
@@ -44,7 +44,7 @@ def check_callbacks(callbacks: Iterable[Callback], *, launcher: Any, global_batc
                 f"GradientAccumulationScheduler changes how many micro-batches a step has, which"
                 f" global_batch_size={global_batch_size} decides: leave one of them out."
             )
-        # Lightning: Tuner has LearningRateFinder and BatchSizeFinder end the run, and reads what they found.
+        # Lightning: Tuner makes LearningRateFinder and BatchSizeFinder end the run, and reads their results.
         if getattr(callback, "_early_exit", False) and isinstance(launcher, _MultiProcessingLauncher):
             raise ValueError(
                 "Tuner can't read what worker processes have found: choose a strategy without the suffix _spawn, _fork"

@@ -1,6 +1,6 @@
-"""Keeps the user's order of samples under every strategy; Lightning shuffles in all distributed training.
+"""The trainer's data connector, which keeps the user's order of samples; Lightning's shuffles with several ranks.
 
-In one process the loader is the user's own, with all that is in it. Several ranks deal the order of that one process.
+In one process the loader is the user's own object. With several ranks, the samples of its order are dealt to the ranks.
 """
 
 import copy
@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, DistributedSampler
 
-# Lightning: seeds workers, where seed_everything was told to.
-# Lightning: notes the indices of each batch, for prediction writers.
+# Lightning: seeds workers, after seed_everything(workers=True).
+# Lightning: records the indices of each batch, for prediction writers.
 from .._compat.lightning import _auto_add_worker_init_fn, _DataConnector, _IndexBatchSamplerWrapper, _update_dataloader
 from ..data import (
     EvalBatchSampler,
@@ -58,12 +58,12 @@ __all__ = ["DataConnector"]
 
 
 class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
-    """Lightning's, with `GlobalOrder` in place of its `DistributedSampler`, and places that a run can go on at.
+    """Lightning's connector, with `GlobalOrder` in place of `DistributedSampler`, and resumable positions.
 
     Args:
         trainer: whose data it is.
-        sizes: of the global batches that training data is cut into.
-        uneven: what happens where ranks have different numbers of training batches; one of `UNEVEN`.
+        sizes: of the global batches.
+        uneven: what to do if ranks have different numbers of training batches; one of `UNEVEN`.
         seeds_samples: the random draws of each sample are seeded by its index.
     """
 
@@ -87,8 +87,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         self._num_training_loaders = 0
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        # Lightning: _DataConnector._prepare_dataloader, after which it seeds by the global rank what is not seeded yet;
-        # but ranks that share samples are to have them alike.
+        # Lightning: _DataConnector._prepare_dataloader, after which Lightning seeds workers by the global rank; but
+        # ranks that share samples need the same ones.
         prepared = self._prepared(dataloader, shuffle, mode)
         _auto_add_worker_init_fn(prepared, self.trainer.data_rank)
         return prepared
@@ -107,11 +107,11 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             self.places.resume(prepared)
             return prepared
         prepared = self._prepare_evaluation(dataloader, shuffle, mode)
-        # The same draws at each evaluation: what differs between two of them is the model's doing.
+        # Each evaluation has the same draws, so that two of them differ by the model alone.
         return self._seeded(prepared, (1,), lambda: 0)
 
     def _prepare_evaluation(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        # One process's prediction keeps Lightning's, which records the indices.
+        # Prediction in one process keeps Lightning's sampler, which records the indices.
         if isinstance(dataloader, DataLoader) and self._is_shared(dataloader):
             return self._evaluated(dataloader, mode)
         if isinstance(dataloader, DataLoader) and mode != RunningStage.PREDICTING and self._dealt(dataloader, mode):
@@ -141,7 +141,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return self._in_step(seeded)
 
     def _seeded(self, dataloader: Any, key: tuple[int, ...], epoch: Callable[[], int]) -> Any:
-        """A copy of `dataloader` that seeds each sample, where that is wanted; else itself."""
+        """Returns a copy of `dataloader` that seeds each sample; `dataloader` itself without `seed_samples`."""
         if not self._seeds_samples:
             return dataloader
         if self.places.sample_seed is None:
@@ -150,7 +150,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return seed_samples(dataloader, (self.places.sample_seed, *key), epoch)
 
     def _in_step(self, dataloader: DataLoader) -> DataLoader:
-        """`dataloader` itself if all ranks' are equally long; else one that ends an epoch when theirs do."""
+        """Returns a loader that ends an epoch with those of the other ranks; `dataloader` if all are equally long."""
         ranks, order = self.trainer.data_ranks, order_of(dataloader)
         if ranks.size == 1 or (order is not None and order.num_replicas == ranks.size):
             return dataloader
@@ -163,7 +163,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         )
 
     def _dealing(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
-        """A copy of `dataloader` whose order is dealt to the ranks."""
+        """Returns a copy of `dataloader` whose order is dealt to the ranks."""
         deals_itself = self._deals_itself(dataloader)
         ranks: Any = {} if deals_itself else self.trainer.distributed_sampler_kwargs or {}
         batches: Any = dataloader.batch_sampler
@@ -181,23 +181,23 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             **ranks,
         )
         if trains:
-            # Workers ask for the first indices before Lightning says which epoch it is.
+            # Workers get their first indices before Lightning sets the epoch.
             sampler.set_epoch(self.places.epoch)
             if has_workers(dataloader):
                 dataloader = clone_loader(dataloader, WithWorkers, workers=self.places.new_workers())
         if size is not None or (trains and batches is not None and decided is not batches):
             return clone_loader(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
         if decided is batches:
-            # As `sampler` too, which is not used beside a batch sampler: there Lightning sets the epoch.
+            # Also as `sampler`, which is unused beside a batch sampler: Lightning sets the epoch there.
             return clone_loader(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
-        return _update_dataloader(dataloader, sampler, mode=mode)  # says what it needs of such a batch sampler
+        return _update_dataloader(dataloader, sampler, mode=mode)  # raises Lightning's error about such a batch sampler
 
     def _dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
-        """Whether the order of `dataloader` is ours to deal.
+        """Whether the engine deals the order of `dataloader`.
 
-        Several ranks need it, global batches do, and a run that is resumed in mid-epoch. All else is the user's own.
+        It does with several ranks, with a global batch size, and if a run is resumed in mid-epoch.
         """
         connector = self.trainer._accelerator_connector  # Lightning: holds the use_distributed_sampler flag
         trains = mode == RunningStage.TRAINING
@@ -209,11 +209,11 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     @property
     def _broadcast(self) -> Callable[[Any], Any] | None:
-        """Gives all ranks what rank 0 gives; None in one process."""
+        """A function that returns rank 0's value on all ranks; None in one process."""
         return None if self.trainer.world_size == 1 else lambda value: self.trainer.all_ranks.broadcast_object(value)
 
     def _deals_itself(self, dataloader: DataLoader) -> bool:
-        """Whether each rank has a sampler of its own."""
+        """Whether each rank has its own sampler."""
         connector = self.trainer._accelerator_connector
         samplers = _order_of(dataloader), dataloader.batch_sampler
         return not connector.use_distributed_sampler or any(hasattr(sampler, "num_replicas") for sampler in samplers)
@@ -263,7 +263,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return clone_loader(dataloader, batch_sampler=sampler, sampler=even.sampler)
 
     def _stream(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
-        """A copy of a loader of an `IterableDataset` that reads this rank's part of it, if there is a way to."""
+        """Returns a copy of an evaluation loader of a stream that reads this rank's part, if the stream has parts."""
         part = self._part(dataloader, num_replicas, rank)
         ranks = self.trainer.data_ranks
         lengths = ranks.all_gather_object(sized_len(part))
@@ -287,12 +287,12 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
 
 def _order_of(dataloader: DataLoader) -> Any:
-    """The sampler that decides: that of the batch sampler, where there is one of the user's or the loader's own."""
+    """Returns the sampler that determines the order: the batch sampler's, if it has one, otherwise the loader's."""
     return getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
 
 
 def _with_sampler(dataloader: DataLoader, sampler: GlobalOrder) -> DataLoader:
-    """A copy of `dataloader` with another sampler."""
+    """Returns a copy of `dataloader` with another sampler."""
     if dataloader.batch_sampler is None:
         return clone_loader(dataloader, sampler=sampler)
     batches: Any = copy.copy(dataloader.batch_sampler)

@@ -1,4 +1,4 @@
-"""Validation and test, a batch at a time without what is not asked for, and each sample once over all ranks."""
+"""Validation and test: a flat loop, which calls only what the run uses, and evaluates each sample once."""
 
 from typing import Any
 
@@ -20,28 +20,28 @@ __all__ = ["EvaluationLoop"]
 
 
 class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .test_loop and epoch_loop.val_loop
-    """Lightning's, with a flat way through the usual batch."""
+    """Lightning's evaluation loop, with a flat step for the usual batch."""
 
     _flat: "_Evaluation | None" = None
     _shares: EvalPadding | None = None
-    """Which batches are padding; None where all loaders are one process's, or see to it themselves."""
+    """Knows which batches are padding; None if no loader has any."""
     _may_stop_alike = False
-    """Whether all ranks can stop after the same batch: in mid-training, where they have as many."""
+    """Whether all ranks can stop after the same batch: during a training, if they have equally many batches."""
     loaders_of_epoch: int | None = None
-    """The epoch in which the run that is resumed made its validation loaders; None if unknown, or no longer needed."""
+    """The epoch in which the resumed run has made its validation loaders; None if unknown, or no longer needed."""
 
     def run(self) -> list[Any]:
-        """All data loaders, once."""
+        """Evaluates all data loaders, once."""
         trainer: Any = self.trainer
         with trainer.heartbeat.within(trainer.state.stage.value):
             return self._run()
 
     def _run(self) -> list[Any]:
         trainer: Any = self.trainer
-        if not isinstance(trainer.profiler, PassThroughProfiler):  # which times every call of Lightning's loop
+        if not isinstance(trainer.profiler, PassThroughProfiler):  # it measures Lightning's own loop
             return super().run()
         module = trainer.lightning_module
-        is_ours = "log" not in module.__dict__  # else a training loop put it there, and takes it away
+        is_ours = "log" not in module.__dict__  # otherwise the training loop has attached it, and detaches it
         if is_ours:
             attach_log(module, trainer._logger_connector)
         try:
@@ -78,7 +78,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             self._count_from_loaders_of_resumed()
 
     def _count_from_loaders_of_resumed(self) -> None:
-        """Has loaders made anew in the epochs in which the run that is resumed would have made them."""
+        """Makes new loaders in the epochs in which the run would have made them without an interruption."""
         trainer, epoch = self.trainer, self.loaders_of_epoch
         self.loaders_of_epoch = None
         if epoch is not None and trainer.current_epoch - epoch < trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         self._shares = shares if shares.any else None
         connector: Any = self.trainer._logger_connector
         connector.shares = self._shares
-        # Loaders that are not ours may have nothing on some rank, which Lightning then passes over there.
+        # A user's loader may be empty on some ranks, where Lightning then skips it.
         module, datamodule = self.trainer.lightning_module, self.trainer.datamodule  # type: ignore[attr-defined]
         some_may_skip = any(
             getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False)
@@ -112,7 +112,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         return "test_step" if self.trainer.testing else "validation_step"
 
     def _run_padding_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """A batch of which nothing remains but that this rank is as far as the others."""
+        """Runs a padding batch, which changes nothing but the progress."""
         trainer: Any = self.trainer
         loader = dataloader_idx if self._is_sequential and self.num_dataloaders > 1 else None
         progress = self.batch_progress
@@ -121,14 +121,14 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         run_padding_batch(
             self, self._step_name, batch, batch_idx, dataloader_idx, loader, self._results, trainer._logger_connector
         )
-        self._results.dataloader_idx = loader  # that of which the results will be asked for next
+        self._results.dataloader_idx = loader  # whose results are read next
         progress.increment_processed()
         progress.increment_completed()
         if not trainer.sanity_checking:
             self._has_run = True
 
     def _store_dataloader_outputs(self) -> None:
-        # Lightning: _EvaluationLoop._store_dataloader_outputs, called when all batches of a loader were run.
+        # Lightning: _EvaluationLoop._store_dataloader_outputs, called after all batches of a loader.
         connector: Any = self.trainer._logger_connector
         connector.epoch_end_reached()
         connector.synchronise()
@@ -136,7 +136,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         super()._store_dataloader_outputs()
 
 
-EvaluationLoop.__name__ = _EvaluationLoop.__name__  # by which a profile names its entries
+EvaluationLoop.__name__ = _EvaluationLoop.__name__  # the name of its entries in a profile
 
 
 class _Evaluation:
@@ -159,7 +159,7 @@ class _Evaluation:
         self._names_loader = loop._is_sequential and loop.num_dataloaders > 1
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """One batch."""
+        """Evaluates one batch."""
         trainer, loop, hooks, connector = self._trainer, self._loop, self._hooks, self._connector
         if hooks.is_stale():
             hooks.refresh()

@@ -1,4 +1,4 @@
-"""Lightning's fit loop, which takes a run that trains nothing for a success; here it is an error that says so."""
+"""The fit loop: Lightning's, but a run that trains on nothing is an error; Lightning counts it as a success."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-# Lightning: what stands for an optimizer where the module has none.
+# Lightning: the optimizer of a module that has none.
 # Lightning: Trainer.fit_loop.
 from .._compat.lightning import _FitLoop, _MockOptimizer
 from ..data import starts_iterator
@@ -17,30 +17,30 @@ __all__ = ["FitLoop", "NothingTrainedError"]
 
 
 class NothingTrainedError(ValueError, MisconfigurationException):
-    """There was no batch, or no loss; both ours and Lightning's kind of error."""
+    """The run has had no batch, or no loss; also an error of Lightning's type."""
 
 
 class FitLoop(_FitLoop):
-    """Lightning's, without silent ends.
+    """Lightning's fit loop, which raises an error if nothing is trained.
 
-    Empty data are an error when they are first read. `training_step` may return None, which skips a batch; where it has
-    returned nothing else through an epoch, that is a warning, and an error when the run or the next epoch ends, too.
+    Empty data is an error when it is first read. `training_step` may return None, which skips a batch. An epoch
+    in which it has returned nothing else is a warning, and an error if it is the last one, or the next one is the same.
     """
 
     begins_elsewhere = False
-    """Whether a checkpoint was opened, in whose place the next data are to begin."""
+    """Whether a checkpoint was opened, at whose position the next loaders begin."""
     loaders_of_epoch: int | None = None
-    """The epoch in which the run that is resumed made its loaders; None if it is not known, or no longer needed."""
+    """The epoch in which the resumed run has made its loaders; None if unknown, or no longer needed."""
     resumes_between_epochs = False
-    """Whether the run that is resumed had done nothing of the epoch that this one begins with."""
+    """Whether the resumed run was saved before the first batch of the epoch that this run begins with."""
     begins_with_new_loaders = False
-    """Whether the run that is resumed made, or would have made, loaders in the epoch that this one begins with."""
+    """Whether the uninterrupted run makes new loaders in the epoch that this run begins with."""
     is_cut_short = False
     """Whether the latest epoch ended, by `max_steps` or `should_stop`, before its data did."""
     _num_lossless_epochs = 0
 
     def on_run_start(self) -> None:
-        """Called before the first epoch."""
+        """Resets the counts of losses; called before the first epoch."""
         optimization: Any = self.epoch_loop.automatic_optimization
         self._num_lossless_epochs, optimization.has_loss, optimization.num_skipped = 0, False, 0
         self.trainer.add_run_summary()  # type: ignore[attr-defined]
@@ -49,8 +49,8 @@ class FitLoop(_FitLoop):
     def setup_data(self) -> None:
         """Makes the training loader and its iterator."""
         if self.begins_elsewhere:
-            # Lightning: Trainer.estimated_stepping_batches, asked for in `configure_optimizers`, has prepared the
-            # loaders already, at the start of their order.
+            # Lightning: Trainer.estimated_stepping_batches, if `configure_optimizers` reads it, has already prepared
+            # the loaders, at the start of their order.
             self._combined_loader, self.begins_elsewhere = None, False
         is_first = self._combined_loader is None
         self.trainer._data_connector.begin_training_loaders()  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ class FitLoop(_FitLoop):
             self._count_from_loaders_of_resumed()
         if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._may_be_empty():
             return
-        if trainer.state.status != TrainerStatus.RUNNING:  # called by hand; Lightning has warned
+        if trainer.state.status != TrainerStatus.RUNNING:  # the user has called it; Lightning has warned
             return
         loaders = self._combined_loader.flattened if self._combined_loader is not None else []
         reasons = [reason for loader in loaders if (reason := why_empty(loader, trainer.world_size))]
@@ -69,15 +69,15 @@ class FitLoop(_FitLoop):
 
     @property
     def needs_new_loaders(self) -> bool:
-        """Whether the run that is resumed would have made loaders in the present epoch, by its flag for that."""
+        """Whether the run, uninterrupted, makes new loaders in this epoch (`reload_dataloaders_every_n_epochs`)."""
         trainer: Any = self.trainer
         every = trainer.reload_dataloaders_every_n_epochs
         return self.loaders_of_epoch is not None and 0 < every <= trainer.current_epoch - self.loaders_of_epoch
 
     def _count_from_loaders_of_resumed(self) -> None:
-        """Has loaders made anew in the epochs in which the run that is resumed would have made them."""
+        """Makes new loaders in the epochs in which the run would have made them without an interruption."""
         epoch = self.loaders_of_epoch
-        # Within an epoch both iterators were made before what is resumed.
+        # In mid-epoch, the resumed run had made both iterators before it was saved.
         is_new = self.needs_new_loaders or epoch == self.trainer.current_epoch
         self.begins_with_new_loaders = self.resumes_between_epochs and is_new
         if epoch is not None and not self.needs_new_loaders:
@@ -90,7 +90,7 @@ class FitLoop(_FitLoop):
         self.trainer._data_connector.places.watch(self._combined_loader)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Returns Lightning's state of the loop; a loader that has not begun, or is through, is not begun for it."""
+        """Returns Lightning's state of the loop, without starting an iterator of a loader for it."""
         loaders = self._combined_loader
         if loaders is not None and any(map(starts_iterator, loaders.flattened)):
             self._combined_loader = None
@@ -104,7 +104,7 @@ class FitLoop(_FitLoop):
         return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
 
     def advance(self) -> None:
-        """One epoch."""
+        """Runs one epoch."""
         super().advance()
         progress: Any = self.epoch_loop.batch_progress
         trainer: Any = self.trainer
@@ -121,15 +121,15 @@ class FitLoop(_FitLoop):
             self._look_for_losses()
 
     def on_advance_end(self) -> None:
-        """The end of an epoch."""
-        if self.is_cut_short:  # a longer run goes on in it, and calls these hooks once more
+        """Ends an epoch."""
+        if self.is_cut_short:  # a longer run continues in it, and calls the hooks again
             self.trainer._checkpoint_connector.logs.hold()  # type: ignore[attr-defined]
         super().on_advance_end()
 
     def _look_for_losses(self) -> None:
         optimization: Any = self.epoch_loop.automatic_optimization
         trainer: Any = self.trainer
-        # One that is resumed may have had its losses before; one or two batches are a try.
+        # A resumed run may have had losses before; one or two batches are too few to judge.
         if optimization.has_loss or optimization.num_skipped <= 2 or trainer.ckpt_path is not None:
             return
         self._num_lossless_epochs += 1
@@ -146,7 +146,7 @@ class FitLoop(_FitLoop):
         return is_last or has_stepped_enough or trainer.should_stop
 
 
-FitLoop.__name__ = _FitLoop.__name__  # by which a profile names its entries
+FitLoop.__name__ = _FitLoop.__name__  # the name of its entries in a profile
 
 
 def _no_batches(loaders: Any) -> str:

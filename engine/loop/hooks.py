@@ -1,8 +1,8 @@
-"""Calls the hooks that are really there.
+"""Calls of the overridden hooks of callbacks and module.
 
 Lightning calls each hook of each callback at each step, overridden or not, each in a profiler's context. Here the
-overridden ones are looked up once, and a step calls nothing else. The order is Lightning's: callbacks as listed, then
-the module.
+overridden hooks are looked up once, and a step calls only these. The order is Lightning's: the callbacks in their
+order, then the module.
 """
 
 import types
@@ -17,12 +17,12 @@ __all__ = ["Hooks", "bound", "overridden"]
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """`function` as a method of `owner`; what stands before a module's method for a run turns into this in a copy."""
+    """Returns `function` as a method of `owner`; a copy of a module gets it in place of a run's replacement."""
     return types.MethodType(function, owner)
 
 
 def overridden(owner: Any, base: type, name: str) -> Callable[..., Any] | None:
-    """The method `name` of `owner`; None where it is the one that `base` has, which does nothing."""
+    """Returns the method `name` of `owner`; None if it is the one of `base`, which does nothing."""
     method = getattr(owner, name, None)
     return method if callable(method) and getattr(method, "__func__", method) is not getattr(base, name) else None
 
@@ -37,7 +37,7 @@ class Hooks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Looks again which hooks there are."""
+        """Drops the hooks that were looked up, since callbacks or the module have changed."""
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
         self._num_attributes = len(self.module.__dict__)
         self._found: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
@@ -46,20 +46,20 @@ class Hooks:
         self._own: dict[str, bool] = {}
 
     def is_stale(self) -> bool:
-        """Whether callbacks were added, taken away or swapped since the last look, or the module got an attribute."""
+        """Whether the list of callbacks, or the number of the module's attributes, has changed since `refresh`."""
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         return callbacks != self._callbacks or len(self.module.__dict__) != self._num_attributes
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls hook `name` of the callbacks, then of the module; returns what the module's returned."""
+        """Calls hook `name` of the callbacks, then of the module; returns the result of the module's."""
         found = self._found.get(name)
         if found is None:
             found = self._look_up(name)
         of_callbacks, of_module = found
         if not of_callbacks and of_module is None:
             return None
-        # Lightning: LightningModule._current_fx_name says where `self.log` is called from. Set by way of `__dict__`:
-        # the `__setattr__` of a module costs more than all else here.
+        # Lightning: LightningModule._current_fx_name is the hook that `self.log` is called from. It is set in
+        # `__dict__`, because `nn.Module.__setattr__` takes longer than all the rest of this method.
         state = self.module.__dict__
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name
@@ -80,7 +80,7 @@ class Hooks:
         return self._found[name]
 
     def _call_timed(self, clock: PhaseClock, name: str, *arguments: Any) -> Any:
-        """Calls the hooks, each an activity of the clock's."""
+        """Calls the hooks; the clock measures each as an activity of its own."""
         of_callbacks, of_module = self._found[name]
         activities = self._activities[name]
         trainer, module, enter = self._trainer, self.module, clock.enter
@@ -104,7 +104,7 @@ class Hooks:
         return known
 
     def in_hook(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `method` while `self.log` sees `name` as the place it is called from."""
+        """Calls `method`; `self.log` takes it for the hook `name`."""
         state = self.module.__dict__
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name

@@ -1,8 +1,8 @@
-"""`LightningModule.log` for the second and every further call.
+"""A fast `LightningModule.log` for the second and every further call of a call site.
 
 The first call of a call site, and all calls in the first batch of an epoch, go through Lightning's own `log`, which
-validates the arguments and makes the place for the values. A call with the same arguments needs no second validation:
-it only updates that place, with the arithmetic of Lightning's `_ResultMetric`, value for value.
+validates the arguments and creates the `_ResultMetric` that accumulates the values. Further calls with the same
+arguments skip the validation, and only update that object, with the same arithmetic.
 """
 
 import logging
@@ -34,23 +34,23 @@ log = logging.getLogger("polyphase.engine")
 
 
 def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
-    """Puts a `Log` before the module's own `log`, unless its class or it has one of its own."""
+    """Replaces the module's `log` by a `Log`, unless its class or the module itself overrides it."""
     if type(module).log is LightningModule.log and "log" not in module.__dict__:
         stand_in = Log(module, connector)
-        # A compiled step's graph then ends at the user's line, not somewhere in here.
+        # Then the graph break of a compiled step is at the user's line, not in this file.
         is_compiled = bool(connector.trainer.flags["compile"])  # type: ignore[attr-defined]
         module.__dict__["log"] = stand_in.outside_of_graph if is_compiled else stand_in
 
 
 def detach_log(module: LightningModule) -> None:
-    """Takes it away again."""
+    """Restores the module's own `log`."""
     stand_in = module.__dict__.get("log")
     if isinstance(getattr(getattr(stand_in, "__wrapped__", None), "__self__", stand_in), Log):
         del module.__dict__["log"]
 
 
 class Log:
-    """Stands before `LightningModule.log` while a loop runs."""
+    """The replacement of `LightningModule.log` while a loop runs."""
 
     def __init__(self, module: LightningModule, connector: LoggerConnector) -> None:
         self._module = module
@@ -76,13 +76,13 @@ class Log:
         rank_zero_only: bool = False,
     ) -> None:
         """See `LightningModule.log`."""
-        if torch.compiler.is_compiling():  # a part that the user compiles
+        if torch.compiler.is_compiling():  # in a part of the step that the user compiles
             self.outside_of_graph(
                 name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
                 sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
             )  # fmt: skip
             return
-        if isinstance(value, DTensor):  # a loss that tensor-parallel ranks have computed together
+        if isinstance(value, DTensor):  # for example a loss under tensor parallelism
             value = value.full_tensor()
         connector, results = self._connector, self._connector.results
         hook = self._module.__dict__["_current_fx_name"]
@@ -113,10 +113,10 @@ class Log:
             self._remember(results, results[key], before, name, None if enable_graph else site)
 
     def _remember(self, results: _ResultCollection, item: _ResultMetric, before: Any, name: str, site: Any) -> None:
-        """Notes that Lightning has validated a call and updated `item`; later calls of the site need no validation."""
+        """Records a call that Lightning has validated, so that later calls of the site need no validation."""
         self._connector.overwritten.append((item, before))
         if item.meta.sync.should and item.meta.on_step:
-            self._say_synced(name)  # further calls go to Lightning too, since it reduces the value in the call
+            self._say_synced(name)  # Lightning handles all calls of this site, since it reduces the value in each
         elif site is not None:
             self._sites[site] = results, item
 
@@ -126,7 +126,7 @@ class Log:
             log.warning(_SYNCED, name)
 
     def _update(self, results: _ResultCollection, item: _ResultMetric, value: Any, batch_size: int | None) -> bool:
-        """Updates a value as a call that was validated does; False for a value that Lightning must look at."""
+        """Updates a logged value as Lightning does; returns False if Lightning must handle this value itself."""
         # Lightning: LightningModule.log, _ResultCollection.log and _ResultMetric.update. `_ResultMetric.__setattr__`
         # does no more than to write here, in Python.
         state = item.__dict__
@@ -154,7 +154,7 @@ class Log:
                     state["value"] = state["value"] + tensor
                 else:
                     extreme = meta.reduce_fx(state["value"], tensor)
-                    # Python's own pick one of the two.
+                    # Python's `max` and `min` return one of the two objects.
                     state["value"] = tensor.clone() if extreme is tensor else extreme
         self._connector.overwritten.append((item, before))
         state["_computed"] = None
@@ -163,7 +163,7 @@ class Log:
         return True
 
     def _as_tensor(self, value: Any) -> Tensor | None:
-        """A 0-d tensor of float32 or float64 (`value` itself if it is one); None if Lightning has to say something."""
+        """Returns a 0-d tensor of float32 or float64, `value` itself if it is one; None if Lightning must handle it."""
         kind = type(value)
         if kind is Tensor:
             if value.dim() != 0 or not value.is_floating_point():
@@ -173,13 +173,13 @@ class Log:
                 value if dtype is torch.float32 or dtype is torch.float64 else value.detach().to(_get_default_dtype())
             )
         if kind is float or kind is int or kind is bool:
-            # Filled in on the device: a copy from the host would wait for it.
+            # Filled on the device, since a copy from the host would wait for the device.
             fits = kind is not int or -_MAX_INT <= value <= _MAX_INT
             return torch.full((), value, dtype=_get_default_dtype(), device=self._module.device) if fits else None
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A module that is copied or pickled in mid-run leaves this one's trainer behind.
+        # A copied or pickled module gets its own `log`, without a reference to this trainer.
         return bound, (LightningModule.log, self._module)
 
 
@@ -191,9 +191,9 @@ def _key(results: _ResultCollection | None, hook: str, name: str, add_dataloader
 
 
 def _value_before(results: _ResultCollection | None, key: str) -> Any:
-    """Returns the last value of a key, which the call will replace; None if there is none in this epoch."""
+    """Returns the last value of a key, which the call replaces; None if there is none in this epoch."""
     item = None if results is None else results.get(key)
     return None if item is None or item.has_reset else item._forward_cache
 
 
-Log.__call__.__qualname__ = LightningModule.log.__qualname__  # which the interpreter names in its errors
+Log.__call__.__qualname__ = LightningModule.log.__qualname__  # the name in Python's error messages

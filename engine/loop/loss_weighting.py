@@ -1,17 +1,18 @@
-"""Weighs the loss of each micro-batch in its optimizer step.
+"""Weights of the losses of the micro-batches in an optimizer step.
 
-The step's gradient shall be that of the mean over everything that its micro-batches hold, on all ranks: over samples,
-or over whatever `training_step` counts and returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With
-w_ij for micro-batch j of rank i, T for the sum of all w_ij and W ranks, whose gradients a strategy averages:
+The gradient of a step is that of the mean over all samples of its micro-batches, on all ranks; or over whatever
+`training_step` counts and returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With the weight w_ij of
+micro-batch j of rank i, the sum T of all w_ij, and W ranks whose gradients the strategy averages:
 
     gradient = 1/W sum_ij (W w_ij / T) gradient(mean loss_ij)
 
-Where each rank steps by its own gradient, W is 1 and T is of that rank.
+If each rank steps by its own gradient, W is 1 and T is of that rank.
 
-How many samples each rank has is known from the order of samples, so nothing is sent for it. Weights of `training_step`
-are added up over the ranks: one all-reduce of one number in the step's first micro-batch, from which T is estimated
-(and known, where the step has but one), and one in the last, beside its backward, after which the gradients are
-corrected. On accelerators the first one doesn't wait for the forward either, where a weight is a Python number.
+Communication: the numbers of samples follow from the order of samples, so nothing is sent for them. Weights of
+`training_step` are summed over the ranks by two all-reduces of one number a step. The one in the first micro-batch
+gives an estimate of T (T itself, if the step has one micro-batch); the one in the last runs beside its backward, and
+then the gradients are corrected. On accelerators the first one does not wait for the forward, if the weight is a Python
+number.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,19 +41,19 @@ class LossWeighting:
         self._estimate: Any = None
         """The estimate of T; None before the first micro-batch of a step."""
         self._is_known = False
-        """Whether that is the number itself."""
+        """Whether the estimate is T itself."""
         self._samples: dict[int, int] = {}
-        """The samples of all ranks together, by micro-batch of the step."""
+        """The number of samples of all ranks together, by micro-batch of the step."""
         self._total: Callable[[], Tensor] | None = None
-        """The sum of all weights of the step; None until it is begun, with the last micro-batch."""
+        """Returns the sum of all weights of the step; None until the last micro-batch has begun it."""
         self._is_summed = False
-        """Whether the gradients are of losses times their weights, divided by nothing."""
+        """Whether the gradients are of the losses times their weights, without the division by T."""
         self._has_weights = False
-        """Whether `training_step` has said what the last micro-batch counts for."""
+        """Whether `training_step` has returned a weight for the last micro-batch."""
         self._weights: dict[int, Tensor] = {}
-        """This rank's weights, as `training_step` has them. (An optimizer may ask for a loss several times.)"""
+        """This rank's weights from `training_step`, by micro-batch: an optimizer may compute a loss several times."""
         self.data_size = 1
-        """Number of ranks that have samples of their own, known from the first epoch on."""
+        """The number of ranks that have samples of their own, set when the first epoch begins."""
 
     def begin_epoch(self) -> None:
         """Looks up the number of ranks, which no epoch changes."""
@@ -67,17 +68,17 @@ class LossWeighting:
         is_repeated: bool = False,
         is_summed: bool = False,
     ) -> Tensor | None:
-        """A micro-batch's loss, times what it counts for; one without a loss counts, too.
+        """Returns the loss of a micro-batch times its weight; called also for a micro-batch without a loss.
 
         Args:
-            loss: the mean over what the micro-batch holds.
+            loss: the mean over the micro-batch, a 0-d tensor; None without one.
             output: of `training_step`.
             batch_idx: within the epoch.
-            is_repeated: it is done for its collectives only: it may have been weighed before, and counts for nothing.
-            is_summed: backward is over, of the loss times its weight alone.
+            is_repeated: the micro-batch is run for its collectives only: its weight is 0.
+            is_summed: backward has been run already, of the loss times its weight, without the division by T.
 
         Raises:
-            ValueError: some micro-batches of a step say what they count for, and some do not.
+            ValueError: `training_step` has returned a weight for some micro-batches of a step only.
         """
         trainer = self._trainer
         window: int = trainer.accumulate_grad_batches
@@ -102,20 +103,20 @@ class LossWeighting:
         return self._by_weight(loss, weight, batch_idx)
 
     def counted(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
-        """The weight that `training_step` returned for a micro-batch; zero for a filler, which keeps ranks in step."""
+        """Returns the weight from `training_step` as a 0-d float32 tensor; zero for a padding batch."""
         if isinstance(weight, Tensor):
             mine = weight.detach().to(device, torch.float32)
-        else:  # filled by the device: a copy from the host would wait for it
+        else:  # filled on the device, since a copy from the host would wait for the device
             mine = torch.full((), float(weight), dtype=torch.float32, device=device)
         return torch.zeros_like(mine) if self._trainer._data_connector.sizes.is_filler(batch_idx) else mine
 
     def weigh_nothing(self, batch_idx: int) -> None:
-        """Takes part in weighing a micro-batch of which this rank has nothing, not even a loss."""
+        """Takes part in the collectives of a micro-batch of which this rank has no batch."""
         nothing = torch.zeros((), device=self._trainer.lightning_module.device)
         self.weigh(nothing, {"weight": 0.0} if self._has_weights else nothing, batch_idx)
 
     def forget(self) -> None:
-        """Discards the weights of the micro-batches so far: the next one is the first of its step."""
+        """Drops the weights of the micro-batches so far: the next micro-batch is the first of its step."""
         self._first, self._estimate, self._total = -1, None, None
         self._samples.clear()
         self._weights.clear()
@@ -132,7 +133,7 @@ class LossWeighting:
         self._samples[batch_idx] = everyones
         if loss is None:
             return None
-        # Infinite for a filler.
+        # Infinite for a padding batch, whose loss becomes 0.
         divisor = self._estimate / (mine * self._num_ranks) if mine else torch.inf
         return loss if divisor == 1 else loss / divisor
 
@@ -142,7 +143,7 @@ class LossWeighting:
             num_planned = self._planned_length(batch_idx)
             self._is_known = num_planned == 1
             is_number = not isinstance(weight, Tensor)
-            # A number is written once more, since the stream on which it is summed waits for nothing else then.
+            # A Python number is filled into a second tensor, so that the stream of the sum need not wait for `mine`.
             estimate = self._begin_sum(
                 lambda: self.counted(weight, loss.device, batch_idx) if is_number else mine.clone(),
                 needs_device=not is_number,
@@ -152,11 +153,11 @@ class LossWeighting:
         is_last = not self._trainer.fit_loop._should_accumulate()  # Lightning: whether the optimizer steps after it
         if is_last and self._total is None and (self._is_summed or not self._is_known):
             self._total = self._begin_sum(self._weights_of_step, needs_device=True)
-        # The mean of nothing is not a number.
+        # The mean over no elements is NaN.
         return loss.masked_fill(mine == 0, 0.0) * (mine * self._num_ranks / self._estimate)
 
     def correct(self, optimizer: Optimizer) -> None:
-        """Called after the last backward of a step: its gradients become those of the mean."""
+        """Corrects the gradients after the last backward of a step, from the estimate of T to T."""
         if self._estimate is None or (self._is_known and not self._is_summed):
             return
         if self._samples:
@@ -169,21 +170,21 @@ class LossWeighting:
 
     @property
     def _num_ranks(self) -> int:
-        """Ranks whose gradients are averaged: all that have samples, or this one alone."""
+        """The number of ranks whose gradients are averaged: all that have samples, or 1."""
         return self.data_size if self._strategy.averages_gradients else 1
 
     def _together(self, samples: Samples) -> int:
-        """The number of samples of the ranks whose gradients are averaged."""
+        """Returns the number of samples of the ranks whose gradients are averaged."""
         return samples.local if self._num_ranks == 1 else samples.total
 
     def _planned_length(self, batch_idx: int) -> int:
-        """Number of micro-batches of the step, as far as the length of the epoch is known."""
+        """Returns the expected number of micro-batches of the step; the last of an epoch may have fewer."""
         full = self._trainer.accumulate_grad_batches
         left = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
         return full if left > full else max(1, int(left))
 
     def _weights_of_step(self) -> Tensor:
-        """The sum of this rank's weights."""
+        """Returns the sum of this rank's weights, a 0-d tensor."""
         return torch.stack(list(self._weights.values())).sum()
 
     def _begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""Turns what `self.log` was given into numbers when somebody reads it, not at every step.
+"""The logger connector, which computes logged metrics when they are read, not at every step.
 
 Lightning rebuilds the dicts behind `callback_metrics`, `logged_metrics` and `progress_bar_metrics` after every batch,
 and reads each progress-bar value from the device then. The properties rebuild them anyway whenever they are read, so it
@@ -30,28 +30,28 @@ log = logging.getLogger("polyphase.engine")
 
 
 def is_asynchronous(value: Any) -> bool:
-    """Whether reading `value` waits for a device that runs behind the host."""
+    """Whether reading `value` waits for a device that computes asynchronously."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
-    """Lightning's, with metrics collected on demand."""
+    """Lightning's connector, with metrics collected on demand."""
 
     results: _ResultCollection | None = None
-    """The results that the batch that runs now logs to; None between batches, and in loops that are Lightning's own."""
+    """The results that the current batch logs to; None between batches, and in Lightning's own loops."""
     shares: EvalPadding | None = None
-    """Which ranks have something to evaluate, where the engine shares it out."""
+    """Knows which ranks have batches to evaluate, if the engine deals them; otherwise None."""
     is_met_by_all = True
-    """Whether all ranks come to the end of each loader of an evaluation."""
+    """Whether all ranks evaluate each loader to its end, so that they can communicate there."""
     _read_step = -1
     _num_reads = 0
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.said: set[str] = set()
-        """The warnings that were given already: names of logged values, and messages."""
+        """The warnings that were issued already, by the name of a logged value or the message."""
         self.overwritten: list[tuple[_ResultMetric, Any]] = []
-        """Places that the batch that runs now has logged to, each with what the last step left there."""
+        """The logged values that the current batch has changed, each with its value before."""
         self._read: set[str] = set()  # which of the three dicts were read in it
         self._is_behind = False  # whether a batch ended since the dicts were brought up to date
 
@@ -64,7 +64,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         self.results = results
 
     def end_batch(self) -> None:
-        """Lets go of the batch."""
+        """Ends a batch."""
         results, self.results = self.results, None
         assert results is not None
         results.batch = results.batch_size = None
@@ -73,8 +73,8 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         self._is_behind = True
 
     def collect(self) -> None:
-        """Brings the three dicts up to date with the last batch that ended."""
-        if self.results is not None:  # this one was cancelled, or raised
+        """Updates the three dicts of metrics with the last batch that has ended."""
+        if self.results is not None:  # the current batch was cancelled, or has raised
             for item, value in reversed(self.overwritten):
                 item._forward_cache = value
         if self._is_behind and self.trainer._results:
@@ -90,19 +90,19 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         self._is_behind = False
 
     def epoch_end_reached(self) -> None:
-        """Called by Lightning where values of a step are no longer current."""
+        """Called by Lightning when the values of the last step are no longer current."""
         self.collect()
         super().epoch_end_reached()
-        if self.trainer.training:  # an evaluation has loaders, and does so after each
+        if self.trainer.training:  # an evaluation reduces after each of its loaders
             self.synchronise()
 
     def on_epoch_end(self) -> None:
-        """Called by Lightning after the hooks of that name, which may have logged something too."""
+        """Called by Lightning after the hooks of that name, which may have logged values, too."""
         self.synchronise()
         super().on_epoch_end()
 
     def synchronise(self) -> None:
-        """Has what was logged with `sync_dist` reduced over the ranks, also where this rank has logged nothing."""
+        """Reduces values logged with `sync_dist` over the ranks; a rank that has logged nothing takes part, too."""
         if self.trainer.training or self.is_met_by_all:
             self._reduce()
 
@@ -125,14 +125,14 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         )
 
     def teardown(self) -> None:
-        """Called by Lightning at the end, of a run that was interrupted in mid-epoch too."""
+        """Called by Lightning at the end of a run, also of an interrupted one."""
         self.collect()
         super().teardown()
 
     @property
     def metrics(self) -> _METRICS:
-        """Those of the batch or of the epoch; the progress bar's are tensors still."""
-        # Lightning: _ResultCollection.metrics, which turns the progress bar's into numbers at once.
+        """The metrics of the batch or of the epoch; the progress bar's are still tensors."""
+        # Lightning: _ResultCollection.metrics, which reads the progress bar's from the device at once.
         on_step = self._first_loop_iter is not None
         results = self.trainer._results
         assert results is not None
@@ -170,7 +170,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Numbers, all read from the device together."""
+        """The progress bar's metrics as numbers, read from the device together."""
         self._note_read("pbar")
         metrics = super().progress_bar_metrics
         if self.results is not None and any(is_asynchronous(value) for value in metrics.values()):
@@ -182,7 +182,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
             self._read.add(metrics)
 
     def _count_read(self) -> None:
-        """Says so once if the host waits for the device between two logging intervals, step after step."""
+        """Warns once if the host waits for the device between two logging intervals, step after step."""
         step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
         if step == self._read_step or self.should_update_logs:
             return
@@ -198,7 +198,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         if not self.trainer.loggers or not metrics:
             return
         self._logged_metrics.update(metrics)
-        numbers = convert_tensors_to_scalars(as_numbers(metrics))  # which has a word to say about other tensors
+        numbers = convert_tensors_to_scalars(as_numbers(metrics))  # which raises Lightning's error about other tensors
         if step is None:
             step = numbers.pop("step", None)
             if step is None:
@@ -212,7 +212,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
 
 def _reader() -> str:
-    """The class of the callback that is being called."""
+    """Returns the name of the class of the callback that is being called."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Callback):
         frame = frame.f_back

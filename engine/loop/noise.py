@@ -1,7 +1,7 @@
-"""Hides Lightning's messages at each start while an engine is made or runs: the run's header says it in one line.
+"""Filters of messages and warnings that Lightning gives at each start; the run's header has the same in one line.
 
-Messages of these kinds only, by their words and below the level of a warning. Whoever sets the level of the loggers
-``lightning.pytorch`` or ``lightning.fabric`` to DEBUG asked for Lightning's messages, and gets them all.
+Only messages with these texts, below the level of a warning, are hidden. If the level of the loggers
+``lightning.pytorch`` or ``lightning.fabric`` is DEBUG, nothing is hidden.
 """
 
 import logging
@@ -34,12 +34,12 @@ _num_quiet = 0
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leaves Lightning's messages at the start of a run out of the logs in here; may be entered again."""
+    """Context manager that hides Lightning's messages at the start of a run; it may be nested."""
     global _num_quiet
     with _lock:
         _num_quiet += 1
         for name in _LOGGERS:
-            logging.getLogger(name).addFilter(_is_worth_showing)  # the same one is added once
+            logging.getLogger(name).addFilter(_is_worth_showing)  # a filter is added once only
     try:
         yield
     finally:
@@ -52,20 +52,20 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def going_on() -> Iterator[None]:
-    """Around a run that goes on in its own folder, of which Lightning warns that it is not empty."""
-    # Not by `catch_warnings`, which would take back what the user's code sets in here.
+    """Context manager around a run that continues in its folder: hides Lightning's warning that it is not empty."""
+    # Not by `catch_warnings`, which would undo the user's own filters that are set meanwhile.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     added: Any = warnings.filters[0]
     try:
         yield
     finally:
-        with suppress(ValueError):  # the user's code has reset them
+        with suppress(ValueError):  # the user's code has reset the filters
             cast(list[Any], warnings.filters).remove(added)
 
 
 @contextmanager
 def making_loaders() -> Iterator[None]:
-    """Around Lightning's making of a `CombinedLoader`, which warns of itself; an error under ``-W error``."""
+    """Context manager around the creation of a `CombinedLoader`, without a warning that Lightning causes itself."""
     with warnings.catch_warnings():
         # Lightning 2.6 calls `LeafSpec()`, which torch 2.13 deprecates; nothing a user could change.
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")

@@ -1,14 +1,14 @@
-"""Out of memory is no end: the step is done again by all ranks, in micro-batches half as large.
+"""Recovery from out-of-memory errors: all ranks repeat the step, in micro-batches half as large.
 
-The global batch stays, and so does the result. What happens when a rank runs out of memory in a micro-batch:
+The global batch, and so the result, stays the same. If a rank runs out of memory in a micro-batch:
 
-1. It lets go of what it holds, and takes part in the collectives that the other ranks are in, or will come to in this
-   step, with batches of one sample; what they have computed by then is of no use, and nobody waits in vain.
-2. Before the optimizer would step, the ranks agree, host to host, whether one of them ran out of memory.
-3. If so, all put back what the step has changed (random state, BatchNorm's statistics, metrics, what was logged,
-   progress), cut the share of each rank into twice as many micro-batches, and begin the step again.
+1. It frees its activations and gradients, and takes part in the other ranks' collectives of this step with batches of
+   one sample, so that no rank hangs. The results are dropped.
+2. Before the optimizer steps, the ranks exchange, host to host, whether one of them ran out of memory.
+3. If so, all ranks restore what the step has changed (random state, BatchNorm's statistics, metrics, logged values,
+   progress), split their samples of the step into twice as many micro-batches, and repeat the step.
 
-Weights and optimizer state are not touched before 2, so nothing has to be copied for them.
+Weights and optimizer state don't change before 2, so they need no copies.
 """
 
 import gc
@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-# Lightning: knows the out-of-memory errors of CUDA, cuDNN and the CPU.
+# Lightning: recognises the out-of-memory errors of CUDA, cuDNN and the CPU.
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
@@ -31,28 +31,28 @@ from .step_snapshot import StepSnapshot
 __all__ = ["OutOfMemory", "RetryStep"]
 
 
-class RetryStep(Exception):  # noqa: N818 - no error: leaves the optimizer's step on all ranks
-    """A rank ran out of memory, so the step is to be done again."""
+class RetryStep(Exception):  # noqa: N818 - no error: it ends the optimizer's step on all ranks
+    """A rank ran out of memory, so all ranks repeat the step."""
 
 
 class OutOfMemory:
-    """Repeats a step that lacked memory in smaller micro-batches, in a run that takes whatever size of them fits.
+    """Repeats steps that run out of memory in smaller micro-batches, for `micro_batch_size="auto"`.
 
     Args:
-        trainer: whose strategy can take part in the collectives of a step that failed on this rank.
+        trainer: whose strategy can finish the collectives of a step that has failed on this rank.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
         self.has_failed = False
-        """Whether this rank ran out of memory in the present step."""
+        """Whether this rank ran out of memory in the current step."""
         self.wanted: int | None = None
-        """Another size of micro-batches for the next step, which the user has asked for."""
+        """The size of micro-batches that the user has set for the next step; None if it stays."""
         self._error: BaseException | None = None
         self._undo: StepSnapshot | None = None
 
     def begin_step(self, loop: Any) -> None:
-        """Remembers what a step changes."""
+        """Notes the state that a step changes."""
         trainer = self._trainer
         self.has_failed = False
         loop.automatic_optimization.weights.forget()
@@ -71,18 +71,22 @@ class OutOfMemory:
             self._trainer.strategy.begin_micro_batch()
 
     def catch(self, error: BaseException, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
-        """Called in place of what is left of a micro-batch, where that raised `error`.
+        """Finishes a micro-batch that has raised `error`: frees memory, and takes part in its collectives.
 
         Args:
-            error: raised again if it is about something else.
+            error: raised again if memory is not its cause.
             step: runs a `training_step` on the smallest batch, and returns the loss.
             synchronises: whether gradients are averaged in this micro-batch.
+
+        Raises:
+            RetryStep: there are no other ranks.
+            torch.OutOfMemoryError: memory is not enough for the smallest batch either.
         """
         if not _is_out_of_memory(error):
             raise error
         if self.has_failed:
             raise torch.OutOfMemoryError(_message(self._trainer, [self._trainer.global_rank])) from error
-        self.has_failed, self._error = True, error.with_traceback(None)  # whose frames hold the activations
+        self.has_failed, self._error = True, error.with_traceback(None)  # its frames would keep the activations
         self._trainer.lightning_module.zero_grad(set_to_none=True)
         gc.collect()
         if hasattr(module := module_of(self._trainer.strategy.root_device), "empty_cache"):
@@ -97,19 +101,19 @@ class OutOfMemory:
             raise torch.OutOfMemoryError(_message(self._trainer, [self._trainer.global_rank])) from again
 
     def agree(self) -> None:
-        """Called on all ranks when the gradients of a step are there.
+        """Exchanges whether a rank ran out of memory; called on all ranks when a step's gradients are complete.
 
         Raises:
-            RetryStep: on all of them, if one ran out of memory.
+            RetryStep: on all ranks, if one ran out of memory.
         """
         if any(WORLD.all_gather_bools(self.has_failed)):
             raise RetryStep
 
     def repeat(self, loop: Any) -> None:
-        """Puts everything back to the beginning of the step, in smaller micro-batches.
+        """Restores the state at the beginning of the step, with smaller micro-batches.
 
         Raises:
-            torch.OutOfMemoryError: on all ranks, if they have one sample already.
+            torch.OutOfMemoryError: on all ranks, if a micro-batch has one sample already.
         """
         trainer = self._trainer
         where = [rank for rank, failed in enumerate(WORLD.all_gather_bools(self.has_failed)) if failed]
@@ -130,12 +134,12 @@ class OutOfMemory:
         self.has_failed, self._error = False, None
         self._cut(loop, size)
         assert self._undo is not None
-        self._undo.undo()  # last, since a loader's iterator draws a seed
+        self._undo.undo()  # at the end, since a loader's new iterator draws a seed
         trainer._logger_connector._first_loop_iter = self._first_loop_iter
         loop.automatic_optimization.optim_progress.load_state_dict(self._optim_progress)
 
     def _cut(self, loop: Any, size: int) -> None:
-        """Goes on from the step that `begin_step` was called for with micro-batches of at most `size` samples."""
+        """Splits the rest of the epoch, from the current step on, into micro-batches of at most `size` samples."""
         total, current = self._ready
         done = self._trainer._data_connector.places.resplit(current, size)
         for tracker, value in (
@@ -149,7 +153,7 @@ class OutOfMemory:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # cuBLAS takes its workspace from CUDA, not from torch, whose error it is not then.
+    # cuBLAS allocates its workspace from CUDA directly, so its error is not torch's.
     is_cublas = isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
     return isinstance(error, torch.OutOfMemoryError) or is_cublas or is_oom_error(error)
 

@@ -1,8 +1,7 @@
-"""A batch that is run for its collectives only.
+"""Padding batches: batches that a rank runs for their collectives only.
 
-A rank that has no sample left while others have runs one of theirs once more: forward passes under fsdp gather
-parameters, those under ddp send buffers, and what the module itself does between the ranks needs all of them. What it
-leaves behind is put back.
+A rank that has no samples left, while others have, repeats one of its batches: forward passes gather parameters under
+fsdp and send buffers under ddp, and the module's own collectives need all ranks. All that it changes is restored.
 """
 
 from collections.abc import Iterator
@@ -22,12 +21,12 @@ __all__ = ["EvalPadding", "run_padding_batch"]
 
 
 class EvalPadding:
-    """Which batches of an evaluation are padding on this rank.
+    """The padding batches of an evaluation on this rank.
 
     Args:
-        loaders: those of a `CombinedLoader`.
-        is_sequential: whether one is read after the other; else a batch has a part of each, and is padding if
-            all of its parts are.
+        loaders: of a `CombinedLoader`.
+        is_sequential: whether they are read one after the other; otherwise a batch has a part of each loader, and is
+            padding if all of its parts are.
     """
 
     def __init__(self, loaders: list[Any], is_sequential: bool) -> None:
@@ -38,35 +37,35 @@ class EvalPadding:
 
     @property
     def any(self) -> bool:
-        """Whether there are loaders with padding to look for."""
+        """Whether there are loaders that may have padding."""
         return any(loader is not None for loader in self._loaders)
 
     @property
     def are_even(self) -> bool:
-        """Whether all ranks have as many batches of each loader."""
+        """Whether all ranks have equally many batches of each loader."""
         return None not in self._loaders
 
     @property
     def have_padding(self) -> bool:
-        """Whether a rank has a padding batch, or may have one."""
+        """Whether some rank has a padding batch, or may have one."""
         return any(getattr(loader, "has_padding", True) for loader in self._loaders if loader is not None)
 
     def _num_real(self, loader: Any) -> float:
         return float("inf") if loader is None else loader.num_real
 
     def is_padding(self, batch_idx: int, dataloader_idx: int) -> bool:
-        """Whether a batch, of this rank, is one."""
+        """Whether a batch of this rank is padding."""
         if self._is_sequential:
             return batch_idx >= self._num_real(self._loaders[dataloader_idx])
         return batch_idx >= max(map(self._num_real, self._loaders))
 
     def leave_some_idle(self, dataloader_idx: int | None) -> bool:
-        """Whether some rank has no batch but padding, of one loader or of all."""
+        """Whether some rank has padding only, of one loader or of all (None)."""
         loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
         return bool(loaders) and all(getattr(loader, "leaves_some_idle", False) for loader in loaders)
 
     def is_idle(self, dataloader_idx: int | None) -> bool:
-        """Whether this rank is such a one."""
+        """Whether this rank has padding only, of one loader or of all (None)."""
         loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
         return self.leave_some_idle(dataloader_idx) and all(self._num_real(loader) == 0 for loader in loaders)
 
@@ -74,16 +73,16 @@ class EvalPadding:
 def run_padding_batch(
     loop: Any, step: str, batch: Any, batch_idx: int, dataloader_idx: int, loader: int | None, *others: Any
 ) -> None:
-    """Runs a step of the module, and puts back what it changed.
+    """Runs a step of the module, and restores what it has changed.
 
     Args:
-        loop: of Lightning's, for evaluation or prediction.
+        loop: Lightning's loop for evaluation or prediction.
         step: name of the step.
         batch: as it was fetched.
         batch_idx: its number.
-        dataloader_idx: its loader's number.
-        loader: the same, where the step is told; None where there is one loader only.
-        others: what else the step may change: objects of the loop's.
+        dataloader_idx: number of its loader.
+        loader: the same, as an argument of the step; None if there is one loader only.
+        others: other objects that the step may change.
     """
     trainer = loop.trainer
     with _undone(trainer.lightning_module, *others):
@@ -104,15 +103,15 @@ def _undone(module: nn.Module, *others: Any) -> Iterator[None]:
     new = [metric for metric in new if metric.update_called]
     kinds = [(metric, name, _nothing_of(getattr(metric, name))) for metric in new for name in _lists(metric)]
     undo.undo()
-    # torchmetrics gathers these states as tensors, and can't guess their kind where there are none: no rows say it.
+    # torchmetrics gathers these states as tensors: a tensor without rows has their shape and dtype.
     for metric, name, nothing in kinds:
         getattr(metric, name).extend(nothing)
     for metric in new:
-        metric._update_count = 1  # else it warns that it is asked too early
+        metric._update_count = 1  # otherwise torchmetrics warns of `compute` before `update`
 
 
 def _lists(metric: Metric) -> list[str]:
-    """Names of states that are gathered by concatenation."""
+    """Returns the names of the states that are gathered by concatenation."""
     return [n for n, fx in metric._reductions.items() if fx == dim_zero_cat and isinstance(getattr(metric, n), list)]
 
 

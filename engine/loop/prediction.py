@@ -1,4 +1,4 @@
-"""Prediction: each sample once over all ranks, and what was predicted of them on all ranks, in order."""
+"""Prediction: each sample once over all ranks; the predictions are returned on all ranks, in order."""
 
 import itertools
 from typing import Any
@@ -12,13 +12,13 @@ __all__ = ["PredictionLoop"]
 
 
 class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
-    """Lightning's, which returns each rank what it has predicted itself, and nothing from workers that it started."""
+    """Lightning's prediction loop, but each rank returns the predictions of all ranks, worker processes included."""
 
     _shares: EvalPadding | None = None
 
     @property
     def return_predictions(self) -> bool:
-        """Whether the predictions are returned, which brings those of all ranks to each of them."""
+        """Whether the predictions of all ranks are gathered and returned."""
         return self._return_predictions
 
     @return_predictions.setter
@@ -26,7 +26,7 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
         if getattr(self.trainer.strategy.launcher, "returns_predictions", False):
             self._return_predictions = return_predictions is not False
         else:
-            # Lightning: _PredictionLoop.return_predictions, which has its word to say of launchers of its own.
+            # Lightning: _PredictionLoop.return_predictions, which checks for its own launchers.
             _PredictionLoop.return_predictions.fset(self, return_predictions)  # type: ignore[attr-defined]
 
     def setup_data(self) -> None:
@@ -57,21 +57,21 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
         self.batch_progress.increment_completed()
 
     def _on_predict_epoch_end(self) -> Any:
-        # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write what this rank has predicted.
+        # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write this rank's predictions.
         adapt(self.trainer.strategy).end_evaluation()
         results = super()._on_predict_epoch_end()
         ranks = self.trainer.data_ranks  # type: ignore[attr-defined]
         if not self.return_predictions or ranks.size == 1:
             return results
-        everyones = ranks.all_gather_object(self._predictions)
-        self._predictions = [_in_order(of_ranks) for of_ranks in zip(*everyones, strict=True)]
+        predictions = ranks.all_gather_object(self._predictions)
+        self._predictions = [_in_order(of_ranks) for of_ranks in zip(*predictions, strict=True)]
         return self.predictions
 
 
 def _in_order(of_ranks: tuple[list[Any], ...]) -> list[Any]:
-    """Outputs of one loader's batches, the first of each rank, then the second: only the last may lack on some."""
+    """Returns the outputs of one loader's batches: the first of each rank, then the second; some may lack the last."""
     rounds = itertools.zip_longest(*([(output,) for output in outputs] for outputs in of_ranks), fillvalue=())
     return [output for of_round in rounds for outputs in of_round for output in outputs]
 
 
-PredictionLoop.__name__ = _PredictionLoop.__name__  # by which a profile names its entries
+PredictionLoop.__name__ = _PredictionLoop.__name__  # the name of its entries in a profile

@@ -1,11 +1,12 @@
-"""`self.log(..., sync_dist=True)` at the end of an epoch: sums and weights over the ranks, by name, all in one go.
+"""The reduction of values logged with `sync_dist=True`, over the ranks at the end of an epoch, in one collective.
 
-Lightning averages the ranks' sums and their weights apart, and adds up only the first of the two, one collective a
-value; ranks that log other names wait for each other, or mix their values up. Here:
+Lightning reduces one value at a time, and averages sums and weights separately; ranks that log different names wait for
+each other, or mix up their values. Here:
 
-1. each rank packs the sums, weights and extremes of all values that wait, by name, into one message: 50 bytes a value;
-2. one gather brings the messages to all ranks (blocks until all are there);
-3. each rank compares the names, and computes the same results in float64, in the order of the ranks.
+1. Each rank packs the sums, weights and extremes of all unreduced values, by name, into one message of about 50 bytes a
+   value.
+2. One all-gather sends the messages to all ranks; it blocks until all ranks take part.
+3. Each rank compares the names, and computes the same results in float64, in the order of the ranks.
 """
 
 import dataclasses
@@ -29,16 +30,16 @@ class _Message:
 
     op: str
     value: float | None
-    """Sum or extreme so far; None of a torchmetrics object, which is gathered by itself."""
+    """The sum or extreme; None for a torchmetrics object, which reduces itself."""
     weight: float | None
-    """Sum of the batch sizes, where there is a mean to be computed."""
+    """The sum of the batch sizes, if a mean is computed."""
     is_synced: bool
     meta: dict[str, Any] | None = None
-    """The metadata of the logged value, for ranks that have nothing to log."""
+    """The metadata of the logged value, for ranks that have logged nothing."""
 
 
 def _is_synced(item: _ResultMetric) -> bool:
-    """Whether a value is ours to reduce: a group of the user's own, and what one rank logs alone, are Lightning's."""
+    """Whether a value is reduced here; Lightning reduces those with a group of the user's, or of rank 0 alone."""
     sync = item.meta.sync
     return bool(item.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None)
 
@@ -48,7 +49,7 @@ def _waiting(results: _ResultCollection) -> dict[str, _ResultMetric]:
 
 
 def is_waiting(results: _ResultCollection) -> bool:
-    """Whether there are values to reduce."""
+    """Whether there are values that are not reduced yet."""
     return any(map(_is_synced, _waiting(results).values()))
 
 
@@ -60,17 +61,17 @@ def reduce_results(
     is_idle: bool = False,
     some_are_idle: bool = False,
 ) -> None:
-    """Reduces all values of an epoch that wait for it; all ranks call it together, also those with nothing to reduce.
+    """Reduces all unreduced values of an epoch; all ranks call it together, also those without values.
 
     Args:
-        results: changed in place: what is reduced counts as computed.
+        results: changed in place: reduced values count as computed.
         module: whose torchmetrics objects are logged.
-        ranks: those that have run batches of their own.
-        is_idle: this rank has run no batch; it gets what it would have logged from the others, with no weight.
-        some_are_idle: the same is true of some rank.
+        ranks: that have samples of their own.
+        is_idle: this rank has run no batch; it gets the values that it has not logged from the others.
+        some_are_idle: some rank has run no batch.
 
     Raises:
-        ValueError: a name was logged on some ranks only, or in another way.
+        ValueError: a name was logged on some ranks only, or with different arguments.
     """
     mine = {k: item for k, item in _waiting(results).items() if some_are_idle or _is_synced(item)}
     everyones = ranks.all_gather_object((is_idle, _packed(mine, with_meta=some_are_idle)))
@@ -81,7 +82,7 @@ def reduce_results(
         if item is None and is_idle:
             item = results[key] = _item_of(message, results.get(key), module)
         if item is None or message.value is None:
-            continue  # this rank's own, or left to torchmetrics
+            continue  # logged by this rank alone, or reduced by torchmetrics
         if message.is_synced or is_idle:
             found = [messages[key] for _, messages in everyones if key in messages] if message.is_synced else [message]
             item._computed = _reduced(message.op, found).to(item.value)  # type: ignore[assignment]
@@ -115,7 +116,7 @@ def _described(meta: _Metadata) -> dict[str, Any]:
 
 
 def _item_of(message: _Message, earlier: _ResultMetric | None, module: LightningModule) -> _ResultMetric:
-    """The place that this rank would have, had it logged what the others have."""
+    """Returns the logged value that an idle rank would have, had it logged as the others."""
     if earlier is not None:  # of an earlier epoch
         item = earlier
     else:
@@ -157,7 +158,7 @@ def _reduced(op: str, messages: list[_Message]) -> Tensor:
 
 
 def as_numbers(tensors: dict[Any, Any]) -> dict[Any, Any]:
-    """`tensors` with numbers for scalars: one read from the device for all tensors of a kind."""
+    """Returns `tensors` with numbers in place of scalars; one read from the device for all of a device and dtype."""
     found = dict(tensors)
     kinds: dict[Any, list[Any]] = defaultdict(list)
     for name, value in tensors.items():

@@ -1,6 +1,6 @@
 """Checks the arguments of `fit`, `validate`, `test` and `predict` before any process starts.
 
-The messages begin as Lightning's do, and go on with what to do.
+The messages begin like Lightning's, and end with the remedy.
 """
 
 import inspect
@@ -36,8 +36,8 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
     """Checks the arguments of one of Trainer's four methods.
 
     Raises:
-        NoModuleError: the model is none.
-        RefusedError: it lacks a step, there is no data for it, or the data are empty or made for other ranks.
+        NoModuleError: the model is no `LightningModule`.
+        RefusedError: the model has no step, or there is no data, or it is empty or was made for other ranks.
     """
     given = inspect.signature(method).bind(trainer, *args, **kwargs).arguments
     command = method.__name__
@@ -63,7 +63,7 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
 
 def _check_model(command: str, model: Any) -> None:
     if isinstance(model, (LightningModule, OptimizedModule)) or (model is None and command != "fit"):
-        return  # Lightning: says that there is no model from a former run
+        return  # Lightning raises the error that no former run has had a model
     others = [each for each in type(model).__mro__ if each.__name__ == "LightningModule"]
     hint = f"; {command} needs one"
     if others:
@@ -75,7 +75,7 @@ def _check_model(command: str, model: Any) -> None:
 def _check_streams(trainer: Any, loaders: Any, datamodule: LightningDataModule | None) -> None:
     environment = adapt(trainer.strategy).cluster_environment
     if environment is None or environment.creates_processes_externally:
-        return  # the ranks look at their loaders themselves
+        return  # each rank checks its loaders itself
     with making_loaders():
         together = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     made = vars(datamodule).values() if isinstance(datamodule, LightningDataModule) else ()
@@ -89,7 +89,7 @@ def _check_data(command: str, model: LightningModule, loaders: Any, datamodule: 
     if loaders is None:
         source: Any = model if datamodule is None else datamodule
         is_known = isinstance(source, (LightningModule, LightningDataModule)) and callable(getattr(source, hook))
-        if is_known and not is_overridden(hook, source):  # else Lightning says what it is instead of a method
+        if is_known and not is_overridden(hook, source):  # otherwise Lightning raises an error about it
             raise RefusedError(
                 f"{command} has no data: `{hook}` must be implemented in {type(source).__name__}, or pass a DataLoader:"
                 f" engine.{command}({name[:1].lower() + name[1:]}, loader)."
@@ -99,12 +99,12 @@ def _check_data(command: str, model: LightningModule, loaders: Any, datamodule: 
 
 
 def why_empty(loader: Any, num_ranks: int = 1) -> str | None:
-    """Why a DataLoader has no batch, with the sizes; None if it has some, or nobody knows."""
+    """Returns why a DataLoader has no batch, with its sizes; None if it has batches, or that is unknown."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     try:
         num_batches, num_samples = len(loader), len(loader.dataset)  # type: ignore[arg-type]
-    except Exception:  # user code without a length, or one that asks a process group that there isn't yet
+    except Exception:  # the user's `__len__` may be missing, or may need a process group
         return None
     if num_batches > 0:
         return None

@@ -1,4 +1,4 @@
-"""Around `fit`, `validate`, `test` and `predict`: what is asked of them is checked, and how they end is said once."""
+"""Decorators of `fit`, `validate`, `test` and `predict`: they check the arguments, and print an error once."""
 
 import functools
 import signal
@@ -17,24 +17,24 @@ __all__ = ["checked", "says_how_it_ends"]
 _MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of what Ctrl-C has ended, as shells have it."""
+"""The exit code of shells for a process that Ctrl-C has ended."""
 
 
 def checked(method: _MethodT) -> _MethodT:
-    """Decorates one of Trainer's four methods, so that what can't be run is refused before any process starts."""
+    """Decorates one of Trainer's four methods: checks its arguments before any process starts."""
 
     @functools.wraps(method)
     def run(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         with refusing():
             check_request(self, method, args, kwargs)
-        # Looked up anew: what logs by itself, such as mlflow.pytorch.autolog(), puts its own in that place.
+        # Looked up at each call: tools such as mlflow.pytorch.autolog() replace the method.
         return getattr(Trainer, method.__name__)(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
 def says_how_it_ends(method: _MethodT) -> _MethodT:
-    """Decorates what runs an engine: an exception that nobody catches is printed short, and Ctrl-C exits with 130."""
+    """Decorates a function that runs an engine: an uncaught exception is printed short, and Ctrl-C exits with 130."""
 
     @functools.wraps(method)
     def run(self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def says_how_it_ends(method: _MethodT) -> _MethodT:
             raise
         except BaseException as exception:
             failure = failure_of(exception)
-            if failure is not None and failure.is_interrupt:  # of a peer: one press of Ctrl-C reaches all
+            if failure is not None and failure.is_interrupt:  # of another rank: Ctrl-C reaches all ranks
                 raise SystemExit(INTERRUPTED) from exception
             on_uncaught(exception, Failure())
             raise

@@ -1,4 +1,4 @@
-"""Remembers what running a step may change, and puts it back, so that the step was as if it had not been run."""
+"""A snapshot of what a step may change, to undo a step that was run."""
 
 import collections
 from typing import Any
@@ -12,12 +12,12 @@ from ..checkpoint import get_random_state, set_random_state
 __all__ = ["StepSnapshot"]
 
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
-# Of every module; parameters are not changed by a step, and FSDP swaps them in and out of its modules.
+# Attributes of every module. A step does not change parameters, and FSDP swaps them in and out of its modules.
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"_buffers", "training"}
 
 
 class StepSnapshot:
-    """The attributes of some objects and the random state, as they are now.
+    """The present attributes of some objects, and the random state.
 
     Remembered are: of a module and each module in it, its buffers and plain attributes; of any other object, its
     attributes. Tensors among them by their values, also those that are changed in place, as states of torchmetrics are.
@@ -50,14 +50,14 @@ class StepSnapshot:
                 self._values[id(value)] = value, value.detach().clone()
             else:
                 self._remember(value)
-        if isinstance(owner, _CONTAINERS):  # such as a `_ResultCollection`, which is a dict of metrics
+        if isinstance(owner, _CONTAINERS):  # for example a `_ResultCollection`, a dict of metrics
             self._remember_contents(owner)
         if isinstance(owner, nn.Module):
             for child in owner.children():
                 self._remember_owner(child)
 
     def _remember(self, value: Any) -> None:
-        if isinstance(value, Metric):  # one that no module has registered
+        if isinstance(value, Metric):  # a metric that is not a sub-module
             self._remember_owner(value)
         elif type(value) in _CONTAINERS and id(value) not in self._contents:
             self._remember_contents(value)
@@ -69,7 +69,7 @@ class StepSnapshot:
             self._remember(item)
 
     def undo(self) -> None:
-        """Puts it all back: the same objects, with what they had in them."""
+        """Restores all of it: the same objects, with their content."""
         for present, before in self._attributes:
             skipped = _OF_MODULES if "_modules" in present else frozenset()
             for name in [name for name in present if name not in before and name not in skipped]:

@@ -1,8 +1,8 @@
-"""The training epoch as a short, flat loop: what is not asked for is not called.
+"""The training epoch as a short, flat loop, which calls only what the run uses.
 
-Lightning's order of things, as its documentation has it: fetch, transfer, `on_train_batch_start`, the optimization of
-`optimization.py`, learning-rate schedulers, `on_train_batch_end`, logging, validation. What needs more than that, or
-was stopped in mid-epoch and has to find its way back, runs in Lightning's own loop: see `why_not_flat`.
+The order is the one of Lightning's documentation: fetch, transfer, `on_train_batch_start`, optimization
+(`optimization.py`), learning-rate schedulers, `on_train_batch_end`, logging, validation. Epochs that need more run in
+Lightning's own loop (see `why_not_flat`), and so does the first batch after a resumption.
 """
 
 import logging
@@ -43,15 +43,15 @@ log = logging.getLogger("polyphase.engine")
 
 
 class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoch_loop
-    """Lightning's, with a flat way through the usual case."""
+    """Lightning's training epoch, with a flat loop for the usual case."""
 
     automatic_optimization: AutomaticOptimization
     first_steps: FirstSteps
     _announced: str | None = None
     data_wait_s: float | None = 0.0
-    """Seconds that training has waited for batches; None after epochs in Lightning's own loop, which does not say."""
+    """Seconds that training has waited for batches; None after an epoch in Lightning's own loop, which has no count."""
     pending_batch_work: Literal["end", "nothing"] | None = None
-    """The work that the interrupted run had left of its last batch: what follows it, or nothing; None: not known."""
+    """The work that remains for the interrupted run's last batch: ``"end"``, all that follows it; None: unknown."""
     is_between_steps = False
     random_before_validation: dict[str, Any] | None = None
     _batches_at_step = 0
@@ -67,7 +67,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         )
 
     def run(self, data_fetcher: _DataFetcher) -> None:
-        """One epoch."""
+        """Runs one epoch."""
         watch = self.automatic_optimization.watch
         self.trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]
         watch.begin_epoch(self.trainer)
@@ -95,7 +95,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         attach_log(trainer.lightning_module, trainer._logger_connector)
         flat = _Epoch(self, data_fetcher)
         try:
-            # The first batch after a resumption is Lightning's: it knows what was done before.
+            # Lightning's loop runs the first batch after a resumption: it knows which parts of it are done.
             if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
                 try:
                     if not self.done and not self._begins_epoch:
@@ -119,7 +119,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         return super().done and self.pending_batch_work != "end"
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        """One batch, in Lightning's own loop."""
+        """Runs one batch in Lightning's own loop."""
         if self.pending_batch_work == "end":
             self.pending_batch_work = None
         else:
@@ -129,12 +129,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         """Called at the start of each epoch."""
         with warnings.catch_warnings():
             if self.restarting and self.trainer._checkpoint_connector.knows_place:  # type: ignore[attr-defined]
-                # Lightning takes only loaders with a state_dict for ones that can go on where they were.
+                # Lightning warns of every loader without a state_dict, but this one resumes at its position.
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             super().reset()
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        """Called when the epoch's iterator is there."""
+        """Prepares the epoch; called when its iterator exists."""
         data: Any = self.trainer._data_connector
         if not self.restarting and not self.trainer.fit_loop.is_resuming:
             data.places.forget()
@@ -149,12 +149,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.is_between_steps = False
         if self.pending_batch_work == "nothing":
             self.pending_batch_work = None
-            self.restarting = False  # Lightning: would do again what follows the batch
+            self.restarting = False  # Lightning: would repeat what follows the batch
         callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
 
     def _begin_new_loaders(self, data_fetcher: _DataFetcher) -> None:
-        """Makes the second iterator of loaders that are made in this epoch, which draws as the first one has."""
+        """Makes the second iterator of loaders that are made in this epoch, with the random draws of the first."""
         fit_loop: Any = self.trainer.fit_loop
         is_second, fit_loop.begins_with_new_loaders = fit_loop.begins_with_new_loaders, False
         if is_second and self.trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start
@@ -165,7 +165,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     @property
     def _begins_epoch(self) -> bool:
-        # Lightning takes no batch for a multiple of val_check_interval, and has the loaders for validation draw.
+        # Lightning: zero batches count as a multiple of val_check_interval, so the validation loaders would draw.
         return self.batch_progress.current.ready == 0 and self.trainer._checkpoint_connector.knows_place  # type: ignore[attr-defined]
 
     def _mark_step(self, num_steps: int) -> None:
@@ -176,29 +176,29 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     @property
     def random_of_window(self) -> dict[str, Any] | None:
-        """Random state before the batches that no step has used, which are done again; None where there are none."""
+        """The random state at the start of an unfinished window, which a resumed run repeats; None outside of one."""
         return self._random_at_step if self.is_in_window else None
 
     @property
     def is_in_window(self) -> bool:
-        """Whether there are batches that no step has used."""
+        """Whether there are batches that no optimizer step has used."""
         return self.trainer.accumulate_grad_batches > 1 and self.batches_done() < self.batch_progress.current.ready
 
     def batches_done(self) -> int:
-        """Batches of this epoch that optimizer steps have used: those of an unfinished window are not among them."""
+        """Returns the number of this epoch's batches that optimizer steps have used, without an unfinished window."""
         progress: Any = self.batch_progress.current
         if not self.trainer.lightning_module.automatic_optimization:
             return progress.processed
         return progress.ready if self.global_step > self._steps else self._batches_at_step
 
     def _broadcast_sigterm_tensor(self) -> None:
-        # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, called by its own loop before each batch.
+        # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, which its own loop calls before each batch.
         pass
 
     def on_advance_end(self, data_fetcher: _DataFetcher | None) -> None:
-        """Between two optimizer steps: stops here if all ranks agreed to, or saves a snapshot if one is due.
+        """Ends an optimizer step: stops if all ranks have agreed to, and saves a snapshot if one is due.
 
-        Lightning's own loop comes here after each batch; the flat one after each step, without `data_fetcher`.
+        Lightning's own loop calls it after each batch; the flat loop after each step, without `data_fetcher`.
         """
         num_steps = self.automatic_optimization.num_steps
         if data_fetcher is not None:
@@ -206,13 +206,13 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             self.random_before_validation = None
             if self._should_accumulate():
                 return
-            num_steps = self.global_step  # by hand, too
+            num_steps = self.global_step  # counts steps of manual optimization, too
         self._mark_step(num_steps)
         self.first_steps.end_step()
         self.is_between_steps = True
         signals: Any = self.trainer._signal_connector
         signals.poll(self.batch_progress.total.ready)
-        # If training is over, the loop above this one stops: after what an end of an epoch still does.
+        # If training is over, the fit loop stops instead, after the hooks at the end of the epoch.
         if signals.received_sigterm and not self._is_training_done:
             raise SIGTERMException
         if self._on_train_step_end or signals.requeues:
@@ -222,18 +222,18 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.is_between_steps = False
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
-        # Lightning: _TrainingEpochLoop._should_check_val_fx, asked right before a validation.
+        # Lightning: _TrainingEpochLoop._should_check_val_fx, called right before a validation.
         is_due = super()._should_check_val_fx(data_fetcher)
         if is_due:
             self.random_before_validation = get_random_state()
         return is_due
 
 
-TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # by which a profile names its entries
+TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # the name of its entries in a profile
 
 
 def why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
-    """Returns the reason why a loop can't be run flat; None if it can."""
+    """Returns the reason why an epoch must run in Lightning's own loop; None if it can run flat."""
     if not isinstance(trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
         return "a profiler, which times every call"
     if isinstance(fetcher, _DataLoaderIterDataFetcher):
@@ -246,9 +246,13 @@ def why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
 
 
 def fetch(fetcher: _DataFetcher) -> Any:
-    """The next batch of a training fetcher."""
-    # Lightning: _DataFetcher.__next__, CombinedLoader.__next__ and _MaxSizeCycle.__next__, for a single loader of known
-    # length: the usual case, in which all three only count.
+    """Returns the next batch of a training fetcher.
+
+    Raises:
+        StopIteration: there is none.
+    """
+    # Lightning: _DataFetcher.__next__, CombinedLoader.__next__ and _MaxSizeCycle.__next__. For a single loader of known
+    # length, the usual case, all three only count.
     combined: Any = fetcher._combined_loader
     cycle = combined._iterator
     if (
@@ -256,7 +260,7 @@ def fetch(fetcher: _DataFetcher) -> Any:
         and fetcher.length is not None
         and not fetcher.done
         and type(cycle) is _MaxSizeCycle
-        and combined._iterables is combined._flattened[0]  # one loader, and no collection of some
+        and combined._iterables is combined._flattened[0]  # a single loader, not a collection
     ):
         try:
             batch = next(cycle.iterators[0])
@@ -275,7 +279,7 @@ _CANCELLED: Any = object()
 
 
 class _Epoch:
-    """The objects and methods that one epoch needs, looked up once."""
+    """The flat loop of one epoch, with the objects and methods that it needs looked up once."""
 
     def __init__(self, loop: TrainingEpochLoop, fetcher: _DataFetcher) -> None:
         trainer: Any = loop.trainer
@@ -299,7 +303,7 @@ class _Epoch:
         self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
 
     def close(self) -> None:
-        """Takes away what was attached."""
+        """Detaches the hooks from the precision plugin."""
         del self._precision.hooks
 
     def is_done(self) -> bool:
@@ -313,7 +317,7 @@ class _Epoch:
     def advance(self) -> None:
         """Trains on one batch: fetch, copy, `on_train_batch_start`, optimization, then `_end`.
 
-        Each phase of a usual batch is one call, since a call of Python's is a good part of what the loop costs.
+        Each phase of a usual batch is one call, since calls in Python are a large part of the loop's time.
 
         Raises:
             StopIteration: the epoch is over, because the data has ended or `on_train_batch_start` returned -1.
@@ -358,7 +362,7 @@ class _Epoch:
         self._end(outputs, batch, batch_idx, is_last, ends_window)
 
     def _optimize(self, batch: Any, batch_idx: int, ends_window: bool) -> Any:
-        """Runs `on_train_batch_start` and the optimization; returns the outputs; `_CANCELLED` if the hook says so."""
+        """Runs `on_train_batch_start` and the optimization; returns the outputs, or `_CANCELLED`."""
         loop = self._loop
         if batch is None:
             check_may_skip(self._trainer, batch_idx)
@@ -379,7 +383,7 @@ class _Epoch:
         trainer, module = self._trainer, self._trainer.lightning_module
         assert self._out_of_memory is not None
         self._out_of_memory.repeat(self._loop)
-        detach_log(module)  # which knows places for values that are no more
+        detach_log(module)  # it refers to logged values that were dropped
         attach_log(module, trainer._logger_connector)
         self._look()
 
@@ -421,7 +425,7 @@ class _Epoch:
             loop.on_advance_end(None)
 
     def _may_validate(self) -> bool:
-        """Whether validation can be due after this batch, which Lightning then decides."""
+        """Whether validation may be due after this batch; if so, Lightning's own condition decides."""
         every = self._trainer.val_check_batch
         if self._trainer._val_check_time_interval is not None or not isinstance(every, int):
             return True
@@ -432,7 +436,7 @@ class _Epoch:
         trainer, loop, connector = self._trainer, self._loop, self._connector
         if not loop._should_check_val_fx(self._fetcher):
             return
-        connector.collect()  # what the batch logged can still be read while validating
+        connector.collect()  # so that the batch's logged values can be read during the validation
         first_loop_iter = connector._first_loop_iter
         trainer.validating = True
         if ends_window:
