@@ -47,7 +47,7 @@ usage: polyphase {fit,validate,test,predict,verify,bench-comm} [flags]
        polyphase stacks RUN_DIR
 
 Train a LightningModule on any number of devices: one flag per strategy, the same result under each
-(but for local_sgd, diloco and ps with staleness, which are made to compute something else).
+(except local_sgd, diloco and ps with staleness, which compute something else by design).
 
   polyphase fit --model DigitsClassifier --data Digits --strategy ddp --devices 2 \\
       --accelerator cpu --max_epochs 5
@@ -55,7 +55,7 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
       --precision bf16-mixed
   polyphase fit --model my_package.MyModule --data my_package.MyData --config run.yaml
   polyphase verify --model ByteGPT --data PythonSource --strategy fsdp --devices 2 --steps 5
-                   shows that the flags compute what one process does, or names the first tensor
+                   checks that the flags give the result of one process, or names the first tensor
                    that differs
   polyphase bench-comm --strategy ddp --devices 2 [--model ByteGPT --data PythonSource]
                    measures the network between the ranks, forecasts a step under each
@@ -65,22 +65,21 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
   polyphase strategies            strategies, precisions and compressions, a line each
   polyphase strategies fsdp       everything about one of them
   polyphase strategies --explain ByteGPT
-                   what of a model is sharded as one, and what tensor parallelism splits
+                   the units of a model, and the layers that tensor parallelism splits
   polyphase launch --help         torchrun, for jobs that survive the loss of a process
-  polyphase ckpt --help           what is in checkpoints, whether they are whole, and one file out
-                                  of them
+  polyphase ckpt --help           list, inspect, verify and prune checkpoints; export one as a file
   polyphase doctor RUN_DIR        where the time of a run with --callbacks+=Doctor went, which rank
                                   costs it, and which flag mends that
   polyphase doctor --compare A B  which of two runs is faster, in which phases, and what was set up
                                   differently
   polyphase doctor fit ...        the same for some steps of a command; with --try, what remedies
                                   gain
-  polyphase stacks RUN_DIR        where the ranks of a living run are, without stopping it
+  polyphase stacks RUN_DIR        stacks of the ranks of a running job, without stopping it
   polyphase doctor host           whether this host is fit to train on: memory, CPUs, disk, ...
-  polyphase fit --help            the flags; also of the others; --help-all: those of Lightning too
+  polyphase fit --help            the flags of fit, and so for each command; --help-all: all flags
   polyphase fit ... --print_config > run.yaml
 
-Completion of words by the shell, for bash (or zsh), with the package shtab:
+Shell completion for bash (or zsh), with the package shtab:
   polyphase --print_shtab bash > ~/.local/share/bash-completion/completions/polyphase
 """
 

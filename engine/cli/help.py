@@ -34,8 +34,8 @@ def help_lines(command: str) -> Iterator[str]:
     default = "--model my_file.MyModel --data my_file.MyData --ckpt_path last.ckpt"
     yield f"  polyphase {command} {_EXAMPLES.get(command, default)}"
     yield ""
-    yield "Each flag stands with an example of its value, what it means, and [its default]. Values are as in"
-    yield "YAML: true, null, [0,1]. A flag wins over a --config file in front of it."
+    yield "Each flag has an example of its value, its meaning, and [its default]. Values are written as in"
+    yield "YAML: true, null, [0,1]. A flag overrides a --config file in front of it."
     flags = flags_of(command)
     for group in GROUPS:
         rows = [flag for flag in flags if flag.group == group]
@@ -46,7 +46,7 @@ def help_lines(command: str) -> Iterator[str]:
                 yield from _lines(row)
     yield ""
     hidden = sum(not flag.group for flag in flags)
-    yield f"polyphase {command} --help-all: {hidden} more, all of Lightning's, with their types (takes 10 s)."
+    yield f"polyphase {command} --help-all: {hidden} more flags, mostly Lightning's, with their types (takes 10 s)."
     yield f"polyphase {command} --model CLASS --help: the arguments of a class as well."
     yield "Each argument of the engine may also be written --trainer.NAME."
 
