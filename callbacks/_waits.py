@@ -10,7 +10,7 @@ from torch import Tensor
 
 # torch: what tensors of a mesh wait by, when their values are needed.
 from polyphase.engine._compat.torch import _functional_collectives as functional
-from polyphase.engine.phases import PhaseClock, listening, phase_of_action, phase_of_activity, waits
+from polyphase.engine.phases import PhaseClock, counts_as_communication, listening, phase_of_action, phase_of_activity
 
 __all__ = ["actions_of", "collectives", "mark_end_of_backward"]
 
@@ -22,12 +22,12 @@ def collectives(clock: PhaseClock) -> Iterator[None]:
     Waits that nobody calls from Python are those of DistributedDataParallel: see `mark_end_of_backward`.
     """
     wait, wait_tensor = dist.Work.wait, functional.wait_tensor
-    timed = waits(wait_tensor)
+    timed = counts_as_communication(wait_tensor)
 
     def timed_wait_tensor(tensor: Tensor) -> Tensor:
         return wait_tensor(tensor) if torch.compiler.is_compiling() else timed(tensor)
 
-    dist.Work.wait, functional.wait_tensor = waits(wait), timed_wait_tensor  # type: ignore[method-assign]
+    dist.Work.wait, functional.wait_tensor = counts_as_communication(wait), timed_wait_tensor  # type: ignore[method-assign]
     try:
         with listening(clock):
             yield

@@ -1,7 +1,7 @@
-"""Divides the wall time of a rank's thread into phases: at each moment one of them is under way, so they add up.
+"""The phases of a rank's wall time: its thread is in one of them at each moment, so they add up.
 
 Three sources announce phases: the loops, by `Heartbeat.phase`; Lightning's own loop, by the names of its profiler's
-actions; and whoever waits for other ranks, by `PhaseClock.enter`. Nothing announces to a clock unless one listens.
+actions; and functions that wait for other ranks, by `PhaseClock.enter`. Without a clock, nothing is announced.
 """
 
 import threading
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-__all__ = ["PHASES", "PhaseClock", "listening", "phase_of_action", "phase_of_activity", "waits"]
+__all__ = ["PHASES", "PhaseClock", "counts_as_communication", "listening", "phase_of_action", "phase_of_activity"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -159,12 +159,12 @@ def phase_of_action(action: str) -> str | None:
 
 
 _clocks: list[PhaseClock] = []
-"""Those that are told of waits for other ranks; the innermost engine's last."""
+"""The clocks that measure waits for other ranks; the innermost engine's last."""
 
 
 @contextmanager
 def listening(clock: PhaseClock) -> Iterator[None]:
-    """Has `clock` told of all waits for other ranks."""
+    """Context manager in which `clock` measures all waits for other ranks."""
     _clocks.append(clock)
     try:
         yield
@@ -172,8 +172,11 @@ def listening(clock: PhaseClock) -> Iterator[None]:
         _clocks.remove(clock)
 
 
-def waits(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a function that waits for other ranks: the phase "communication", where a clock listens."""
+def counts_as_communication(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a function that waits for other ranks: its time is the phase "communication" of a clock that listens.
+
+    It measures; a wait that the watchdog shall name is declared by `distributed.waits.waiting`.
+    """
 
     @wraps(function)
     def wait(*args: _P.args, **kwargs: _P.kwargs) -> _R:

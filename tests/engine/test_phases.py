@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from polyphase.engine.phases import PHASES, PhaseClock, listening, phase_of_action, waits
+from polyphase.engine.phases import PHASES, PhaseClock, counts_as_communication, listening, phase_of_action
 
 
 class Time:
@@ -87,7 +87,7 @@ def test_a_hooks_time_is_without_the_save_and_the_wait_in_it(clock, time):
 
 
 def test_waits_are_told_to_the_innermost_clock_in_its_thread_only(clock, time):
-    @waits
+    @counts_as_communication
     def wait(seconds):
         time.now += seconds
         return seconds

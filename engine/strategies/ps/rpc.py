@@ -30,7 +30,7 @@ from torch.distributed.rpc import internal
 from torch.futures import Future
 
 from ...distributed.waits import waiting
-from ...phases import waits
+from ...phases import counts_as_communication
 
 __all__ = ["ALLOWED", "Connection", "interface_of"]
 
@@ -179,7 +179,7 @@ class Connection:
         deadline = time.monotonic() + patience_s
         return [rank for rank, call in calls.items() if not _done(call).wait(max(0.0, deadline - time.monotonic()))]
 
-    @waits
+    @counts_as_communication
     def wait(self, calls: dict[int, Future], what: str) -> dict[int, Any]:
         """Waits for the answers to calls; returns them by rank.
 
