@@ -5,16 +5,15 @@ Each second, each rank
 2. checks the other ranks, if its own position has not changed for a second. It records a failure if a rank's process
    has ended; if a rank has had no heartbeat for long, while this one waits in a collective (on an accelerator: at any
    position); or if this rank has been at one position for `timeout_s`.
-3. If a failure is recorded, every rank prints and publishes its stack. The rank that has recorded it names the culprit,
-   writes the report and publishes the verdict. Then all ranks end with exit code 1, so that a launcher restarts them.
+3. If a failure is recorded, every rank prints and publishes its stack. The rank that has recorded it passes the verdict
+   (`verdict.py`). Then all ranks end with exit code 1, so that a launcher restarts them.
 
 All of this goes through the job's store, from before the ranks are connected until the run is over. If the store's
 process has ended, or does not answer, each rank that makes no progress ends by itself, with its own report. While a
 call of the store waits, this rank decides on what it knows by itself (`_gives_up`).
 
-The culprit is the rank that has ended or not connected; otherwise the rank that does not answer; otherwise the one with
-the least progress; otherwise the one that does not wait for others. Time in which the watchdog's thread did not run
-(the machine was suspended) does not count, nor does time under a debugger.
+Time in which the watchdog's thread did not run (the machine was suspended) does not count, nor does time under a
+debugger.
 """
 
 import itertools
@@ -23,21 +22,22 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 from ..distributed.job_store import FIRST_FAILURE
 from ..distributed.store_calls import PATIENCE_S, StoreLostError, end_threads
 from ..launch.detection import launcher_name
 from ..strategies import adapt
-from .failure import SEEN, Report, print_rank
+from .failure import SEEN, print_rank
 from .hard_exit import hard_exit, started_ranks
 from .heartbeat import Heartbeat, describe
-from .lost_hosts import DIED, HOST_LOST, because, blame, lost_ranks, store_lost
+from .lost_hosts import DIED, HOST_LOST, because, lost_ranks, store_lost
 from .observer import delay_the_kill
 from .parent import watch_parent
 from .rank_registry import LEFT, RankRegistry, this_process
 from .rendezvous import current_job, missing_ranks
 from .stack_answers import StackAnswers
+from .verdict import Verdict
 from .wakeup import Wakeup
 
 __all__ = ["Watchdog"]
@@ -49,8 +49,6 @@ _MOST_BEATS_PER_S = 640.0
 """The limit of beats of all ranks together until then; afterwards each rank has one a period."""
 _STORE_LOST_S = 3.0
 """The time that a rank waits in a collective after the store is lost: the collective's own error is more precise."""
-_ANSWER_S = 3.0
-"""The time that the ranks have to publish their stacks. A process that holds Python's lock for so long can't."""
 _VERDICT_S = 8.0
 """The time that a rank waits for the verdict, or for its own exception after another rank's."""
 _SILENCE_S = (10.0, PATIENCE_S)
@@ -102,6 +100,7 @@ class Watchdog:
         self._can_lose: Callable[[int], bool] = self._strategy.can_lose
         self._continue_without: Callable[[list[int]], bool] = self._strategy.go_on_without
         self._answers = answers
+        self._verdict = Verdict(heartbeat, folder, self.known)
         self._may_lose_some = any(map(self._can_lose, range(world_size)))
         # All ranks have the same runs, so the number is the same on all ranks; runs of one rank alone don't count.
         self._run = str(next(_runs)) if world_size > 1 else ""
@@ -295,8 +294,10 @@ class Watchdog:
             self._end("hang", f"rank(s) {ranks} have not come within {still_s:.0f} s" if absent else message, absent)
         elif not self._has_warned:  # no other process waits for a single one: it ends only if a launcher restarts it
             self._has_warned = True
-            self._print_stack()
-            self._conclude("hang", self.heartbeat.rank, f"{message}, {describe(reports[self.heartbeat.rank])}", reports)
+            self._verdict.print_stack()
+            self._verdict.write(
+                "hang", self.heartbeat.rank, f"{message}, {describe(reports[self.heartbeat.rank])}", reports
+            )
             if launcher_name() is not None:
                 hard_exit()
 
@@ -323,9 +324,9 @@ class Watchdog:
         # Ranks of this machine may have ended because they have lost the store, too.
         ended = self.peers.gone() if self.peers is not None and not (lost and was_silent) else []
         lost = None if ended else lost
-        self._print_stack()
+        self._verdict.print_stack()
         message = DIED if ended else lost or "the host of the job's key-value store is gone"
-        self._conclude(HOST_LOST if lost else "death", ended[0] if ended else 0, message, self.known())
+        self._verdict.write(HOST_LOST if lost else "death", ended[0] if ended else 0, message, self.known())
         hard_exit()
 
     def _follow(self, peers: RankRegistry) -> bool:
@@ -336,7 +337,7 @@ class Watchdog:
         if self._failed_at is None:
             self._failed_at = self._clock
             if first["kind"] != "exception":
-                self._publish_stack(peers)
+                self._verdict.publish_stack(peers)
             elif first["rank"] != self.heartbeat.rank:
                 self.first_failure = first
                 peers.job.count(SEEN, 1)
@@ -355,10 +356,6 @@ class Watchdog:
             print_rank(self.heartbeat.rank, f"stops because {because(first)}")
             hard_exit()
 
-    def _publish_stack(self, peers: RankRegistry) -> None:
-        self._print_stack()
-        peers.publish("answer", self.heartbeat.report(with_stack=True))
-
     def _end(self, kind: str, message: str, culprits: list[int]) -> None:
         """Records a failure, unless another rank has, and ends the run.
 
@@ -375,71 +372,8 @@ class Watchdog:
                 if peers.job.record_failure(failure) != failure:
                     return  # another rank has recorded its failure first, which the next check finds
                 self._is_ending = True
-                self._end_all(peers, kind, message, culprits)
-        self._end_alone(kind, message, culprits)
-
-    def _end_alone(self, kind: str, message: str, culprits: list[int]) -> NoReturn:
+                self._verdict.pass_on_all(peers, kind, message, culprits)
+                hard_exit()
         self._is_ending = True
-        self._print_stack()
-        reports = self.known()
-        culprits = culprits or [self.heartbeat.rank]
-        self._conclude(kind, culprits[0], f"{message}{_where(kind, reports, culprits)}", reports)
+        self._verdict.pass_alone(kind, message, culprits)
         hard_exit()
-
-    def _end_all(self, peers: RankRegistry, kind: str, message: str, known_culprits: list[int]) -> NoReturn:
-        self._publish_stack(peers)
-        reports = self.known()
-        present = [
-            rank
-            for rank in range(peers.world_size)
-            if rank not in known_culprits and reports.get(rank, {}).get("phase") != LEFT
-        ]
-        answers = _gathered(peers, "answer", present)
-        reports = {rank: {**reports.get(rank, {}), **answers.get(rank, {})} for rank in {*reports, *answers}}
-        unresponsive = [rank for rank in present if rank not in answers]
-        culprits = known_culprits or unresponsive or _behind({rank: reports[rank] for rank in present})
-        silence = ", and it does not answer" if unresponsive and not known_culprits else ""
-        text = self._conclude(kind, culprits[0], f"{message}{_where(kind, reports, culprits)}{silence}", reports)
-        peers.publish("verdict", {"text": text})
-        for rank in filter(peers.is_local, unresponsive):  # it can't read the verdict
-            peers.kill(rank)
-        with suppress(RuntimeError):  # the rank that hosts the store may have read the verdict and ended
-            _gathered(peers, "heard", [rank for rank in answers if rank != peers.rank])
-        hard_exit()
-
-    def _conclude(self, kind: str, culprit: int, message: str, reports: dict[int, dict[str, Any]]) -> str:
-        """Writes the failure report; prints and returns the verdict."""
-        rank = self.heartbeat.rank
-        failure = {"rank": culprit, "kind": kind, "by": rank, "message": message}
-        report = Report(self.folder, failure, reports, self.heartbeat.resume_from, run_id=self.heartbeat.run_id)
-        collectives = "".join(f" Collectives: {sentence}." for sentence in report.collectives)
-        text = f"{kind}, {blame(failure)}.{collectives} The failure report is {report.write()}"
-        print_rank(rank, text)
-        return text
-
-    def _print_stack(self) -> None:
-        report = self.heartbeat.report(with_stack=True)
-        print_rank(self.heartbeat.rank, f"{describe(report)}:\n{report['stack']}")
-
-
-def _where(kind: str, reports: dict[int, dict[str, Any]], ranks: list[int]) -> str:
-    if kind == HOST_LOST:  # their last known positions are not their present ones
-        return ""
-    return "".join(f"; rank {rank} {describe(reports.get(rank))}" for rank in ranks)
-
-
-def _gathered(peers: RankRegistry, kind: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """Returns the reports of those of `ranks` that publish one in time."""
-    deadline = time.monotonic() + _ANSWER_S
-    while True:
-        answers = peers.read(kind, ranks)
-        if len(answers) == len(ranks) or time.monotonic() > deadline:
-            return answers
-        time.sleep(0.1)
-
-
-def _behind(ranks: dict[int, dict[str, Any]]) -> list[int]:
-    """Returns the ranks with the least progress; of these, the ones that do not wait, if there are some."""
-    progress = {rank: (r["batch"], r["evaluated"], r["step"]) for rank, r in ranks.items()}
-    last = [rank for rank in ranks if progress[rank] == min(progress.values())]
-    return [rank for rank in last if ranks[rank]["pending"] is None] or last

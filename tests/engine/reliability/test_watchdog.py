@@ -21,7 +21,8 @@ from polyphase.engine.reliability import failure
 from polyphase.engine.reliability.heartbeat import describe, stack_of
 from polyphase.engine.reliability.rank_registry import LEFT, RankRegistry, process_key
 from polyphase.engine.reliability.rendezvous import current_job
-from polyphase.engine.reliability.watchdog import Watchdog, _behind
+from polyphase.engine.reliability.verdict import behind
+from polyphase.engine.reliability.watchdog import Watchdog
 from tests.distributed import run_ranks
 from tests.engine.tiny import QUIET, Regression, rows
 
@@ -212,7 +213,7 @@ def report(batch: int, pending: str | None = None, **changed) -> dict:
     ],
 )
 def test_the_culprit_is_behind_or_waits_for_nobody(ranks, culprits):
-    assert _behind(dict(enumerate(ranks))) == culprits
+    assert behind(dict(enumerate(ranks))) == culprits
 
 
 @pytest.mark.parametrize(
