@@ -100,7 +100,7 @@ def complete_rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> 
     """
     local_rank = str(rank % num_local_ranks)
     is_lightnings = (os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_RANK")) == (str(num_ranks), local_rank)
-    if num_ranks > 1 and is_lightnings and ("RANK" not in os.environ or _is_completed()):
+    if num_ranks > 1 and is_lightnings and "RANK" not in os.environ:
         os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(num_local_ranks)
         os.environ[_COMPLETED] = f"{rank}/{num_ranks}"
 

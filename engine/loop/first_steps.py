@@ -1,13 +1,13 @@
-"""Compares the first steps of a run whose module is split with those of the whole module in one process.
+"""Comparison of the first steps of a run whose module is split with the same steps in one process.
 
 Phases, which all ranks enter together:
-1. before the module is split: rank 0 copies it (one broadcast of a text says whether it could);
-2. before the first step: the weights are gathered on rank 0;
-3. in the first steps: each rank that has samples of its own keeps its batches, random states and losses, and the norm
-   of its gradients is computed (an all-reduce of a number, as for clipping). No more than that is done in the steps;
-4. after them: the weights are gathered again, and what the ranks kept; rank 0 does the same steps with its copy, see
-   `unsplit.py`, while the others wait; it tells them what differs.
-Then all is taken away again. Weights and random numbers of the run are those of a run without it, bit for bit.
+1. Before the module is split, rank 0 copies it, and broadcasts a text if it can't.
+2. Before the first step, rank 0 gathers the weights.
+3. In the first steps, each rank that has samples of its own keeps its batches, random states and losses, and the norm
+   of the gradients is computed (an all-reduce of one number, as for clipping).
+4. After these steps, rank 0 gathers the weights again, and all that the ranks have kept. It repeats the steps with its
+   copy (`unsplit.py`), while the other ranks wait, and broadcasts the difference.
+Then everything is detached. Weights and random numbers of the run are bit for bit those of a run without the check.
 """
 
 import copy
@@ -37,17 +37,17 @@ from .unsplit import SETTINGS, MicroBatch, NeedsOthers, Replay, Step, UnfitError
 __all__ = ["FirstSteps", "FirstStepsError"]
 
 _NUM_STEPS = 2
-"""A wrong state after the first step (a moving average, an attribute) shows in the second one."""
+"""Two steps: a wrong state after the first one (a moving average, an attribute) shows in the second."""
 _MOST_RANKS = 8
 _MOST_BYTES = 2**30
-"""Largest size of the parameters of a module that "auto" copies; rank 0 needs four times that, for Adam."""
+"""The largest size of a module's parameters that "auto" copies; with Adam, rank 0 needs four times as much memory."""
 
 _LOSS, _NORM = 1e-4, 1e-3
-"""Largest differences in float32, relative: sums in another order are 1e-6 apart, or less."""
+"""The largest relative differences in float32; another order of summation makes 1e-6 or less."""
 _ROUNDED = 3e-2
-"""Largest relative difference of loss and norm if a precision, or TF32, rounds to 10 bits or less."""
+"""The largest relative difference of loss and norm if the precision, or TF32, rounds to 10 bits or less."""
 _WEIGHTS = 3e-2
-"""Largest difference of a weight, of the most that its tensor has moved; Adam magnifies what rounding does."""
+"""The largest difference of a weight, relative to the largest change in its tensor: Adam magnifies rounding errors."""
 
 _CHANGING = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
 _PLAIN = (bool, int, float, str, type(None))
@@ -56,23 +56,22 @@ log = logging.getLogger("polyphase.engine")
 
 
 class FirstStepsError(RuntimeError):
-    """The first steps of a run are not those of the same module in one process."""
+    """The first steps of a run differ from the same steps in one process."""
 
 
 class FirstSteps:
     """The check of a trainer's runs.
 
-    What differs is a warning under ``"auto"``, since code that draws from a generator of its own, or a callback that
-    changes weights, makes a difference that is no error, and a right run must not end by default. With True it is an
-    error: who asks for the check wants no further step.
+    A difference is a warning under ``"auto"``: code with a random generator of its own, or a callback that changes
+    weights, makes a difference that is no error, and by default a correct run must not end. With True it is an error.
 
     Args:
-        trainer: that runs.
-        policy: ``"auto"``: where it costs little; True: also where it costs more; False: never.
+        trainer: whose runs are checked.
+        policy: ``"auto"``: check if it costs little; True: check also if it costs more; False: never check.
     """
 
     num_seconds = 0.0
-    """Seconds that this rank has spent on it so far, waiting for rank 0 included."""
+    """The seconds that this rank has spent on the check so far, including its wait for rank 0."""
 
     def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
         self._trainer, self._policy = trainer, policy
@@ -91,7 +90,7 @@ class FirstSteps:
     # --- before
 
     def keep(self, module: LightningModule) -> None:
-        """Phase 1; called on all ranks with the module that is about to be split."""
+        """Phase 1: copies the module on rank 0; called on all ranks before the module is split."""
         self._forget()
         began = perf_counter()
         reason = self._why_not(module)
@@ -135,7 +134,7 @@ class FirstSteps:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around an epoch of training, when everything is restored."""
+        """Context manager around an epoch of training, entered when everything is restored."""
         if not self._is_due:
             yield
             return
@@ -176,7 +175,7 @@ class FirstSteps:
         return watched
 
     def _keep_batch(self, batch: Any, batch_idx: int | None = None, *_: Any) -> MicroBatch:
-        """Phase 3; before the first step, phase 2."""
+        """Phase 3: keeps a batch; before the first step, also phase 2."""
         began, trainer = perf_counter(), self._trainer
         if self._before is None:
             self._before = {}
@@ -197,7 +196,7 @@ class FirstSteps:
         return kept
 
     def _fill_copy(self, state: dict[str, Any]) -> None:
-        """Gives the copy what the module has now, and what hooks have set on it."""
+        """Copies the present weights, and the attributes that hooks have set, to the copy of the module."""
         own, module = self._copy, self._trainer.lightning_module
         assert own is not None
         if has_meta_tensors(own):
@@ -220,7 +219,7 @@ class FirstSteps:
         self._before = {name: value.detach().clone() for name, value in own.state_dict().items()}
 
     def _attempt(self, function: Any) -> None:
-        """Calls `function`; keeps its error for the end, when all ranks are told: until then they go on together."""
+        """Calls `function`; keeps its error until phase 4, so that all ranks stay in step."""
         try:
             function()
         except Exception as error:
@@ -235,13 +234,13 @@ class FirstSteps:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         norm = norm_here([p for p in own if p.grad is None or not p.grad.is_sparse])
         self._step.groups.append(plain)
-        self._step.norms.append(norm)  # type: ignore[arg-type]  # read when the steps are over
+        self._step.norms.append(norm)  # type: ignore[arg-type]  # read after the steps
         self.num_seconds += perf_counter() - began
 
     # --- after
 
     def end_step(self) -> None:
-        """Called between two steps."""
+        """Ends a step; after the last one that is checked, compares them."""
         if self._is_due and self._step is not None:
             self._step = None
             if len(self._steps) == (_NUM_STEPS if self._trainer.world_size <= _MOST_RANKS // 2 else 1):
@@ -249,7 +248,7 @@ class FirstSteps:
                 self._end()
 
     def _compare(self) -> None:
-        """Phase 4, with the steps that there were: an epoch may have fewer."""
+        """Phase 4, with the steps that were run: an epoch may have fewer."""
         if not self._is_due or not self._steps:
             return
         began, trainer = perf_counter(), self._trainer
@@ -282,7 +281,7 @@ class FirstSteps:
         rank_zero_warn(f"{difference} Training goes on; `check_first_steps=True` ends it there.")
 
     def _end(self) -> None:
-        """Takes away what was attached."""
+        """Detaches everything."""
         vars(self._trainer.strategy).pop("run_schedule", None)
         vars(self._trainer.strategy).pop("training_step", None)
         for handle in self._handles:
@@ -290,22 +289,22 @@ class FirstSteps:
         self._forget()
 
     def _compared(self, ranks: list[list[Step]], state: dict[str, Any]) -> str | None:
-        """Compares the ranks' first steps with one process; returns what differs, in words, or None.
+        """Compares the ranks' first steps with one process; returns a description of the difference, or None.
 
         Raises:
-            UnfitError: nothing can be compared.
+            UnfitError: the steps can't be compared.
         """
         trainer = self._trainer
         strategy, module = trainer.strategy, self._copy
         assert module is not None
-        # A rank of fsdp draws for its own samples what a process does that begins where it did.
+        # Under fsdp a rank draws the same numbers for its samples as one process with the same random state.
         draws_alike = strategy.layout.tp == strategy.layout.pp == 1
         joins = not module.automatic_optimization or strategy._layer_sync is not None
         steps = list(zip(*ranks, strict=True))
         replay = Replay(module, trainer, strategy.root_device, joins, draws_alike)
         try:
             replay.run(steps)
-        except NeedsOthers:  # as in `self.all_gather`, in the first step
+        except NeedsOthers:  # for example by `self.all_gather`
             module.load_state_dict(self._before or {}, strict=False)
             replay = Replay(module, trainer, strategy.root_device, True, draws_alike)
             replay.run(steps)

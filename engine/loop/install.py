@@ -1,4 +1,4 @@
-"""Puts the engine's loop parts in the place of Lightning's, right after the trainer was built."""
+"""Installs the engine's loops and connectors in place of Lightning's, right after the trainer was built."""
 
 import functools
 import os
@@ -57,7 +57,7 @@ _P = ParamSpec("_P")
 
 
 def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates an ``__init__`` so that PL_TRAINER_* variables stand for the arguments that are not given."""
+    """Decorates an ``__init__`` so that PL_TRAINER_* variables are the defaults of its arguments."""
 
     @says_how_it_ends
     @functools.wraps(init)
@@ -68,7 +68,7 @@ def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 _LAST_SAVE_S = 5.0
-"""The seconds that a rank that failed waits for the save in flight, which is its peers' as well."""
+"""The seconds that a failed rank waits for the save in flight, in which the other ranks take part."""
 
 
 def _whole(path: str) -> str:
@@ -76,14 +76,14 @@ def _whole(path: str) -> str:
 
 
 class TrainerBase(Trainer):
-    """A trainer that saves in the background, and names a failed rank before any callback can wait for the others."""
+    """A trainer that saves in the background, and reports a failed rank before a callback can wait for the others."""
 
     heartbeat: Heartbeat
     """The position of this process in its run."""
     hang_timeout_s: float | None = None
-    """The seconds that a rank may stand in one place; None for ever."""
+    """The longest time that a rank may make no progress, in seconds; None without limit."""
     config: EngineConfig
-    """The arguments that it was made with."""
+    """The arguments that the engine was made with."""
     _run_summary: Callback | None = None
     _doctor: Callback | None = None
     _ended_by: BaseException | None = None
@@ -94,10 +94,10 @@ class TrainerBase(Trainer):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The arguments it was made with, by name."""
+        """The arguments that the engine was made with, by name."""
         return self.config.arguments
 
-    fit = checked(Trainer.fit)  # and the engine's own says how it ends
+    fit = checked(Trainer.fit)  # the engine's own `fit` is decorated by `says_how_it_ends`, too
     validate = says_how_it_ends(checked(Trainer.validate))
     test = says_how_it_ends(checked(Trainer.test))
     predict = says_how_it_ends(checked(Trainer.predict))
@@ -113,14 +113,14 @@ class TrainerBase(Trainer):
             is_worker = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
             if is_worker and isinstance(exception, SIGTERMException):
                 call._interrupt(self, exception)  # only here there is something to save
-            if is_worker or isinstance(exception, _TunerExitException):  # nobody handles it, or not as an error
+            if is_worker or isinstance(exception, _TunerExitException):  # Lightning does not handle it as an error
                 self._end_run(exception)
             raise
         self._end_run(None)
         return results
 
     def add_run_summary(self) -> None:
-        """Puts summary and doctor among the callbacks while it trains: before and after they are the user's."""
+        """Adds summary and doctor to the callbacks while the engine trains; otherwise the list is the user's."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         if self._run_summary is not None and self._run_summary not in callbacks:
             callbacks.append(self._run_summary)
@@ -129,7 +129,7 @@ class TrainerBase(Trainer):
             callbacks.append(self._doctor)
 
     def _end_run(self, exception: BaseException | None) -> None:
-        """Tells callbacks that the run is over, and nothing of it is still to be saved; all other hooks are through."""
+        """Calls the callbacks' hook `on_run_end`, after all other hooks and saves of the run."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         for callback in dict.fromkeys([*callbacks, self._run_summary]):
             if (on_run_end := getattr(callback, "on_run_end", None)) is not None:
@@ -170,7 +170,7 @@ class TrainerBase(Trainer):
     # Lightning: Trainer._teardown, called at the end of a run, which ends connections that a save may need.
     def _teardown(self) -> None:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
-        if not checkpoints.is_ending:  # else the failure has seen to it
+        if not checkpoints.is_ending:  # otherwise `report_failure` has finished it
             checkpoints.saver.finish()
         super()._teardown()
         # Lightning: the end of its handling of an exception, after all callbacks and loggers have seen it.
@@ -179,23 +179,23 @@ class TrainerBase(Trainer):
 
     @property
     def data_ranks(self) -> ObjectGroup:
-        """The ranks that have samples of their own, as this one sees them."""
-        # A single process may run an engine of its own within a group of others.
+        """The group of the ranks that have samples of their own."""
+        # A process of a group may run an engine for itself alone.
         return SELF if self.world_size == 1 else adapt(self.strategy).data_ranks
 
     @property
     def data_size(self) -> int:
-        """Number of ranks that have samples of their own, connected or not."""
+        """The number of ranks that have samples of their own, whether they are connected or not."""
         return adapt(self.strategy).data_size
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among them."""
+        """The index of this rank among the ranks that have samples of their own."""
         return adapt(self.strategy).data_rank
 
     @property
     def all_ranks(self) -> ObjectGroup:
-        """All ranks of the run, those apart without which it goes on; they are connected while it runs."""
+        """The group of all ranks of the run, without lost ones; they are connected while the run lasts."""
         if self.world_size == 1:
             return SELF
         return self.data_ranks if self.data_size == self.world_size else WORLD

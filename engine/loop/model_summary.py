@@ -1,4 +1,4 @@
-"""Lightning's table of the module, without what it can't know: FLOPs, where there is no `example_input_array`."""
+"""Lightning's table of the module, without the column of FLOPs if there is no `example_input_array`."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ class OffloadActivations(Callback):
     """Has training steps keep their activations in host memory while a trainer runs."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the hooks around the precision's context, in which each strategy runs its steps."""
+        """Adds the hooks to the precision's context, in which each strategy runs its steps."""
         plugin, device_type = trainer.precision_plugin, trainer.strategy.root_device.type
         if device_type == "cpu":
             rank_zero_info("offload='activations': they are in host memory as it is.")
@@ -33,16 +33,16 @@ class OffloadActivations(Callback):
         vars(plugin)["train_step_context"] = context
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends it."""
+        """Removes the hooks."""
         vars(trainer.precision_plugin).pop("train_step_context", None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends it."""
+        """Removes the hooks."""
         vars(trainer.precision_plugin).pop("train_step_context", None)
 
 
 class ActivationsOnHost(save_on_cpu):
-    """Around a forward: what it keeps for backward is kept in host memory, but for parameters.
+    """Context manager around a forward: tensors saved for backward are kept in host memory, except parameters.
 
     Args:
         device_type: of the accelerator.
@@ -69,6 +69,6 @@ class ActivationsOnHost(save_on_cpu):
 
 
 def _stays(tensor: Tensor) -> bool:
-    """Whether a tensor is on the host, or a parameter or a view of one, which nothing would free."""
+    """Whether a tensor is on the host, or is a parameter or a view of one, so that a copy would free no memory."""
     # torch: Tensor._base
     return tensor.device.type == "cpu" or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

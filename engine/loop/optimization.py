@@ -1,4 +1,4 @@
-"""Automatic optimization with honest accumulation: each micro-batch counts for what it holds, see `loss_weighting.py`.
+"""Automatic optimization, with micro-batches that are weighted by their samples: see `loss_weighting.py`.
 
 Lightning divides by `accumulate_grad_batches` throughout, so the last, shorter window of an epoch has gradients that
 are too small by that factor, and a short batch counts for as much as a full one.
@@ -29,7 +29,7 @@ __all__ = ["AutomaticOptimization", "check_may_skip"]
 
 
 def check_may_skip(trainer: Trainer, batch_idx: int) -> None:
-    """Checks that a rank may pass over a batch that is None.
+    """Checks that a rank may skip a batch that is None.
 
     Raises:
         RuntimeError: there are other ranks.
@@ -42,7 +42,7 @@ def check_may_skip(trainer: Trainer, batch_idx: int) -> None:
 
 
 class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpochLoop.automatic_optimization
-    """Lightning's, with weighted micro-batches and a watch on the loss."""
+    """Lightning's automatic optimization, with weighted micro-batches and a check for losses that are not finite."""
 
     def __init__(self, trainer: Trainer, watch: NonFiniteWatch) -> None:
         super().__init__(trainer)
@@ -52,27 +52,27 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self.out_of_memory: OutOfMemory | None = None
         self._batch_idx = 0
         self.has_loss = False
-        """Whether `training_step` has returned one."""
+        """Whether `training_step` has returned a loss."""
         self.num_skipped = 0
         """The number of times that it has returned None."""
 
     def begin_epoch(self) -> None:
-        """Looks up what holds for a whole epoch, and would cost a step several calls."""
+        """Looks up the values that stay the same for an epoch, which would cost each step several calls."""
         self.trainer._data_connector.sizes.begin_epoch()  # type: ignore[attr-defined]
         self.weights.begin_epoch()
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
-        """One micro-batch, and the optimizer step where it ends a window."""
+        """Runs one micro-batch, and the optimizer step if it ends a window."""
         self._batch_idx = batch_idx
         return super().run(optimizer, batch_idx, kwargs)
 
     @property
     def num_steps(self) -> int:
-        """Number of optimizer steps done."""
+        """The number of optimizer steps that are done."""
         return self.optim_progress.optimizer.step.total.completed
 
     def run_flat(self, hooks: Hooks, batch_idx: int, arguments: tuple[Any, ...], ends_window: bool) -> dict[str, Any]:
-        """Runs a micro-batch as `run` does, but calls only the hooks that are there.
+        """Runs a micro-batch as `run` does, but calls only overridden hooks.
 
         Args:
             hooks: of this run.
@@ -118,7 +118,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 "Skipping the `training_step` by returning None in distributed training is not supported: the other"
                 " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
             )
-        # Lightning: its own words for what is no loss.
+        # Lightning: raises its own error for a value that is no loss.
         given = ClosureResult(output) if type(output) is Tensor else ClosureResult.from_training_step_output(output)
         weighed = self.weights.weigh(given.closure_loss, output, batch_idx)
         result = given if weighed is given.closure_loss else ClosureResult(weighed, extra=given.extra)
@@ -137,7 +137,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         batch_idx: int,
         ends_window: bool,
     ) -> ClosureResult:
-        """Forward and backward, by a strategy that runs both itself; the gradients have been zeroed.
+        """Runs forward and backward by a strategy with its own schedule, after the gradients were zeroed.
 
         Args:
             within: calls a function while `self.log` sees the name given as the place it is called from.
@@ -159,7 +159,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             loss = loss * by_samples()
         else:
             loss = self.weights.weigh(loss, {"weight": weight}, batch_idx, is_summed=True)
-        # The hooks around backward, which is over: there is no loss of the batch before.
+        # The hooks around backward, which is over: the loss is only known now.
         trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
         trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
         strategy.post_backward(loss)
@@ -198,7 +198,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
     def _observe_norm(self, step: int) -> None:
         plugin = self.trainer.precision_plugin
         norm = getattr(plugin, "grad_norm", None)
-        if norm is not None and getattr(plugin, "scaler", None) is None:  # a loss scale overflows by design
+        if norm is not None and getattr(plugin, "scaler", None) is None:  # loss scaling makes infinite norms by design
             self.watch.observe(self.trainer, "gradient norm", norm, step)
 
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
@@ -216,7 +216,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
 
 class _Filler(Closure):
-    """Runs a batch that only keeps this rank in step with the others, and puts back what it changed.
+    """Runs a padding batch, and restores what it has changed.
 
     Args:
         closure: runs it.
@@ -234,14 +234,14 @@ class _Filler(Closure):
 
 
 def _put_back(trainer: Any, run: Callable[[], ClosureResult]) -> ClosureResult:
-    """Calls `run`, puts the module and the results back to their state before it, and returns what it returned."""
+    """Calls `run` and returns its result, after restoring the state of the module and the results before it."""
     undo = StepSnapshot(trainer.lightning_module, trainer._results)
     result = run()
     undo.undo()
     return result
 
 
-class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: then it says so
+class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer has not called it
     """Forward, zeroing of gradients and backward of one micro-batch."""
 
     def __init__(
@@ -259,7 +259,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         self._arguments = arguments
         self._ends_window = ends_window
         self.was_cut_short = False
-        """Whether it ran out of memory."""
+        """Whether the micro-batch ran out of memory."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         if torch.is_grad_enabled():
@@ -279,7 +279,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         return result
 
     def _in_memory(self, watch: OutOfMemory) -> ClosureResult:
-        """The same, in memory that may not be enough."""
+        """Runs the same, and handles running out of memory."""
         watch.begin_micro_batch()
         result = ClosureResult(None)
         try:
@@ -287,7 +287,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         except RuntimeError as error:
             self.was_cut_short = True
             failure = error
-        # Not within the handler, which would hold on to the frames of what failed.
+        # Outside of the `except` clause, which would keep the frames, and so the activations, of the failed call.
         if self.was_cut_short:
             watch.catch(failure, self._smallest, self._ends_window)
             if self._ends_window:
@@ -324,7 +324,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         strategy.join_micro_batch(lambda: optimization.weights.weigh_nothing(self._batch_idx), self._ends_window)
         if self._ends_window:
             optimization.weights.correct(optimizer)
-        # Not without a loss, for which a loss scaler would leave out the step.
+        # Only with a loss: without one a loss scaler would skip the step.
         return ClosureResult(torch.zeros((), device=strategy.root_device))
 
     def _forward_and_backward(self) -> ClosureResult:
@@ -344,7 +344,7 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
             Closure.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
             )
-        if optimization._skip_backward:  # stochastic weight averaging has a pass without gradients
+        if optimization._skip_backward:  # stochastic weight averaging runs a pass without gradients
             return result
         if self._batch_idx % trainer.accumulate_grad_batches == 0:
             self._zero_grad(trainer, optimizer)

@@ -1,4 +1,4 @@
-"""`activation_checkpointing=`: the module's blocks compute their activations again in backward, while a trainer runs.
+"""`activation_checkpointing=`: the module's blocks recompute their activations in backward, while a trainer runs.
 
 Where a strategy puts something of its own around a block's forward (compilation, the cut of a pipeline), it has the
 block wrapped before that; else the blocks are wrapped once the strategy has set the module up.
@@ -17,7 +17,7 @@ __all__ = ["RecomputeBlocks"]
 
 
 class RecomputeBlocks(Callback):
-    """Has the blocks of a module computed again in backward while it trains.
+    """Makes the blocks of a module recompute their activations in backward while it trains.
 
     Args:
         kind: ``"full"`` or ``"selective"``.
@@ -31,14 +31,14 @@ class RecomputeBlocks(Callback):
         self._is_seen = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tells the strategy."""
+        """Gives the strategy the function that wraps a block."""
         if stage == "fit":
             if self.kind == "selective":
                 self._kept = kept_operators(pl_module)
             adapt(trainer.strategy).recompute = self.wrap
 
     def wrap(self, block: nn.Module) -> None:
-        """Has a block computed again."""
+        """Makes a block recompute its activations."""
         self._wrapped[block] = Recomputed(block, self.kind, self._kept)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,13 +55,13 @@ class RecomputeBlocks(Callback):
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forgets what the sanity check has called."""
+        """Resets the check after the sanity check, which has called the blocks."""
         self._is_seen = bool(trainer.flags["compile"])  # type: ignore[attr-defined]  # which hides the calls
         for recomputed in self._wrapped.values():
             recomputed.was_called = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """Checks after the first batch that there was something to compute again.
+        """Checks after the first batch that some block recomputes its activations.
 
         Raises:
             RuntimeError: no block has run its forward.
@@ -77,11 +77,11 @@ class RecomputeBlocks(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the module as it was."""
+        """Restores the module."""
         self._detach(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the module as it was."""
+        """Restores the module."""
         self._detach(trainer)
 
     def _names(self) -> str:

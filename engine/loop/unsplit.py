@@ -34,15 +34,15 @@ from ..distributed.equal_ranks import move_module
 __all__ = ["SETTINGS", "MicroBatch", "NeedsOthers", "Replay", "Step", "UnfitError", "loss_of", "parts_of"]
 
 SETTINGS = ("lr", "momentum", "betas", "weight_decay")
-"""Settings of an optimizer's groups that schedulers and callbacks change."""
+"""The settings of an optimizer's groups that schedulers and callbacks may change."""
 
 
 class UnfitError(Exception):
-    """The steps can't be done in one process, or not so that they could be compared; says why."""
+    """The steps can't be repeated in one process, or not in a comparable way; the message has the reason."""
 
 
 class NeedsOthers(Exception):  # noqa: N818
-    """The step gathers what other ranks have: their batches are to be joined."""
+    """The step gathers values of other ranks, so their batches have to be joined."""
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ class MicroBatch:
     batch: Any
     batch_idx: int
     samples: int
-    """Number of samples that it counts for; 0 for one that only keeps its rank in step with the others."""
+    """The number of its samples; 0 for a padding batch."""
     random: dict[str, Any]
     """Random state of the rank before the call."""
     loss: Any = None
@@ -62,27 +62,27 @@ class MicroBatch:
 
 @dataclasses.dataclass
 class Step:
-    """Up to the end of an accumulation window; by hand, of a batch."""
+    """A window of micro-batches; under manual optimization, one batch."""
 
     global_step: int
     epoch: int
     micro_batches: list[MicroBatch] = dataclasses.field(default_factory=list)
     groups: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
-    """For each call of an optimizer: the settings of its groups."""
+    """The settings of the groups, for each call of an optimizer."""
     norms: list[float] = dataclasses.field(default_factory=list)
-    """For each call of an optimizer: the norm of its gradients, as it has used them."""
+    """The norm of the gradients that the optimizer has used, for each of its calls."""
 
 
 @dataclasses.dataclass
 class Replay:
-    """Does the steps of several ranks in one process.
+    """Repeats the steps of several ranks in one process.
 
     Args:
-        module: a whole copy, with the weights before the first step; it is trained.
+        module: an unsplit copy with the weights before the first step, which is trained.
         trainer: of the run.
         device: to compute on.
-        joins: whether the batches of the ranks are joined, rather than run one after the other.
-        draws_alike: whether a rank of the run draws the random numbers that one process draws from the same state.
+        joins: whether the ranks' batches are joined, rather than run one after the other.
+        draws_alike: whether a rank draws the same random numbers as one process with the same random state.
     """
 
     module: LightningModule
@@ -93,19 +93,19 @@ class Replay:
 
     def __post_init__(self) -> None:
         self.losses: list[tuple[str, Any, Any]] = []
-        """Where; in the run; here."""
+        """Of each loss: its name, its value in the run, and its value here."""
         self.norms: list[tuple[str, float, float]] = []
         self.is_certain: dict[str, Tensor] = {}
-        """Maps each parameter to where its gradients were larger than what rounding makes of a zero."""
+        """For each parameter, by name: where its gradients were larger than the rounding error of zero."""
 
     def run(self, steps: Sequence[Sequence[Step]]) -> None:
         """Trains the copy.
 
         Args:
-            steps: by step, that of each rank with samples of its own.
+            steps: for each step, those of all ranks with samples of their own.
 
         Raises:
-            UnfitError: that is not possible, or not comparable.
+            UnfitError: the steps can't be repeated here, or not in a comparable way.
         """
         random = get_random_state()
         try:
@@ -165,7 +165,7 @@ class Replay:
         return apply_to_collection(data, Tensor, lambda tensor: tensor.unsqueeze(0))
 
     def _step(self, step: Sequence[Step]) -> None:
-        """One step of automatic optimization: the mean over the samples of all ranks and micro-batches."""
+        """Runs one step of automatic optimization: the mean over the samples of all ranks and micro-batches."""
         module: Any = self.module
         if len(self._optimizers) != 1:
             raise UnfitError("automatic optimization has one optimizer")
@@ -184,7 +184,7 @@ class Replay:
                     continue
                 buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if rank else []
                 output = self._call(part)
-                for buffer, value in buffers:  # rank 0's are kept
+                for buffer, value in buffers:  # as in DDP, rank 0's buffers count
                     buffer.data.copy_(value)
                 loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
                 if loss is None:
@@ -201,7 +201,7 @@ class Replay:
             ends.append((first, batch, batch_idx))
         for parameter in module.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(num_samples / total)  # 1, unless `training_step` has said weights
+                parameter.grad.mul_(num_samples / total)  # 1, unless `training_step` has returned weights
         module.on_before_optimizer_step(optimizer)
         value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
         if value is not None or is_overridden("configure_gradient_clipping", module):
@@ -233,7 +233,7 @@ class Replay:
         return output
 
     def _moved(self, part: MicroBatch) -> Any:
-        return move_data_to_device(part.batch, self.device)  # the module's own transfer it has behind it
+        return move_data_to_device(part.batch, self.device)  # the module's own hooks have transferred it before
 
     def _joined(self, window: Sequence[MicroBatch]) -> MicroBatch:
         if len(window) == 1:
@@ -276,7 +276,7 @@ class Replay:
 
 
 class _StandIn:
-    """For the trainer of the copy: reads are those of the real one, what it can do is not there."""
+    """The trainer of the copy: it has the attributes of the run's trainer, but none of its methods."""
 
     def __init__(self, trainer: Any, device: torch.device) -> None:
         strategy = SingleDeviceStrategy(device)
@@ -291,7 +291,7 @@ class _StandIn:
 
 
 class _Optimizer(LightningOptimizer):
-    """As Lightning gives it to a module that optimizes by hand."""
+    """The optimizer that Lightning gives to a module with manual optimization."""
 
     def __init__(self, optimizer: Any, strategy: Any, module: Any) -> None:
         super().__init__(optimizer)
@@ -306,7 +306,7 @@ class _Optimizer(LightningOptimizer):
 
 
 class _Alone(TorchDispatchMode):
-    """No collective: the other ranks wait for the end of the check, and would never come."""
+    """Refuses collectives: the other ranks wait for the end of the check, and would not take part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
@@ -315,7 +315,7 @@ class _Alone(TorchDispatchMode):
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what `training_step` returned."""
+    """Returns the loss in the result of `training_step`; None without one."""
     return output if isinstance(output, Tensor) else output.get("loss") if isinstance(output, dict) else None
 
 
@@ -341,7 +341,7 @@ def _is_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def parts_of(module: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The sub-modules of `module`, each with that of its name in `copy`."""
+    """Yields the sub-modules of `module`, each with the one of the same name in `copy`."""
     copies = dict(copy.named_modules())
     for name, part in module.named_modules():
         if name in copies:

@@ -148,9 +148,8 @@ def test_a_rank_that_lightning_starts_gets_all_four_variables_of_torchrun(set_va
     assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [4, 3, 1, 2]
     assert launcher_name() is None  # also for an engine of its own, and in processes that it starts
     assert resolve_sizes(1, 1) == (1, 1)
-    set_variables({"WORLD_SIZE": 2})
-    complete_rank_variables(1, 2, 2)
-    assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [2, 1, 1, 2]
+    complete_rank_variables(3, 4, 2)  # in a second run of the process
+    assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [4, 3, 1, 2]
 
 
 def test_launchers_within_such_a_rank_are_seen(set_variables):
