@@ -82,9 +82,9 @@ class EngineConfig:
 
     # --- checkpoints and failures
     resume: str | Path | None = None
-    """Checkpoint to go on from, ``"auto"``, ``"fresh"``, or None."""
+    """Checkpoint to resume from, ``"auto"``, ``"fresh"``, or None."""
     async_checkpoints: bool = True
-    """Whether snapshots are written while training goes on."""
+    """Whether snapshots are written while training continues."""
     checkpoint_format: CheckpointFormat = "auto"
     """Whether a checkpoint is a file or a directory."""
     hang_timeout_s: float | None = 600.0
@@ -139,7 +139,7 @@ class EngineConfig:
 
     @property
     def continues_runs(self) -> bool:
-        """Whether the engine chooses the checkpoint to go on from, and saves what that needs."""
+        """Whether the engine chooses the checkpoint to resume from, and saves what that needs."""
         return self.resume in ("auto", "fresh")
 
     def __str__(self) -> str:

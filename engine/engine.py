@@ -126,10 +126,10 @@ class Engine(TrainerBase):
             (``"selective"``). The result is the same.
         offload: what waits in host memory, one or several: ``"activations"`` for backward, and under fsdp and hsdp
             ``"parameters"``, with their gradients and optimizer state.
-        resume: checkpoint to go on from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
+        resume: checkpoint to resume from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
             the number of processes changes. ``"fresh"``: the same, but none, whatever is there.
-        async_checkpoints: write snapshots while training goes on; a step waits until its state is copied.
+        async_checkpoints: write snapshots while training continues; a step waits until its state is copied.
         checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory where the
             strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file, for which rank 0 gathers what is
             sharded. ``"directory"``: always a directory. Those of `Snapshot` are directories in any case.

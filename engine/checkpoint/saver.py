@@ -164,7 +164,7 @@ class AsyncCheckpointer:
             return
         newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint yet"
         rank_zero_warn(
-            f"The checkpoint {self._path} could not be saved: {error}. {newest}; training goes on.",
+            f"The checkpoint {self._path} could not be saved: {error}. {newest}; training continues.",
             category=RuntimeWarning,
         )
 

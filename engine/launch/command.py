@@ -20,7 +20,7 @@ usage: polyphase launch [--nproc N] [--nnodes N|MIN:MAX] [--max-restarts K] [tor
        polyphase launch [...] -- polyphase fit [options]
 
 Start N processes on this machine under torchrun (torch.distributed.run), and start them again, up to K times, when one
-of them dies. With Engine(resume="auto") they go on from the newest snapshot.
+of them dies. With Engine(resume="auto") they continue from the newest snapshot.
 
   --nproc N         processes on this machine, or auto, gpu, cpu (default: auto)
   --nnodes N        machines; MIN:MAX lets the job go on with fewer, and take in more (default: 1)

@@ -86,7 +86,7 @@ class LogContinuation:
     def take_back_unless_over(self) -> None:
         """Called before anything is logged: does what `take_back` has put off, unless the run is over at once."""
         put_off, self._put_off = self._put_off, None
-        # Lightning: the Timer of `max_time` has set it by now; with a minimum of epochs or steps, training goes on.
+        # Lightning: the Timer of `max_time` has set it by now; with a minimum of epochs or steps, training continues.
         is_over = self._trainer.should_stop and not (self._trainer.min_epochs or self._trainer.min_steps)
         if put_off is not None and not is_over:
             self.take_back(*put_off)

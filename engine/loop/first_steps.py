@@ -278,7 +278,7 @@ class FirstSteps:
             return
         if self._policy is True:
             raise FirstStepsError(difference)
-        rank_zero_warn(f"{difference} Training goes on; `check_first_steps=True` ends it there.")
+        rank_zero_warn(f"{difference} Training continues; `check_first_steps=True` ends it there.")
 
     def _end(self) -> None:
         """Detaches everything."""

@@ -278,7 +278,7 @@ class TrainerBase(Trainer):
             storage_options: for a CheckpointIO of the user's.
             link: name of a link beside `filepath` that shall point at it.
             kind: a ``"snapshot"`` is a directory that may be removed by this run, and by one that continues it; while
-                training goes on, it is written in the background.
+                training continues, it is written in the background.
 
         Raises:
             TypeError: `storage_options` without a CheckpointIO of the user's.

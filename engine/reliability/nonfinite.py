@@ -98,7 +98,7 @@ class NonFiniteWatch:
             )
             raise self._failure
         message = _message(trainer, name, step, trainer.global_rank)
-        log.warning("%s Training goes on; set nonfinite='error' to stop there.", message)
+        log.warning("%s Training continues; set nonfinite='error' to stop there.", message)
 
 
 def _message(trainer: Trainer, name: str, step: int, rank: int) -> str:

@@ -160,7 +160,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             return False
         if seen.newer is None:
             for problem in seen.problems if seen.candidates else []:
-                rank_zero_warn(f"{problem} It is passed over.")
+                rank_zero_warn(f"{problem} It is skipped.")
             failures: list[str] = []
             for path in seen.candidates:
                 try:
@@ -169,7 +169,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                     failures.append(str(damage))
                     rank_zero_warn(f"{damage} An older one is taken, if there is one.")
                     continue
-                rank_zero_info(f"resume='auto': goes on from {path}")
+                rank_zero_info(f"resume='auto': continues from {path}")
                 return True
         else:
             failures = []

@@ -264,7 +264,7 @@ class DataPosition:
         if state["unit"] is None and self._is_in_mid_epoch:
             raise ValueError(
                 f"The checkpoint was saved after {self._saved} batches of the epoch, where this run's"
-                f" {_name_of(loader)} can't go on: neither it nor its order says where it was. Give its sampler a"
+                f" {_name_of(loader)} can't continue: neither it nor its order says where it was. Give its sampler a"
                 " `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load the"
                 " weights alone to begin an epoch."
             )
@@ -288,7 +288,7 @@ class DataPosition:
         elif state.get("position"):
             raise ValueError(
                 f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
-                f" but this run's {type(loader).__name__} has no order of samples that could be gone on with: use the"
+                f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
                 " DataLoader of that run, or load the weights alone to begin an epoch."
             )
 
@@ -297,7 +297,7 @@ class DataPosition:
         if self._is_in_mid_epoch and not isinstance(loader, ShardedLoader) and loses_its_buffer(dataset):
             raise ValueError(
                 f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
-                " Hugging Face data set within: it can't be gone on with in mid-epoch. Give the DataLoader that data"
+                " Hugging Face data set within: it can't continue in mid-epoch. Give the DataLoader that data"
                 " set itself, shuffle without a buffer, save at the end of an epoch, or load the weights alone."
             )
         if state.get("generators") not in (None, digest_of_generators(dataset)):
@@ -314,7 +314,7 @@ class DataPosition:
         if state["position"] and not is_whole and (then, state["num_sharing"]) != (world_size, sharing):
             raise ValueError(
                 f"The checkpoint has the place of {then} rank(s), each in the order of its own that a distributed"
-                f" sampler or `use_distributed_sampler=False` gave it, where this run, of {world_size}, can't go on:"
+                f" sampler or `use_distributed_sampler=False` gave it, where this run, of {world_size}, can't continue:"
                 f" resume with {then} and the same flag, let the engine deal the samples from the start, or load the"
                 " weights alone to begin an epoch."
             )
@@ -324,7 +324,7 @@ class DataPosition:
         elif state["position"] and isinstance(loader, UnevenTrainLoader):
             raise ValueError(
                 "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with samplers of"
-                " their own, of different lengths, can't go on there. Resume with the same batch size, or load the"
+                " their own, of different lengths, can't continue there. Resume with the same batch size, or load the"
                 " weights alone to begin an epoch."
             )
         self._resumed[loader] = place

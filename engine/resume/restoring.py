@@ -131,13 +131,13 @@ def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, An
     matching, rest = divmod(per_rank * then, num_ranks)
     if rest:
         rank_zero_warn(
-            f"{num_ranks} rank(s) go on where {then} stopped, and no accumulation gives the same global batch:"
+            f"{num_ranks} rank(s) continue where {then} stopped, and no accumulation gives the same global batch:"
             f" {per_rank * then} micro-batches per step then, {asked * num_ranks} now."
         )
         return asked
     if matching != asked:
         rank_zero_info(
-            f"{num_ranks} rank(s) go on where {then} stopped: accumulate_grad_batches={matching} in place of"
+            f"{num_ranks} rank(s) continue where {then} stopped: accumulate_grad_batches={matching} in place of"
             f" {asked} keeps the global batch."
         )
     return matching

@@ -64,7 +64,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
     """
     if saved and _is_litdatas(loader):
         raise ValueError(
-            f"litdata's {type(loader).__name__} can't be gone on with in mid-epoch: the epoch after it would be empty."
+            f"litdata's {type(loader).__name__} can't continue in mid-epoch: the epoch after it would be empty."
             " Resume at the end of an epoch, or load the weights alone to begin one."
         )
     then = state["saved_by"]
@@ -86,7 +86,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
     if saved and not is_alike:
         raise ValueError(
             f"The checkpoint has the place in a loader with {_described(state)}, which one with"
-            f" {_described(stateful(loader))} can't go on from: {_why_not_dealt(loader, state)}. Resume with the"
+            f" {_described(stateful(loader))} can't continue from: {_why_not_dealt(loader, state)}. Resume with the"
             " same, or at the end of an epoch, or load the weights alone. For the next run:"
             " docs/howto/streams-with-shards.md."
         )

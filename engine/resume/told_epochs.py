@@ -49,8 +49,8 @@ class ToldEpochs:
         dataset: Any = loader.dataset
         if told is not None and told != epoch_of(dataset) and _has_copies(loader) and loader.persistent_workers:
             raise ValueError(
-                f"{type(dataset).__name__} was told of epoch {told} by {epoch_setter(dataset)}, which workers that stay"
-                " (persistent_workers=True) did not hear: it can't be seen which epoch they had. Resume with"
+                f"{type(dataset).__name__} was set to epoch {told} by {epoch_setter(dataset)}, but workers that stay"
+                " (persistent_workers=True) do not get it, and their epoch is unknown. Resume with"
                 " persistent_workers=False, or num_workers=0."
             )
         set_epoch(dataset, told)
@@ -70,11 +70,10 @@ class ToldEpochs:
             now = epoch_of(loader.dataset)
             if now != then and not loader.persistent_workers:
                 raise ValueError(
-                    f"{type(loader.dataset).__name__} was told of epoch {now} by {epoch_setter(loader.dataset)} in the"
+                    f"{type(loader.dataset).__name__} was set to epoch {now} by {epoch_setter(loader.dataset)} in the"
                     " first hook of the resumed epoch, when the DataLoader's workers had been started with epoch"
-                    f" {then}, and"
-                    " would yield that epoch's samples. Resume with num_workers=0, or from a checkpoint that was saved"
-                    " in mid-epoch."
+                    f" {then}, and would yield that epoch's samples. Resume with num_workers=0, or from a checkpoint"
+                    " that was saved in mid-epoch."
                 )
         if not all(isinstance(loader, StateTrackingLoader) and not loader.has_cross_epoch_state for loader in loaders):
             return

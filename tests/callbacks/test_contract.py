@@ -1,4 +1,4 @@
-"""Each callback of the package: a run with it has the same weights, and goes on from a checkpoint as if not stopped."""
+"""Each callback of the package: a run with it has the same weights, and resumes as if not stopped."""
 
 from collections.abc import Callable
 from pathlib import Path

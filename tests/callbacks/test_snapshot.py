@@ -1,4 +1,4 @@
-"""Snapshots in one process: when they are saved, which are kept, and what a run goes on from."""
+"""Snapshots in one process: when they are saved, which are kept, and what a run continues from."""
 
 import os
 import signal
@@ -118,7 +118,7 @@ def test_what_fails_is_saved_and_goes_on_as_if_nothing_had_been(tmp_path, failur
     assert again == whole
     assert run.global_step == 10
     assert "no checkpoint in" in caplog.text
-    assert f"goes on from {tmp_path / 'run' / 'snapshots' / 'step=7'}" in caplog.text
+    assert f"continues from {tmp_path / 'run' / 'snapshots' / 'step=7'}" in caplog.text
 
 
 def test_a_run_that_is_over_stays_over(tmp_path):

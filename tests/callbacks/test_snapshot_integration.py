@@ -92,7 +92,7 @@ def test_sigterm_leaves_one_snapshot_of_all_and_the_command_goes_on(strategy, wh
     assert load_checkpoint(newest)["global_step"] == manifest.step
     again = run(tmp_path, strategy, when, victim, "SIGTERM")
     assert again.returncode == 0, again.output
-    assert f"goes on from {Path('snapshots') / f'step={manifest.step}'}" in again.output.replace(f"{tmp_path}/", "")
+    assert f"continues from {Path('snapshots') / f'step={manifest.step}'}" in again.output.replace(f"{tmp_path}/", "")
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 

@@ -83,7 +83,7 @@ def test_other_process_counts(monkeypatch, capfd):
     page.run_here("train.py", monkeypatch, "30", strategy="fsdp_fork", devices=3)
     found = page.run_here("train.py", monkeypatch, "40")
     shown = "".join(capfd.readouterr())
-    assert re.findall(r"goes on from .*step=(\d+)", shown) == ["20", "30"]
+    assert re.findall(r"continues from .*step=(\d+)", shown) == ["20", "30"]
     ranks = re.findall(r"global batch 64(?: =|, at most) (\d) x", shown)
     assert ranks == ["2", "3", "1"]
     assert found["engine"].global_step == 40
@@ -262,7 +262,7 @@ def test_streams_with_shards(monkeypatch, capfd):
     page = Page("streams-with-shards")
     page.run_here("train.py", monkeypatch, "10", "0", strategy="ddp_fork", devices=2)
     found = page.run_here("train.py", monkeypatch, "60", "2")
-    assert re.findall(r"goes on from .*step=(\d+)", "".join(capfd.readouterr())) == ["10"]
+    assert re.findall(r"continues from .*step=(\d+)", "".join(capfd.readouterr())) == ["10"]
     # 240 samples make 15 steps of 16: also in the epoch that the two runs share.
     assert found["engine"].global_step == 60
     assert found["engine"].current_epoch == 4

@@ -60,7 +60,7 @@ def test_ctrl_c_and_resume(tmp_path, strategy, devices):
     assert "Traceback" not in shown
     resumed = page.run(*command, strategy=strategy, devices=devices)
     assert resumed.returncode == 0, resumed.output
-    step = int(re.search(r"goes on from .*step=(\d+)", resumed.output)[1])
+    step = int(re.search(r"continues from .*step=(\d+)", resumed.output)[1])
     assert step >= 20, "no more is lost than the steps since the last snapshot"
     if devices == 1:
         assert step >= 25, "nothing is lost"

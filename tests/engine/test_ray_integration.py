@@ -1,4 +1,4 @@
-"""Real Ray: four trials of Ray Tune at once, whose checkpoints open, one of which fails and goes on from its own."""
+"""Real Ray: four trials of Ray Tune at once, whose checkpoints open, one of which fails and continues from its own."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A save takes the values of its moment, while training goes on, and waits for nothing."""
+"""A save takes the values of its moment, while training continues, and waits for nothing."""
 
 from pathlib import Path
 from typing import Any

@@ -35,7 +35,7 @@ TOO_LARGE = [{}, {"callbacks": {"Notes": "x" * 2 * ROOM_BYTES}}]
 def test_in_the_background_it_warns_and_the_previous_one_is_whole(tmp_path, name, large):
     saver = AsyncCheckpointer()
     save(tmp_path / "1", 1, saver)
-    says = rf"{name} could not be saved: .*File too large.* The newest checkpoint is \S+/1; training goes on"
+    says = rf"{name} could not be saved: .*File too large.* The newest checkpoint is \S+/1; training continues"
     with little_room():
         saver.save({**content(2), **large}, str(tmp_path / name), about=about(2), of_rank={})
         with pytest.warns(RuntimeWarning, match=says):

@@ -111,12 +111,14 @@ def test_urls(tmp_path):
 def test_a_failed_save_warns_and_training_goes_on(tmp_path, nowhere):
     saver = AsyncCheckpointer()
     start(saver, nowhere)
-    with pytest.warns(RuntimeWarning, match=r"x could not be saved: .*There is no checkpoint yet; training goes on"):
+    with pytest.warns(RuntimeWarning, match=r"x could not be saved: .*There is no checkpoint yet; training continues"):
         saver.finish()
     saver.report()  # it is said once
     start(saver, tmp_path / "1")
     start(saver, nowhere)
-    with pytest.warns(RuntimeWarning, match=r"could not be saved: .* The newest checkpoint is \S+/1; training goes on"):
+    with pytest.warns(
+        RuntimeWarning, match=r"could not be saved: .* The newest checkpoint is \S+/1; training continues"
+    ):
         start(saver, tmp_path / "2", 2)
     saver.finish()
     assert is_whole(str(tmp_path / "1"), 1)

@@ -41,7 +41,7 @@ def train(make_loader: Callable[[], Any], ckpt_path: Path | None = None, **flags
 
 
 def assert_goes_on(make_loader: Callable[[], Any], folder: Path, at: int, **flags: Any) -> None:
-    """Trains, saving in a hook, and goes on from there; together it was the uninterrupted run, which saves nothing."""
+    """Trains, saving in a hook, and resumes there; together it was the uninterrupted run, which saves nothing."""
     hook = flags.pop("hook", "on_train_batch_end")
     expected = train(make_loader, **flags)
     saves = SavesIn(hook, at, folder / "saved")

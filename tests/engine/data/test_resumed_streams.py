@@ -224,7 +224,7 @@ class AsksForMore(Stream):
 
 NOWHERE: dict[str, Any] = {
     "batches without a number": (lambda: DataLoader(Positions(SIZE), batch_sampler=Unsized()), "over a Positions"),
-    "an iterable": (Batches, "this run's Batches can't go on"),
+    "an iterable": (Batches, "this run's Batches can't continue"),
     "a state that can't be asked for": (lambda: DataLoader(AsksForMore(SIZE), 3), "over a AsksForMore"),
 }
 
@@ -260,5 +260,5 @@ def test_litdatas_own_loader_is_refused_in_mid_epoch(tmp_path):
         return kind(Stream(SIZE), batch_size=3)
 
     train(make, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "saved")])
-    with pytest.raises(ValueError, match=r"StreamingDataLoader can't be gone on with in mid-epoch: the epoch after it"):
+    with pytest.raises(ValueError, match=r"StreamingDataLoader can't continue in mid-epoch: the epoch after it"):
         train(make, tmp_path / "saved")

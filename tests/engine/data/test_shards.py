@@ -142,7 +142,9 @@ class Sized(Sharded):
 def test_what_cannot_be_dealt_anew_is_refused_with_the_reason(cls, reason, tmp_path):
     assert reason in why_not_shardable(cls())
     train(lambda: loader(cls), callbacks=[SavesIn("on_train_batch_end", STOP, tmp_path / "saved")])
-    with pytest.raises(ValueError, match=rf"can't go on from: {reason}.* at the end of an epoch.*streams-with-shards"):
+    with pytest.raises(
+        ValueError, match=rf"can't continue from: {reason}.* at the end of an epoch.*streams-with-shards"
+    ):
         train(lambda: loader(cls, batch_size=4), tmp_path / "saved")
 
 

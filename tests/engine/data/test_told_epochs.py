@@ -53,7 +53,7 @@ class Told(Counting):
 
 
 def run(folder, hook, at, cls=Epochs, **arguments):
-    """What the run trained on after it was saved, and what one that goes on from there trains on."""
+    """What the run trained on after it was saved, and what one that continues from there trains on."""
     saves, seen = SavesIn(hook, at, folder / "saved"), []
     for seed, path in ((7, None), (8, folder / "saved")):
         seed_everything(seed, verbose=False)
@@ -90,16 +90,16 @@ def test_an_attribute_reaches_workers_that_begin_in_mid_epoch(cls, tmp_path):
 
 
 def test_workers_that_did_not_hear_of_an_attribute_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"Attribute was told of epoch 2 by its attribute `epoch` .* with epoch 1"):
+    with pytest.raises(ValueError, match=r"Attribute was set to epoch 2 by its attribute `epoch` .* with epoch 1"):
         run(tmp_path, "on_train_epoch_end", 2, Attribute, num_workers=1)
 
 
 def test_workers_that_were_started_before_the_epoch_was_told_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"Epochs was told of epoch 2 by set_epoch .* started with epoch 1"):
+    with pytest.raises(ValueError, match=r"Epochs was set to epoch 2 by set_epoch .* started with epoch 1"):
         run(tmp_path, "on_train_epoch_end", 2, num_workers=1)
 
 
 @pytest.mark.parametrize(("hook", "at"), [("on_train_epoch_end", 2), ("on_train_batch_end", 4)])
 def test_workers_that_stay_are_refused(hook, at, tmp_path):
-    with pytest.raises(ValueError, match=r"told of epoch 1 by set_epoch, which workers that stay .* did not hear"):
+    with pytest.raises(ValueError, match=r"set to epoch 1 by set_epoch, but workers that stay .* is unknown"):
         run(tmp_path, hook, at, num_workers=1, persistent_workers=True)

@@ -78,7 +78,7 @@ def test_the_run_is_the_same_bit_for_bit(tmp_path, strategy):
 
 def test_by_default_a_difference_is_a_warning(monkeypatch):
     monkeypatch.setattr(fsdp, "read_whole_numbers", nothing)
-    with pytest.raises(ProcessRaisedException, match=r"UserWarning: the first 2 step.*'head.bias'.*Training goes on"):
+    with pytest.raises(ProcessRaisedException, match=r"UserWarning: the first 2 step.*'head.bias'.*Training continues"):
         fit(NORMS, "fsdp_fork", "auto")
 
 

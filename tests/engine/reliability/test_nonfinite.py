@@ -48,7 +48,7 @@ def _listen(caplog):
 def test_the_step_of_a_bad_loss_is_named(caplog, step, value):
     module = Breaks([step], value)
     run(module)
-    assert module.num_steps == NUM_BATCHES, "training goes on"
+    assert module.num_steps == NUM_BATCHES, "training continues"
     (message,) = warnings(caplog)
     assert f"the loss was not finite at step {step} (epoch 0) on rank 0" in message
     assert "set nonfinite='error' to stop there" in message

@@ -299,7 +299,7 @@ class Saves(Callback):
 def test_a_loader_without_an_order_can_not_go_on_in_one(tmp_path):
     engine(callbacks=[Saves(tmp_path)]).fit(Seen(), DataLoader(Positions(8), batch_size=2))
     assert is_checkpoint(tmp_path / "2")
-    with pytest.raises(ValueError, match="has no order of samples that could be gone on with"):
+    with pytest.raises(ValueError, match="has no order of samples that could be continued"):
         engine().fit(Seen(), [[1], [2], [3], [4]], ckpt_path=tmp_path / "2")
 
 

@@ -140,7 +140,7 @@ def test_a_strategy_of_a_users_own_is_asked_too(tmp_path):
     first.save_checkpoint(tmp_path / "saved.ckpt")
     second = engine(strategy=Declares("cpu"), max_epochs=5)
     second.fit(Regression(), rows(), ckpt_path=tmp_path / "saved.ckpt")
-    assert second.strategy.counter == 5, "goes on from two"
+    assert second.strategy.counter == 5, "continues from two"
     with pytest.raises(ValueError, match="needs a net"):
         engine(strategy=Declares("cpu")).fit(_NoNet(), rows())
 
