@@ -1,8 +1,8 @@
-"""Shortens what Python prints of an exception that nobody has caught and that has ended a run.
+"""Short tracebacks of uncaught exceptions that have ended a run.
 
-The exception itself stays as it is, for callers, notebooks and debuggers. Python's hook for uncaught exceptions is
-replaced when a run has failed, and put back when it was called or another run begins. It leaves all exceptions but
-those of failed runs to the hook that was there; and these too, where that is one of the user's own.
+The exception itself does not change, for callers, notebooks and debuggers. When a run has failed, Python's hook for
+uncaught exceptions is replaced, until it is called or another run begins. The replacement passes on all exceptions but
+those of failed runs to the former hook; and these as well, if the former hook is one of the user's.
 """
 
 import inspect
@@ -20,22 +20,22 @@ __all__ = ["Failure", "failure_of", "forget_failures", "on_uncaught"]
 _MARK = "_polyphase_failure"
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _replaced: list[_Hook] = []
-"""The hook that was there before ours."""
+"""The former hook; at most one."""
 
 
 class Failure(NamedTuple):
-    """The facts that are known of an exception that has ended a run."""
+    """Facts about an exception that has ended a run."""
 
     is_said: bool = False
-    """The terminal has it already."""
+    """Whether it was printed on the terminal already."""
     is_interrupt: bool = False
-    """It is Ctrl-C, or a consequence."""
+    """Whether it is Ctrl-C, or a consequence of it."""
     say: Callable[[], None] | None = None
-    """Called before the traceback is printed; pickled with the exception, as it goes to a worker's parent."""
+    """Called before the traceback is printed; pickled with the exception, if a worker sends it to its parent."""
 
 
 def on_uncaught(exception: BaseException, failure: Failure) -> None:
-    """Sets how `exception` is printed if nobody catches it; a second call for the same exception changes nothing."""
+    """Sets how `exception` is printed if it is not caught; a second call for the same exception changes nothing."""
     if failure_of(exception) is None:
         with suppress(AttributeError, TypeError):  # an exception that takes no attributes is printed whole
             setattr(exception, _MARK, failure)
@@ -45,12 +45,12 @@ def on_uncaught(exception: BaseException, failure: Failure) -> None:
 
 
 def failure_of(exception: BaseException) -> Failure | None:
-    """The `Failure` that `on_uncaught` was given for an exception; None if there was none."""
+    """Returns the `Failure` that `on_uncaught` was called with for an exception; None without one."""
     return vars(exception).get(_MARK)
 
 
 def forget_failures() -> None:
-    """Puts back the hook that was there, as a run begins."""
+    """Restores the former hook; called when a run begins."""
     if _replaced and sys.excepthook is _print:
         sys.excepthook = _replaced.pop()
 
@@ -71,7 +71,7 @@ def _print(kind: type[BaseException], exception: BaseException, trace: Traceback
 
 
 def _chain(exception: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and what it was raised from."""
+    """Yields an exception, its cause or context, and so on."""
     seen: set[int] = set()
     while exception is not None and id(exception) not in seen:
         yield exception
@@ -80,7 +80,7 @@ def _chain(exception: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_plain(hook: Any) -> bool:
-    """Whether a hook is Python's own; or torch's, which puts the rank before each line of Python's."""
+    """Whether a hook is Python's, or torch's, which adds the rank to each line of Python's output."""
     while getattr(hook, "__qualname__", "").endswith("init_process_group.<locals>._distributed_excepthook"):  # torch
         hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")
     return hook is sys.__excepthook__
