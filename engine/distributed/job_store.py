@@ -157,7 +157,7 @@ class SignedStore:
 
 def _warn(rank: int, key: str) -> None:
     log.warning(
-        "Rank %d ignores what stands in the job's key-value store under %r: no rank of this job has written it. See"
+        "Rank %d ignores a message in the job's key-value store under %r: no rank of this job has written it. See"
         " docs/security.md.",
         rank,
         key,
