@@ -44,7 +44,7 @@ _SAFETENSORS = {
 class _LocalChunk(NamedTuple):
     """A chunk of a tensor that this rank writes."""
 
-    index: MetadataIndex
+    metadata_index: MetadataIndex
     tensor: Tensor
     is_whole: bool
 
@@ -102,7 +102,7 @@ class Writer(StorageWriter):
             for chunk in chunks:
                 if chunk.num_bytes:
                     stream.write(_bytes_of(_plain(chunk.tensor)))
-                results.append(WriteResult(chunk.index, chunk.num_bytes, (name, position, chunk.num_bytes)))
+                results.append(WriteResult(chunk.metadata_index, chunk.num_bytes, (name, position, chunk.num_bytes)))
                 position += chunk.num_bytes
         return results
 
@@ -234,9 +234,9 @@ def _header(chunks: list[_LocalChunk]) -> bytes:
     entries: dict[str, Any] = {}
     position = 0
     for chunk in chunks:
-        key = chunk.index.fqn
+        key = chunk.metadata_index.fqn
         if not chunk.is_whole or key in entries:
-            key += "@" + ",".join(map(str, chunk.index.offset or ()))
+            key += "@" + ",".join(map(str, chunk.metadata_index.offset or ()))
         name = _SAFETENSORS.get(chunk.tensor.dtype)
         end = position + chunk.num_bytes
         shape = list(chunk.tensor.shape) if name else [chunk.num_bytes]

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed import Finished, run_command
 
 pytest.importorskip("streaming", reason="mosaicml-streaming requires torchvision, which not all machines have")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 _WRITE = """\
 import streaming
@@ -54,9 +54,9 @@ Engine(strategy="ddp", devices=2, accelerator="cpu", max_epochs=2, logger=False)
 def run(at_the_top: str, data: str) -> Finished:
     for name, text in {"write.py": _WRITE, "train.py": _TRAIN % (at_the_top, data)}.items():
         Path(name).write_text(text)
-    written = run_command([sys.executable, "write.py"])
+    written = run_command([sys.executable, "write.py"], cold=True)
     assert written.returncode == 0, written.output
-    return run_command([sys.executable, "train.py"], timeout_s=240)
+    return run_command([sys.executable, "train.py"], timeout_s=240, cold=True)
 
 
 def test_a_stream_that_the_script_makes_first_is_refused_by_name():
