@@ -185,7 +185,7 @@ def _on_two_hosts(rank, folder):
         thread.start()
     while not peers.job.has("over"):
         assert time.monotonic() < deadline
-        answers.look(peers)
+        answers.poll(peers)
         time.sleep(0.05)
     if rank == 0:
         thread.join()
