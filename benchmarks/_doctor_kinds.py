@@ -18,6 +18,8 @@ HEALTHY = "healthy"
 _FAULTS_TO_A_HEALTHY_RUN = 5
 _LONGER = {"fsdp": 1.5, "hsdp": 2.5, "pp": 2.5}
 """Times as long are steps under strategies that send something for each block or micro-batch."""
+_LONGER_OF_FOUR = {"fsdp": 2.5}
+"""The same with four ranks, which outnumber the CPUs that the benchmark is made for: they send for longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ KINDS = {
     "cpu_burner": Kind(
         cause="busy_neighbour", strategies=REPLICAS, at_one_rank=True, strength=(1, 3), ranks=(2, 2), step_ms=40.0
     ),
-    "slow_stage": Kind(cause="unequal_stages", strategies=(PIPE,), at_one_rank=True, strength=(80.0, 160.0)),
+    "slow_stage": Kind(cause="unequal_stages", strategies=(PIPE,), at_one_rank=True, strength=(200.0, 320.0)),
     "more_samples": Kind(cause="uneven_data", strategies=DDP, at_one_rank=True, step_ms=40.0),
     "fewer_batches": Kind(cause="uneven_data", strategies=REPLICAS, at_one_rank=True, strength=(3, 7)),
     "slow_in_turn": Kind(cause="varying_steps", strategies=LOCKSTEP, strength=(80.0, 140.0)),
@@ -92,6 +94,8 @@ class Trial:
     steps: int
     interval: int
     step_ms: float
+    is_mended: bool = False
+    """Whether the run has the fault's remedy instead: see `_doctor_gains.py`."""
 
     @property
     def cause(self) -> str:
@@ -108,12 +112,12 @@ class Trial:
         return f"{self.kind} ({self.strength:.3g}) under {self.strategy} x{self.devices}{where}"
 
 
-def trials(kinds: Sequence[str], num_faults: int, num_healthy: int) -> list[Trial]:
-    """The runs, the same ones each time: kinds in turn, strategies of a kind in turn, healthy runs among them.
+def trials(kinds: Sequence[str], num_faults: int, num_healthy: int, seed: int = 0) -> list[Trial]:
+    """The runs, the same ones for each seed: kinds in turn, strategies of a kind in turn, healthy runs among them.
 
     So the runs up to any of them are as balanced as all.
     """
-    dice = random.Random(0)
+    dice = random.Random(seed)
     faults = [kinds[number % len(kinds)] for number in range(num_faults)]
     order: list[str] = []
     while faults or num_healthy:
@@ -140,7 +144,10 @@ def _trial(kind: str, row: Kind, strategy: str, dice: random.Random) -> Trial:
         devices = 2
     elif strategy == "single":
         devices = 1
-    longer = _LONGER.get(strategy.partition(":")[0], 1.0)
+    name = strategy.partition(":")[0]
+    longer = _LONGER.get(name, 1.0)
+    if devices == 4:
+        longer = _LONGER_OF_FOUR.get(name, longer)
     strength, rank = dice.uniform(*row.strength), dice.randrange(devices)
     if row.strength == Kind.strength:
         strength *= longer

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ QUIET: dict[str, Any] = {
 }
 _ON_CPU = ("cpu_burner",)
 """Faults whose runs compute on the CPU."""
+_TOKENS = 16
+"""The length of a padded sample."""
 _BATCHES_A_STEP = 4
 """Of manual accumulation."""
 _EPOCH = 10
@@ -55,10 +58,16 @@ class Fault:
 
     def __init__(self, trial: Any) -> None:
         self.trial, self.kind, self.strength = trial, trial.kind, trial.strength
+        self.work = 1.0
+        """The part of a step's usual work that the batch needs."""
+
+    def is_(self, *kinds: str) -> bool:
+        """Whether it is one of these, and not mended."""
+        return self.kind in kinds and not self.trial.is_mended
 
     def is_here(self, *kinds: str) -> bool:
-        """Whether it is one of these, and at this rank."""
-        return self.kind in kinds and (not self.trial.ranks or self.trial.rank == _rank())
+        """Whether it is one of these, not mended, and at this rank."""
+        return self.is_(*kinds) and (not self.trial.ranks or self.trial.rank == _rank())
 
     def at(self, *kinds: str, part: float = 1.0) -> None:
         """Sleeps for a part of the strength if it is one of these kinds."""
@@ -80,7 +89,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fault, part = self.fault, x.shape[0] / BATCH  # of the step: a micro-batch is one
-        usual_s = part * fault.trial.step_ms / 1e3 / BLOCKS
+        usual_s = part * fault.work * fault.trial.step_ms / 1e3 / BLOCKS
+        if fault.kind == "slow_stage" and fault.trial.is_mended:
+            usual_s += part * fault.strength / 1e3 / BLOCKS  # the two stages have as much
         if fault.kind in _ON_CPU:
             _burn(usual_s)
         elif fault.kind != "threads":
@@ -102,22 +113,32 @@ class Module(LightningModule):
         self.more = nn.ParameterList(_more_parameters(fault))
         self.leaked: list[Tensor] = []
 
+    def shard_units(self) -> list[nn.Module]:
+        """Every second block: a gather among four processes on two CPUs takes 4 ms, and a block computes for 30."""
+        return list(self.blocks[::2])
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.fault.kind == "padding":
+            self.fault.work = batch["attention_mask"].shape[1] / _TOKENS
         loss = self._loss(batch["x"], batch_idx)
         if self.fault.kind == "logs_too_often":
             self.log("loss", loss)
         if self.automatic_optimization:
             return loss
         optimizer: Any = self.optimizers()
-        self.manual_backward(loss)
-        if self.fault.kind == "scheduler_stands_still" or batch_idx % _BATCHES_A_STEP == _BATCHES_A_STEP - 1:
+        is_step = self.fault.kind == "scheduler_stands_still" or batch_idx % _BATCHES_A_STEP == _BATCHES_A_STEP - 1
+        with nullcontext() if is_step or not self.fault.trial.is_mended else self.trainer.model.no_sync():
+            self.manual_backward(loss)
+        if is_step:
             optimizer.step()
             optimizer.zero_grad()
         return None
 
     def _loss(self, x: Tensor, batch_idx: int) -> Tensor:
         fault = self.fault
-        if fault.kind == "slow_in_turn" and self.global_step % fault.trial.devices == _rank():
+        if fault.kind == "slow_in_turn" and fault.trial.is_mended:
+            time.sleep(fault.strength / 1e3 / fault.trial.devices)
+        elif fault.kind == "slow_in_turn" and self.global_step % fault.trial.devices == _rank():
             time.sleep(fault.strength / 1e3)
         if fault.is_here("leak"):
             self.leaked.append(torch.ones(int(1e6 * fault.strength / 4)))
@@ -162,9 +183,11 @@ def _more_parameters(fault: Fault) -> list[nn.Parameter]:
 class Rows(Dataset[Any]):
     def __init__(self, size: int, fault: Fault) -> None:
         self.size, self.fault = size, fault
-        self.mask = torch.ones(16, dtype=torch.int64)
+        self.mask = torch.ones(_TOKENS, dtype=torch.int64)
         if fault.kind == "padding":
-            self.mask[16 - round(fault.strength) :] = 0
+            self.mask[_TOKENS - round(fault.strength) :] = 0
+        if fault.trial.is_mended:
+            self.mask = self.mask[self.mask > 0]
 
     def __len__(self) -> int:
         return self.size
@@ -192,14 +215,13 @@ class Hooks(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         faulthandler.dump_traceback_later(_LATE_S)
-        if self.fault.kind == "threads":
+        if self.fault.is_("threads"):
             torch.set_num_threads(round(self.fault.strength))
         if self.fault.kind == "cpu_burner":
             # The rank beside which others burn has its CPU with them, and the other rank has the other one.
             first, second = sorted(os.sched_getaffinity(0))[:2]
-            is_beside = self.fault.is_here("cpu_burner")
-            os.sched_setaffinity(0, {first if is_beside else second})
-            for _ in range(round(self.fault.strength) if is_beside else 0):
+            os.sched_setaffinity(0, {first if self.fault.trial.rank == _rank() else second})
+            for _ in range(round(self.fault.strength) if self.fault.is_here("cpu_burner") else 0):
                 _beside(lambda: _burn(0.1))
         if self.fault.is_here("paused_rank"):
             pid, pause_s = os.getpid(), 3 * self.fault.strength / 1e3
@@ -209,7 +231,7 @@ class Hooks(Callback):
         fault, step = self.fault, trainer.global_step
         fault.at("slow_callback", "slow_callbacks")
         every = {"slow_saves": 4, "saves_too_often": 2}.get(fault.kind)
-        if every and step % every == 0:
+        if every and step % every == 0 and fault.is_(fault.kind):
             trainer.save_checkpoint(self.folder / "last.ckpt")
         if fault.is_here("replicas_differ") and step == fault.trial.steps // 2:
             with torch.no_grad():
@@ -255,7 +277,7 @@ class MoreOnOne:
     """Collates several times as many samples on one rank."""
 
     def __init__(self, trial: Any) -> None:
-        self.rank, self.times = trial.rank, 2 + round(trial.strength / 40)
+        self.rank, self.times = trial.rank, 1 if trial.is_mended else 2 + round(trial.strength / 40)
 
     def __call__(self, batch: list[Any]) -> Any:
         return torch.utils.data.default_collate(batch * (self.times if _rank() == self.rank else 1))
@@ -264,15 +286,15 @@ class MoreOnOne:
 def _flags(trial: Any, fault: Fault, folder: Path) -> dict[str, Any]:
     flags = QUIET | {"log_every_n_steps": trial.interval}
     name, _, options = trial.strategy.partition(":")
-    if fault.kind == "small_buckets":
+    if fault.is_("small_buckets"):
         options = "bucket_cap_mb=0.002"
     if fault.kind == "needless_search":
         options = "find_unused_parameters=true"
     flags["strategy"] = name if trial.devices == 1 else f"{name}_fork{':' if options else ''}{options}"
     if fault.kind in ("slow_logger", "logs_too_often"):
         flags["logger"] = SlowLogger(folder / "logs", fault)
-        flags["log_every_n_steps"] = 1 if fault.kind == "logs_too_often" else 10
-    if fault.kind == "slow_validation":
+        flags["log_every_n_steps"] = 50 if trial.is_mended else 1 if fault.kind == "logs_too_often" else 10
+    if fault.is_("slow_validation"):
         flags["val_check_interval"] = 2
     return flags
 
@@ -297,7 +319,7 @@ def run(trial: Any, folder: Path) -> None:
     collate = MoreOnOne(trial) if fault.kind == "more_samples" else None
     data = DataLoader(rows, batch_size=BATCH, collate_fn=collate)
     validation = DataLoader(Rows(BATCH * trial.devices * 2, fault), batch_size=BATCH)
-    engine.fit(Module(fault), data, validation if fault.kind == "slow_validation" else None)
+    engine.fit(Module(fault), data, validation if fault.is_("slow_validation") else None)
 
 
 class Linear(LightningModule):

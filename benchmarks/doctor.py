@@ -2,7 +2,9 @@
 
 Each run is a fork of this process, of a few seconds: a fault of some kind and strength, at a random rank, under the
 strategies that can have it in turn, with 2 to 4 ranks; and healthy runs among them. The table has, for each kind, how
-often the most costly finding was its cause, and at its rank, and what else it was taken for. What it costs is measured
+often the most costly finding was its cause, and at its rank, and what else it was taken for. Of each kind that has a
+remedy by which a step gets shorter, one run is made once more with it, right after, and the time that it saves is put
+beside what the finding forecasts. What it costs is measured
 by pairs of blocks of steps with and without the callback, in alternation, in one run.
 """
 
@@ -21,6 +23,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from _doctor_forks import run_in_fork
+from _doctor_gains import REMEDIES, Gain, gains_table, num_within
 from _doctor_kinds import HEALTHY, KINDS, Trial, trials
 from report import Table, about, write_report
 
@@ -31,6 +34,7 @@ examples:
   python benchmarks/doctor.py --quick --output out         one of each kind
   python benchmarks/doctor.py --cost                       only what it costs
   python benchmarks/doctor.py --kinds slow_loader padding  some of them
+  python benchmarks/doctor.py --gains --output out         one of each kind that has a remedy, and that
 
 Run it on a machine with nothing else to do: what else computes there is found as a fault, and rightly.
 """
@@ -49,6 +53,9 @@ class Outcome:
     is_among: bool = False
     """Whether any finding is the right one."""
     wall_s: float
+    step_s: float = 0.0
+    forecast: float | None = None
+    """The gain by the finding that is right; None where there is none."""
 
     @property
     def has_cause(self) -> bool:
@@ -87,21 +94,37 @@ def run_trial(trial: Trial) -> Outcome:
         if why is not None:
             print(log.read_text(errors="replace")[-8000:], file=sys.stderr)
             return Outcome(trial=trial, cause="error", evidence=why, wall_s=wall_s)
-        findings = judge(read_run(str(notes[0].parent))).findings
-    given = partial(Outcome, trial=trial, wall_s=wall_s)
-    outcomes = [given(cause=each.cause, ranks=list(each.ranks), evidence=each.evidence) for each in findings]
+        verdict = judge(read_run(str(notes[0].parent)))
+    given = partial(Outcome, trial=trial, wall_s=wall_s, step_s=verdict.figures.step_s)
+    outcomes = [
+        given(cause=each.cause, ranks=list(each.ranks), evidence=each.evidence, forecast=each.gain)
+        for each in verdict.findings
+    ]
     first = outcomes[0] if outcomes else given(cause="none")
-    return replace(first, is_among=any(each.is_right for each in outcomes))
+    right = next((each for each in outcomes if each.is_right), None)
+    return replace(first, is_among=right is not None, forecast=None if right is None else right.forecast)
 
 
-def run_all(given: Sequence[Trial], minutes: float) -> list[Outcome]:
-    """Runs them until the time is over."""
+def mend(outcome: Outcome) -> Gain | None:
+    """Makes a run once more with its remedy; None where that failed."""
+    assert outcome.forecast is not None
+    mended = run_trial(replace(outcome.trial, is_mended=True))
+    if mended.cause == "error":
+        return None
+    return Gain(
+        trial=outcome.trial, forecast=outcome.forecast, step_s=outcome.step_s, mended_s=mended.step_s
+    )  # fmt: skip
+
+
+def run_all(given: Sequence[Trial], minutes: float) -> tuple[list[Outcome], list[Gain]]:
+    """Runs them until the time is over; and the first of each kind that is right once more, with its remedy."""
     import _doctor_runs  # noqa: F401  # what the forks need is imported once
 
     import polyphase.engine.doctor  # noqa: F401
 
     ends = time.monotonic() + 60 * minutes
     outcomes: list[Outcome] = []
+    gains: dict[str, Gain] = {}
     for number, trial in enumerate(given, start=1):
         if outcomes and time.monotonic() > ends:
             break
@@ -109,11 +132,17 @@ def run_all(given: Sequence[Trial], minutes: float) -> list[Outcome]:
         outcomes.append(outcome)
         verdict = "right" if outcome.is_right else f"WRONG, {outcome.said}: {outcome.evidence}"
         print(f"{number}/{len(given)} {outcome.wall_s:.1f} s  {trial}: {verdict}", file=sys.stderr, flush=True)
-    return outcomes
+        if trial.kind in REMEDIES and trial.kind not in gains and outcome.forecast is not None:
+            gain = mend(outcome)
+            if gain is not None:
+                gains[trial.kind] = gain
+                forecast = f"{gain.forecast:.1%} forecast, {gain.measured:.1%} measured"
+                print(f"  mended: {forecast}", file=sys.stderr, flush=True)
+    return outcomes, list(gains.values())
 
 
-def tables(outcomes: Sequence[Outcome]) -> list[Table]:
-    """The totals, those by kind and by strategy, and each run that was judged wrongly."""
+def tables(outcomes: Sequence[Outcome], gains: Sequence[Gain]) -> list[Table]:
+    """The totals, those by kind and by strategy, each run that was judged wrongly, and the gains."""
     faults = [each for each in outcomes if each.trial.kind != HEALTHY]
     healthy = [each for each in outcomes if each.trial.kind == HEALTHY]
     kinds = dict.fromkeys(each.trial.kind for each in faults)
@@ -127,14 +156,16 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
         if not each.is_right
     ]
     found = [
-        Table(title="All", rows=[_totals(faults, healthy)]),
+        Table(title="All", rows=[_totals(faults, healthy) | {"gains within 20 % of the forecast": num_within(gains)}]),
         Table(title="By fault: the most costly finding", rows=rows),
         Table(
             title="By strategy",
             rows=[_row("strategy", name, [o for o in outcomes if o.trial.strategy == name]) for name in strategies],
         ),
     ]
-    return [*found, Table(title="Each that was judged wrongly", rows=wrong)] if wrong else found
+    if wrong:
+        found.append(Table(title="Each that was judged wrongly", rows=wrong))
+    return [*found, gains_table(gains)] if gains else found
 
 
 def _totals(faults: Sequence[Outcome], healthy: Sequence[Outcome]) -> dict[str, str]:
@@ -204,6 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pairs", type=int, default=500, help="pairs of blocks by which the cost is measured")
     parser.add_argument("--cost", action="store_true", help="only what it costs, into doctor-cost-cpu.md: 5 minutes")
+    parser.add_argument("--gains", action="store_true", help="one run of each kind that has a remedy, and that")
+    parser.add_argument("--seed", type=int, default=0, help="of other strengths, ranks and numbers of them")
     parser.add_argument("--quick", action="store_true", help="one run of each kind, and one healthy one")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser
@@ -211,6 +244,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = _parser().parse_args()
+    if given.gains:
+        given.kinds = [kind for kind in given.kinds if kind in REMEDIES]
+        given.faults, given.healthy = len(given.kinds), 0
     if given.quick:
         given.faults, given.healthy, given.pairs = len(given.kinds), 1, 10
     if given.cost:
@@ -218,13 +254,13 @@ def main() -> None:
         where = about(f"python benchmarks/doctor.py --cost --pairs {given.pairs}")
         write_report(given.output / "doctor-cost-cpu.md", "Doctor: what it costs", where, [added], plot=False)
         return
-    wanted = trials(given.kinds, given.faults, given.healthy)
+    wanted = trials(given.kinds, given.faults, given.healthy, given.seed)
     load, began = os.getloadavg()[0], time.monotonic()
-    outcomes = run_all(wanted, given.minutes)
-    where = about(f"python benchmarks/doctor.py --minutes {given.minutes:g}")
+    outcomes, gains = run_all(wanted, given.minutes)
+    where = about(f"python benchmarks/doctor.py --minutes {given.minutes:g} --seed {given.seed}")
     took_s = time.monotonic() - began
     where += f"\n{len(outcomes)} of {len(wanted)} runs were made, in {took_s:.0f} s; load average before: {load:.1f}.\n"
-    write_report(given.output / "doctor-cpu.md", "Doctor: injected faults", where, tables(outcomes), plot=False)
+    write_report(given.output / "doctor-cpu.md", "Doctor: injected faults", where, tables(outcomes, gains), plot=False)
 
 
 if __name__ == "__main__":

@@ -144,11 +144,11 @@ class Interval:
             num_saves=self.num_saves + later.num_saves,
             num_batches=self.num_batches + later.num_batches,
             num_fillers=self.num_fillers + later.num_fillers,
-            num_syncs=_sum(self.num_syncs, later.num_syncs),
-            num_samples=_sum(self.num_samples, later.num_samples),
-            num_tokens=_sum(self.num_tokens, later.num_tokens),
-            flops=_sum(self.flops, later.flops),
-            recomputed_flops=_sum(self.recomputed_flops, later.recomputed_flops),
+            num_syncs=self._sum_with(later, "num_syncs"),
+            num_samples=self._sum_with(later, "num_samples"),
+            num_tokens=self._sum_with(later, "num_tokens"),
+            flops=self._sum_with(later, "flops"),
+            recomputed_flops=self._sum_with(later, "recomputed_flops"),
             grad_norm=_largest(self.grad_norm, later.grad_norm),
             loss_scale=_latest(self.loss_scale, later.loss_scale),
             without_gradient=_common(self.without_gradient, later.without_gradient),
@@ -163,6 +163,12 @@ class Interval:
             rss_mb=_largest(self.rss_mb, later.rss_mb),
             device_mb=_largest(self.device_mb, later.device_mb),
         )
+
+    def _sum_with(self, later: "Interval", count: str) -> Any:
+        """Sums a count of both intervals; one without batches, such as the last of a run, has nothing to count."""
+        parts = [(part.num_batches, getattr(part, count)) for part in (self, later)]
+        values = [value for num_batches, value in parts if num_batches or value is not None]
+        return None if None in values or not values else sum(values)
 
     def line(self) -> str:
         """Returns the interval as JSON without empty fields; seconds have microsecond precision."""

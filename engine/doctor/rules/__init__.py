@@ -10,7 +10,7 @@ from .health import (
     lr_stands_still,
     replicas_differ,
 )
-from .host import device_reads, memory_leak, thread_oversubscription, unused_parameter_search
+from .host import cpu_shortage, device_reads, memory_leak, thread_oversubscription, unused_parameter_search
 from .ranks import exposed_communication, slow_rank, unequal_stages, varying_steps
 
 __all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
@@ -26,7 +26,8 @@ RULES = (
          of="share of a step that one rank computes longer than the median of the others, and 1.2 times as long;"
             " called uneven_data or busy_neighbour where samples or the run queue explain it"),
     Rule(cause="unequal_stages", threshold=0.10, find=unequal_stages,
-         of="share of a step that the slowest pipeline stage computes longer than the mean, and 1.2 times as long"),
+         of="share of a step that the slowest pipeline stage computes longer than the mean, and 1.2 times as long;"
+            " called busy_neighbour where the run queue explains it"),
     Rule(cause="slow_callback", threshold=0.05, find=slow_callback, of="share of the time in one class's hooks"),
     Rule(cause="slow_logging", threshold=0.05, find=slow_logging, of="share of the time in loggers"),
     Rule(cause="checkpoint_stall", threshold=0.05, find=checkpoint_stall, of="share of the time in saves"),
@@ -37,6 +38,9 @@ RULES = (
          of="reads of an accelerator in the `training_step` that was watched"),
     Rule(cause="thread_oversubscription", threshold=0.10, find=thread_oversubscription,
          of="share of the time without a CPU, where threads outnumber CPUs"),
+    Rule(cause="cpu_shortage", threshold=0.15, find=cpu_shortage,
+         of="share of the time in which each rank, at least, is without a CPU, where threads don't outnumber CPUs;"
+            " called busy_neighbour where ranks don't outnumber them either, or leave half of them idle"),
     Rule(cause="padding", threshold=0.20, find=padding, of="share of padding among the tokens"),
     Rule(cause="uneven_data", threshold=0.05, find=uneven_data, of="share of filler batches on a rank"),
     Rule(cause="slow_validation", threshold=0.30, find=slow_validation, of="share of the time in validation"),

@@ -3,9 +3,10 @@
 from statistics import median
 
 from ..figures import Figures
+from ..records import RankInfo
 from .finding import Finding, at, option
 
-__all__ = ["device_reads", "memory_leak", "thread_oversubscription", "unused_parameter_search"]
+__all__ = ["cpu_shortage", "device_reads", "memory_leak", "thread_oversubscription", "unused_parameter_search"]
 
 _MIN_INTERVALS = 5
 """Intervals below which no growth of memory is called a leak."""
@@ -31,9 +32,9 @@ def thread_oversubscription(figures: Figures, threshold: float) -> Finding | Non
     """The ranks of a host have more threads than it has CPUs, and wait for these."""
     info = figures.info
     wanted = info.num_threads * info.local_ranks
-    queued = [(t.runqueue_s or 0.0) / max(t.wall_s, 1e-12) for t in figures.totals.values()]
+    queued = _queued_shares(figures)
     share = sum(queued) / len(queued)
-    if info.device != "cpu" or info.num_threads == 1 or wanted <= info.num_cpus or share < threshold:
+    if not _has_too_many_threads(info) or share < threshold:
         return None
     fitting = max(1, int(info.num_cpus / max(info.local_ranks, 1)))
     return Finding(
@@ -45,6 +46,34 @@ def thread_oversubscription(figures: Figures, threshold: float) -> Finding | Non
         remedy=f"OMP_NUM_THREADS={fitting}",
         gain=share,
     )
+
+
+def cpu_shortage(figures: Figures, threshold: float) -> Finding | None:
+    """Every rank waits for a CPU, with one thread each: the ranks outnumber the CPUs, or others compute there."""
+    info = figures.info
+    share = min(_queued_shares(figures))
+    if info.device != "cpu" or _has_too_many_threads(info) or share < threshold:
+        return None
+    cause = "busy_neighbour"
+    evidence = f"every rank is ready to compute, and other processes have its CPU, for {share:.0%} of the time or more"
+    remedy = f"end what else computes on {info.host}, or give each rank CPUs of its own (taskset)"
+    busy_cpus = sum((total.cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
+    # Ranks that compute for less than that have lost their CPUs to somebody else.
+    if info.local_ranks > info.num_cpus and busy_cpus > info.num_cpus / 2:
+        cause = "cpu_shortage"
+        evidence = f"{info.local_ranks} ranks share {info.num_cpus:g} CPUs, and have none for {share:.0%} of the time"
+        remedy = f"devices={max(1, int(info.num_cpus))}: no more ranks on a host than it has CPUs"
+    numbers = {"ranks": info.local_ranks, "cpus": info.num_cpus, "busy_cpus": busy_cpus, "share": share}
+    return Finding(cause=cause, host=info.host, evidence=evidence, numbers=numbers, remedy=remedy, gain=share)
+
+
+def _queued_shares(figures: Figures) -> list[float]:
+    """Returns each rank's share of the time in which its thread was ready, and had no CPU, in forward and backward."""
+    return [(total.runqueue_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values()]
+
+
+def _has_too_many_threads(info: RankInfo) -> bool:
+    return info.device == "cpu" and info.num_threads > 1 and info.num_threads * info.local_ranks > info.num_cpus
 
 
 def memory_leak(figures: Figures, threshold: float) -> Finding | None:

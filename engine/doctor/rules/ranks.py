@@ -1,6 +1,6 @@
 """Rules about what one rank computes beside the others, and how ranks wait for each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from ..figures import Figures, Outlier
@@ -39,12 +39,10 @@ def _why_slow(figures: Figures, found: Outlier) -> tuple[str, str, str]:
     if samples.rank == rank and samples.others and samples.excess / samples.others * found.others > found.excess / 2:
         why = f"it has {samples.value / samples.others:.2g} times as many samples"
         return "uneven_data", why, "deal the samples evenly: leave the distributed sampler to the engine"
-    queued = _excess_per_step(figures, rank, lambda each: figures.totals[each].runqueue_s)
-    busy = _excess_per_step(figures, rank, lambda each: figures.totals[each].cpu_s)
+    queued = _excess_per_step(figures, (rank,), lambda each: figures.totals[each].runqueue_s)
+    busy = _excess_per_step(figures, (rank,), lambda each: figures.totals[each].cpu_s)
     if queued is not None and queued > found.excess / 2:
-        why = f"for {ms(queued)} more than the others it is ready, and other processes have its CPU"
-        remedy = f"end what else computes on {figures.ranks[rank].host}, or give each rank CPUs of its own (taskset)"
-        return "busy_neighbour", why, remedy
+        return _busy_neighbour(queued, figures.ranks[rank].host)
     if busy is not None and busy < found.excess / 2 and figures.ranks[rank].device == "cpu":
         why = f"its thread computes for {ms(max(busy, 0.0))} more than the others, and else waits for something"
         return "slow_rank", why, "look for reads of files, locks and sleeps in `training_step` on this rank"
@@ -52,12 +50,17 @@ def _why_slow(figures: Figures, found: Outlier) -> tuple[str, str, str]:
     return "slow_rank", "with as many samples", remedy
 
 
-def _excess_per_step(figures: Figures, rank: int, seconds: Callable[[int], float | None]) -> float | None:
-    """Returns by how many seconds a step `rank` has more than the median of the others; None if not known."""
+def _busy_neighbour(queued_s: float, host: str) -> tuple[str, str, str]:
+    why = f"for {ms(queued_s)} more than the others it is ready, and other processes have its CPU"
+    return "busy_neighbour", why, f"end what else computes on {host}, or give each rank CPUs of its own (taskset)"
+
+
+def _excess_per_step(figures: Figures, ranks: Sequence[int], seconds: Callable[[int], float | None]) -> float | None:
+    """Returns by how many seconds a step `ranks` have more than the others, by medians; None if not known."""
     if any(seconds(each) is None for each in figures.totals):
         return None
     per_step = {each: (seconds(each) or 0.0) / max(figures.totals[each].num_steps, 1) for each in figures.totals}
-    return per_step[rank] - median(value for each, value in per_step.items() if each != rank)
+    return median(per_step[each] for each in ranks) - median(per_step[each] for each in per_step if each not in ranks)
 
 
 def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
@@ -78,15 +81,17 @@ def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
         return None
     ranks = tuple(rank for rank in figures.totals if rank // per_stage == slowest)
     each = ", ".join(ms(means[stage]) for stage in range(num_stages))
-    return Finding(
-        cause="unequal_stages",
-        ranks=ranks,
-        host=figures.ranks[ranks[0]].host,
-        evidence=f"stage {slowest} computes for {ms(means[slowest])} a step, the mean is {ms(mean)} ({each})",
-        numbers={"step_ms": 1e3 * means[slowest], "mean_ms": 1e3 * mean, "stage": slowest, "share": share},
-        remedy=f"move layers away from stage {slowest}: `pipeline_stages()` of the module says where it is cut",
-        gain=share,
-    )
+    host = figures.ranks[ranks[0]].host
+    cause = "unequal_stages"
+    evidence = f"stage {slowest} computes for {ms(means[slowest])} a step, the mean is {ms(mean)} ({each})"
+    remedy = f"move layers away from stage {slowest}: `pipeline_stages()` of the module says where it is cut"
+    queued = _excess_per_step(figures, ranks, lambda rank: figures.totals[rank].runqueue_s)
+    excess = means[slowest] - median(means[stage] for stage in means if stage != slowest)
+    if queued is not None and queued > excess / 2:
+        cause, why, remedy = _busy_neighbour(queued, host)
+        evidence += f"; {why}"
+    numbers = {"step_ms": 1e3 * means[slowest], "mean_ms": 1e3 * mean, "stage": slowest, "share": share}
+    return Finding(cause=cause, ranks=ranks, host=host, evidence=evidence, numbers=numbers, remedy=remedy, gain=share)
 
 
 def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
@@ -114,6 +119,8 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
     }.get(info.strategy.partition(":")[0].partition("+")[0], "a larger batch")
     if info.strategy.startswith(("ddp", "zero1", "fsdp", "hsdp")):
         remedy += f"; or accumulate_grad_batches={2 * info.accumulate_grad_batches}, which sends half as often"
+    if info.device == "cpu" and info.local_ranks > info.num_cpus:
+        remedy = f"no more ranks on a host than CPUs: {info.local_ranks} share {info.num_cpus:g} here; or {remedy}"
     return Finding(
         cause="exposed_communication",
         evidence=f"collectives that nothing hides take {share:.0%} of the time, without waiting for slower ranks",

@@ -88,6 +88,14 @@ def test_unequal_stages():
     assert "pipeline_stages()" in finding.remedy
 
 
+def test_a_stage_with_a_busy_neighbour_is_not_unequal():
+    slow = changed(interval(compute=20.0), runqueue_s=11.0 * STEPS / 1e3)
+    run = run_of(interval(waiting=12.2), slow, layout={"pp": 2, "replicate": 1}, strategy="pp")
+    finding = only(run)
+    assert (finding.cause, finding.ranks) == ("busy_neighbour", (1,))
+    assert "taskset" in finding.remedy
+
+
 def test_slow_callback_of_one_rank_is_named():
     slow = changed(interval(callbacks=5.0), by_hook={"Draws.on_train_batch_end": 0.4, "Draws.on_before_backward": 0.1})
     finding = only(run_of(slow, interval(waiting=5.2)))
@@ -156,6 +164,25 @@ def test_thread_oversubscription():
     assert judge(run_of(interval(), interval(), num_threads=8)).findings == [], "many threads that harm nobody"
 
 
+def test_every_rank_waits_for_a_cpu_because_ranks_outnumber_cpus():
+    queued = changed(interval(), runqueue_s=0.3)
+    run = run_of(*[queued] * 4)
+    for info in run.ranks.values():
+        info.num_cpus = 2.0
+    finding = only(run)
+    assert (finding.cause, finding.ranks, finding.remedy.partition(":")[0]) == ("cpu_shortage", (), "devices=2")
+    assert finding.gain == pytest.approx(0.3, abs=0.01)
+    assert "4 ranks share 2 CPUs" in finding.evidence
+
+
+def test_every_rank_waits_for_a_cpu_because_others_compute_there():
+    queued = changed(interval(), runqueue_s=0.3)
+    finding = only(run_of(queued, queued))
+    assert (finding.cause, finding.ranks) == ("busy_neighbour", ())
+    assert judge(run_of(queued, changed(interval(), runqueue_s=0.1))).findings == []
+    assert judge(run_of(queued, queued, device="cuda")).findings == [], "there the device computes meanwhile"
+
+
 def test_padding():
     finding = only(run_of(changed(interval(), padding=0.5)))
     assert finding.cause == "padding"
@@ -210,6 +237,24 @@ def test_exposed_communication_by_synchronisation_in_each_backward_of_a_step():
     assert finding.gain == pytest.approx(0.75 * 4 / 13.5, abs=0.01)
     assert "accumulate_grad_batches=4" in finding.remedy
     assert only(exposed(num_syncs=STEPS)).cause == "exposed_communication"
+
+
+def test_synchronisations_are_known_where_the_run_ends_with_an_interval():
+    run = run_of(*[changed(interval(communication=4.0), num_syncs=4 * STEPS, num_tokens=STEPS)] * 2)
+    for rank in run.intervals:
+        empty = changed(interval(num_steps=0), num_batches=0, num_samples=0, num_syncs=None, num_tokens=None)
+        run.intervals[rank].append(empty)
+    verdict = judge(run)
+    assert [finding.cause for finding in verdict.findings] == ["sync_while_accumulating"]
+    assert verdict.figures.totals[0].num_tokens == STEPS
+
+
+def test_communication_says_where_ranks_outnumber_the_cpus():
+    run = run_of(*[interval(communication=5.0)] * 4)
+    assert only(run).remedy.startswith("compression=")
+    for info in run.ranks.values():
+        info.num_cpus = 2.0
+    assert only(run).remedy.startswith("no more ranks on a host than CPUs: 4 share 2 here; or ")
 
 
 def test_exposed_communication_by_small_buckets():
