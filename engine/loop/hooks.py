@@ -15,6 +15,8 @@ from ..phases import PhaseClock
 
 __all__ = ["Hooks", "bound", "overridden"]
 
+_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
     """`function` as a method of `owner`; what stands before a module's method for a run turns into this in a copy."""
@@ -31,24 +33,30 @@ class Hooks:
     """The overridden hooks of a trainer's callbacks and module."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self.trainer: Any = trainer
         self.module: LightningModule = trainer.lightning_module
         self.strategy: Any = trainer.strategy
+        self.precision: Any = trainer.precision_plugin
         self.refresh()
 
     def refresh(self) -> None:
         """Looks again which hooks there are."""
-        self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
-        self._num_attributes = len(self.module.__dict__)
+        self._callbacks = list(self.trainer.callbacks)
+        # Lightning: its wrapper of the optimizer
+        self._states = [vars(o) for o in (self.module, self.strategy, self.precision, *self.strategy._lightning_optimizers)]
+        self._num_attributes = list(map(len, self._states))
         self._found: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
-        self._clock: PhaseClock | None = self._trainer.heartbeat.clock  # type: ignore[attr-defined]
+        self._clock: PhaseClock | None = self.trainer.heartbeat.clock
         self._activities: dict[str, list[str]] = {}
-        self._own: dict[str, bool] = {}
+        self.clips = any(overridden(self.module, LightningModule, name) for name in _CLIPPING)
+        """Whether the module clips gradients in a way of its own."""
 
     def is_stale(self) -> bool:
-        """Whether callbacks were added, taken away or swapped since the last look, or the module got an attribute."""
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks != self._callbacks or len(self.module.__dict__) != self._num_attributes
+        """Whether callbacks were added, taken away or swapped since the last look, or an object got an attribute.
+
+        The objects are the module, the strategy, the precision plugin and the optimizers, which may so get a method.
+        """
+        return self.trainer.callbacks != self._callbacks or list(map(len, self._states)) != self._num_attributes
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns what the module's returned."""
@@ -67,7 +75,7 @@ class Hooks:
             result = self._call_timed(self._clock, name, *arguments)
         else:
             for hook in of_callbacks:
-                hook(self._trainer, self.module, *arguments)
+                hook(self.trainer, self.module, *arguments)
             result = of_module(*arguments) if of_module is not None else None
         state["_current_fx_name"] = outer
         return result
@@ -83,7 +91,7 @@ class Hooks:
         """Calls the hooks, each an activity of the clock's."""
         of_callbacks, of_module = self._found[name]
         activities = self._activities[name]
-        trainer, module, enter = self._trainer, self.module, clock.enter
+        trainer, module, enter = self.trainer, self.module, clock.enter
         outer = clock.activity
         try:
             for hook, activity in zip(of_callbacks, activities, strict=False):  # the last activity is the module's
@@ -95,13 +103,6 @@ class Hooks:
             return of_module(*arguments)
         finally:
             enter(outer)
-
-    def has_own(self, name: str) -> bool:
-        """Whether the module overrides hook `name`."""
-        known = self._own.get(name)
-        if known is None:
-            known = self._own[name] = overridden(self.module, LightningModule, name) is not None
-        return known
 
     def in_hook(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `method` while `self.log` sees `name` as the place it is called from."""

@@ -35,6 +35,7 @@ from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
 from .optimization import AutomaticOptimization, check_may_skip
 from .out_of_memory import OutOfMemory, RetryStep
+from .shortcuts import Shortcuts
 from .transfer import Transfer
 
 __all__ = ["TrainingEpochLoop", "fetch", "why_not_flat"]
@@ -295,6 +296,7 @@ class _Epoch:
     def _look(self) -> None:
         trainer = self._trainer
         self._hooks.refresh()
+        self._shortcuts = Shortcuts(self._hooks)
         self._transfer = Transfer(trainer)
         self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
 
@@ -373,7 +375,7 @@ class _Epoch:
         progress.total.started += 1
         progress.current.started += 1
         arguments = (batch, batch_idx) if self._has_idx else (batch,)
-        return loop.automatic_optimization.run_flat(self._hooks, batch_idx, arguments, ends_window)
+        return loop.automatic_optimization.run_flat(self._hooks, self._shortcuts, batch_idx, arguments, ends_window)
 
     def _repeat(self) -> None:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -387,7 +389,7 @@ class _Epoch:
         """Ends a batch: schedulers, `on_train_batch_end`, logging, validation, schedulers of its metrics, signals."""
         trainer, loop, connector = self._trainer, self._loop, self._connector
         # Lightning: _TrainingEpochLoop.advance, after the optimization
-        has_schedulers = bool(trainer.strategy.lr_scheduler_configs)
+        has_schedulers = bool(self._hooks.strategy.lr_scheduler_configs)
         if has_schedulers:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if is_last:
