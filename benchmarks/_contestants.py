@@ -199,7 +199,7 @@ class _NoHooks:
         trainer: whose they would be.
     """
 
-    clips = False
+    present, clips = frozenset[str](), False
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

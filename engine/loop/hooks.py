@@ -16,6 +16,14 @@ from ..phases import PhaseClock
 __all__ = ["Hooks", "bound", "overridden"]
 
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+_OF_STEP = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
@@ -42,12 +50,15 @@ class Hooks:
     def refresh(self) -> None:
         """Looks again which hooks there are."""
         self._callbacks = list(self.trainer.callbacks)
-        # Lightning: its wrapper of the optimizer
-        self._states = [vars(o) for o in (self.module, self.strategy, self.precision, *self.strategy._lightning_optimizers)]
+        # Lightning: its wrappers of the optimizers
+        owners = (self.module, self.strategy, self.precision, *self.strategy._lightning_optimizers)
+        self._states = [vars(owner) for owner in owners]
         self._num_attributes = list(map(len, self._states))
         self._found: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
         self._clock: PhaseClock | None = self.trainer.heartbeat.clock
         self._activities: dict[str, list[str]] = {}
+        self.present = frozenset(name for name in _OF_STEP if any(self._look_up(name)))
+        """The hooks of a training step that anybody has overridden: to call the others takes time, and does nothing."""
         self.clips = any(overridden(self.module, LightningModule, name) for name in _CLIPPING)
         """Whether the module clips gradients in a way of its own."""
 

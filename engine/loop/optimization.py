@@ -363,7 +363,8 @@ class _MicroBatch(Closure):  # Lightning: the optimizer calls it, or nobody: the
         trainer.heartbeat.phase = "optimizer"
         total.ready += 1
         current.ready += 1
-        self._hooks.call("on_before_zero_grad", optimizer)
+        if "on_before_zero_grad" in self._hooks.present:
+            self._hooks.call("on_before_zero_grad", optimizer)
         total.started += 1
         current.started += 1
         self._shortcuts.zero_grad(self._batch_idx, optimizer)

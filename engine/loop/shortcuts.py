@@ -1,8 +1,8 @@
 """Leaves out those of Lightning's calls, on the way from the loop to torch, that only pass on to the next one.
 
-On that way stand some 30 functions of module, strategy, precision plugin and the wrapper of the optimizer. A class or an
-object may override any of them, and is called then. Those that are Lightning's own (or the engine's, for the precision)
-do nothing but to call the next one, and of a chain of such functions the loop calls the last.
+On that way are some 30 functions of the module, the strategy, the precision plugin and the wrapper of the optimizer. A
+class or an object may override any of them, and then it is called. Those that are Lightning's own (or the engine's, for
+the precision) only call the next one, and of a chain of such functions the loop calls the last.
 
 What an object gets while an epoch runs is seen at the next batch, see `Hooks.is_stale`; a class that is patched then,
 at the next epoch.
@@ -84,9 +84,11 @@ class Shortcuts:
         # Lightning: Strategy.backward, and what it calls of the precision plugin
         if self._has_pre_backward:
             hooks.strategy.pre_backward(loss)
-        hooks.call("on_before_backward", loss)
+        if "on_before_backward" in hooks.present:
+            hooks.call("on_before_backward", loss)
         hooks.module.backward(loss)
-        hooks.call("on_after_backward")
+        if "on_after_backward" in hooks.present:
+            hooks.call("on_after_backward")
         if self._has_post_backward:
             hooks.strategy.post_backward(loss)
 

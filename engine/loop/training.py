@@ -366,7 +366,9 @@ class _Epoch:
             check_may_skip(self._trainer, batch_idx)
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None
-        response = self._hooks.call("on_train_batch_start", batch, batch_idx)
+        response = None
+        if "on_train_batch_start" in self._hooks.present:
+            response = self._hooks.call("on_train_batch_start", batch, batch_idx)
         if self._strategy_hook is not None:
             self._hooks.in_hook("on_train_batch_start", self._strategy_hook, batch, batch_idx)
         if response == -1:
@@ -396,7 +398,8 @@ class _Epoch:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if outputs is _CANCELLED:
             raise StopIteration
-        self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        if "on_train_batch_end" in self._hooks.present:
+            self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_batch()
         progress = loop.batch_progress
         progress.total.completed += 1

@@ -62,7 +62,7 @@ class _Hooked(Precision):
     """
 
     hooks: Any = None
-    """The loop's, with `call(name, *arguments)`, `clips` and `trainer`; None: Lightning calls the hooks."""
+    """The loop's, see `engine/loop/hooks.py`; None: Lightning calls the hooks."""
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if self.hooks is None:
@@ -81,7 +81,8 @@ class _Hooked(Precision):
         if self.hooks is None:
             super()._after_closure(model, optimizer)
             return
-        self.hooks.call("on_before_optimizer_step", optimizer)
+        if "on_before_optimizer_step" in self.hooks.present:
+            self.hooks.call("on_before_optimizer_step", optimizer)
         trainer = self.hooks.trainer
         if trainer.gradient_clip_val is not None or self.hooks.clips:
             self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)

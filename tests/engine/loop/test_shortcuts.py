@@ -128,8 +128,7 @@ def test_a_strategy_with_methods_of_its_own_is_called_in_lightnings_order():
     strategy = Own()
     engine(strategy=strategy).fit(Net(), data())
     assert (
-        strategy.seen
-        == ["optimizer_step", "training_step", "backward", "pre_backward", "post_backward"] * NUM_BATCHES
+        strategy.seen == ["optimizer_step", "training_step", "backward", "pre_backward", "post_backward"] * NUM_BATCHES
     )
 
 
