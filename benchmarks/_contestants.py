@@ -193,12 +193,18 @@ def _timed(make: type[Trainer]) -> Contestant:
 
 
 class _NoHooks:
-    """Of callbacks and the module: there are none."""
+    """Of callbacks and the module: there are none.
+
+    Args:
+        trainer: whose they would be.
+    """
+
+    present, clips = frozenset[str](), False
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
 
     def call(self, name: str, *arguments: Any) -> None: ...
-
-    def has_own(self, name: str) -> bool:
-        return False
 
 
 def by_calls(case: Case, steps: int) -> float | None:
@@ -209,7 +215,7 @@ def by_calls(case: Case, steps: int) -> float | None:
     engine = Engine(**QUIET, accelerator="cpu", devices=1)
     engine.fit(module, make_loader(WARMUP))
     strategy, wrapped, optimizer = engine.strategy, module.optimizers(), engine.optimizers[0]
-    engine.precision_plugin.hooks = _NoHooks()  # type: ignore[attr-defined]
+    engine.precision_plugin.hooks = _NoHooks(engine)  # type: ignore[attr-defined]
     clock = module.clock = Clock(steps)
     for i, batch in enumerate(make_loader(steps)):
 

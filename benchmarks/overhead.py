@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from _contestants import CASES, Case, Contestant, contestants, settle, trainers
 from _ddp import ddp
+from _ladder import ladder
 from report import Table, about, write_report
 
 EXAMPLES = """\
@@ -30,7 +31,11 @@ examples:
 
 Run it on a machine with nothing else to do. Read the ranges: where that of a ratio is wide, give more --rounds.
 """
-OTHERS = {"ddp": "steps/s on two processes", "startup": "imports, and from fit to the first step"}
+OTHERS = {
+    "ladder": "what the own time consists of",
+    "ddp": "steps/s on two processes",
+    "startup": "imports, and from fit to the first step",
+}
 
 
 def times_of(known: dict[str, Contestant], case: Case, rounds: int, steps: int) -> dict[str, list[float]]:
@@ -144,6 +149,8 @@ def main() -> None:
         where += "\nAccelerate is not installed, so it is not among the contestants.\n"
     if cases:
         tables.append(cpu_steps(cases, options.rounds, options.steps))
+    if not options.cases or "ladder" in options.cases:
+        tables.append(ladder(options.rounds, options.steps))
     if not options.cases or "ddp" in options.cases:
         tables.append(ddp(options.rounds, max(1, options.steps // 2)))
     if not options.cases or "startup" in options.cases:

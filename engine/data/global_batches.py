@@ -37,7 +37,7 @@ class GlobalBatches(Sampler[list[Any]]):
         self.size = check_count("global_batch_size", size)
         self._micro_batch_size = check_count("micro_batch_size", micro_batch_size)
         self.drop_last = drop_last
-        self._per_step = self._num_cuts(size)
+        self._count_cuts()
 
     @property
     def batch_size(self) -> int:
@@ -57,7 +57,12 @@ class GlobalBatches(Sampler[list[Any]]):
     def cut_into(self, micro_batch_size: int) -> None:
         """Cuts global batches into micro-batches of at most `micro_batch_size` samples, from the next pass on."""
         self._micro_batch_size = check_count("micro_batch_size", micro_batch_size)
+        self._count_cuts()
+
+    def _count_cuts(self) -> None:
         self._per_step = self._num_cuts(self.size)
+        self._of_full = [self._samples_of(self.size, self._per_step, cut) for cut in range(self._per_step)]
+        """The samples of each micro-batch of a full global batch."""
 
     @property
     def per_step(self) -> int:
@@ -78,7 +83,13 @@ class GlobalBatches(Sampler[list[Any]]):
         order, full = self.sampler, self.size
         window, cut = divmod(index - order.num_done, self._per_step)
         left = len(order.sampler) - order.start - window * full  # type: ignore[arg-type]
-        size, num_cuts = (full, self._per_step) if left >= full else (left, self._num_cuts(left))
+        if left >= full:
+            return self._of_full[cut]
+        return self._samples_of(left, self._num_cuts(left), cut)
+
+    def _samples_of(self, size: int, num_cuts: int, cut: int) -> Samples:
+        """Counts the samples of one of `num_cuts` micro-batches of a global batch of `size` samples."""
+        order = self.sampler
         share, num_larger = divmod(size, order.num_replicas)
         smaller, larger = _part(share, num_cuts, cut), _part(share + 1, num_cuts, cut)
         return Samples(

@@ -177,23 +177,25 @@ class _NotedIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._ahead.popleft() if self._ahead else self._read()
-
-    def look_ahead(self) -> bool:
-        """Reads one item ahead; returns whether there is one."""
-        try:
-            self._ahead.append(self._read())
-        except StopIteration:
-            return False
-        return True
-
-    def _read(self) -> Any:
+        if self._ahead:
+            return self._ahead.popleft()
         if self.seen.before is None:
             self.seen.before = state_before(self._sampler)
         self.is_unread = False
         item = next(self._items)
         self.seen.note(list(item) if self._takes_batches else [item])
         return item
+
+    def look_ahead(self) -> bool:
+        """Reads one item ahead; returns whether there is one."""
+        ahead, self._ahead = self._ahead, deque()
+        try:
+            ahead.append(next(self))
+        except StopIteration:
+            return False
+        finally:
+            self._ahead = ahead
+        return True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -15,6 +15,16 @@ from ..phases import PhaseClock
 
 __all__ = ["Hooks", "bound", "overridden"]
 
+_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+_OF_STEP = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
     """Returns `function` as a method of `owner`; a copy of a module gets it in place of a run's replacement."""
@@ -31,24 +41,33 @@ class Hooks:
     """The overridden hooks of a trainer's callbacks and module."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self.trainer: Any = trainer
         self.module: LightningModule = trainer.lightning_module
         self.strategy: Any = trainer.strategy
+        self.precision: Any = trainer.precision_plugin
         self.refresh()
 
     def refresh(self) -> None:
-        """Drops the hooks that were looked up, since callbacks or the module have changed."""
-        self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
-        self._num_attributes = len(self.module.__dict__)
+        """Looks the hooks up again, since callbacks or an object have changed."""
+        self._callbacks = list(self.trainer.callbacks)
+        # Lightning: its wrappers of the optimizers
+        owners = (self.module, self.strategy, self.precision, *self.strategy._lightning_optimizers)
+        self._states = [vars(owner) for owner in owners]
+        self._num_attributes = list(map(len, self._states))
         self._found: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
-        self._clock: PhaseClock | None = self._trainer.heartbeat.clock  # type: ignore[attr-defined]
+        self._clock: PhaseClock | None = self.trainer.heartbeat.clock
         self._activities: dict[str, list[str]] = {}
-        self._own: dict[str, bool] = {}
+        self.present = frozenset(name for name in _OF_STEP if any(self._look_up(name)))
+        """The hooks of a training step that anybody has overridden: to call the others takes time, and does nothing."""
+        self.clips = any(overridden(self.module, LightningModule, name) for name in _CLIPPING)
+        """Whether the module clips gradients in a way of its own."""
 
     def is_stale(self) -> bool:
-        """Whether the list of callbacks, or the number of the module's attributes, has changed since `refresh`."""
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks != self._callbacks or len(self.module.__dict__) != self._num_attributes
+        """Whether the list of callbacks, or the number of an object's attributes, has changed since `refresh`.
+
+        The objects are the module, the strategy, the precision plugin and the optimizers: an attribute may be a method.
+        """
+        return self.trainer.callbacks != self._callbacks or list(map(len, self._states)) != self._num_attributes
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns the result of the module's."""
@@ -67,7 +86,7 @@ class Hooks:
             result = self._call_timed(self._clock, name, *arguments)
         else:
             for hook in of_callbacks:
-                hook(self._trainer, self.module, *arguments)
+                hook(self.trainer, self.module, *arguments)
             result = of_module(*arguments) if of_module is not None else None
         state["_current_fx_name"] = outer
         return result
@@ -83,7 +102,7 @@ class Hooks:
         """Calls the hooks; the clock measures each as an activity of its own."""
         of_callbacks, of_module = self._found[name]
         activities = self._activities[name]
-        trainer, module, enter = self._trainer, self.module, clock.enter
+        trainer, module, enter = self.trainer, self.module, clock.enter
         outer = clock.activity
         try:
             for hook, activity in zip(of_callbacks, activities, strict=False):  # the last activity is the module's
@@ -95,13 +114,6 @@ class Hooks:
             return of_module(*arguments)
         finally:
             enter(outer)
-
-    def has_own(self, name: str) -> bool:
-        """Whether the module overrides hook `name`."""
-        known = self._own.get(name)
-        if known is None:
-            known = self._own[name] = overridden(self.module, LightningModule, name) is not None
-        return known
 
     def in_hook(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `method`; `self.log` takes it for the hook `name`."""

@@ -82,7 +82,8 @@ class LossWeighting:
         """
         trainer = self._trainer
         window: int = trainer.accumulate_grad_batches
-        weight = output.get("weight") if isinstance(output, Mapping) else None
+        # A tensor first, which most are: to look for a mapping takes longer.
+        weight = output.get("weight") if type(output) is not Tensor and isinstance(output, Mapping) else None
         if weight is None and window == 1 and self.data_size == 1:
             self._estimate = None
             return loss
@@ -123,18 +124,18 @@ class LossWeighting:
 
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         sizes = self._trainer._data_connector.sizes
-        samples = sizes.samples(batch_idx)
-        mine, everyones = samples.local, self._together(samples)
+        samples, num_ranks = sizes.samples(batch_idx), self._num_ranks
+        mine, everyones = samples.local, _together(samples, num_ranks)
         if self._estimate is None:
             planned = self._planned_length(batch_idx)
             known = samples if planned == 1 else sizes.samples_of_step(self._first, planned)
             self._is_known = known is not None
-            self._estimate = everyones * planned if known is None else self._together(known)
+            self._estimate = everyones * planned if known is None else _together(known, num_ranks)
         self._samples[batch_idx] = everyones
         if loss is None:
             return None
         # Infinite for a padding batch, whose loss becomes 0.
-        divisor = self._estimate / (mine * self._num_ranks) if mine else torch.inf
+        divisor = self._estimate / (mine * num_ranks) if mine else torch.inf
         return loss if divisor == 1 else loss / divisor
 
     def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
@@ -173,13 +174,11 @@ class LossWeighting:
         """The number of ranks whose gradients are averaged: all that have samples, or 1."""
         return self.data_size if self._strategy.averages_gradients else 1
 
-    def _together(self, samples: Samples) -> int:
-        """Returns the number of samples of the ranks whose gradients are averaged."""
-        return samples.local if self._num_ranks == 1 else samples.total
-
     def _planned_length(self, batch_idx: int) -> int:
         """Returns the expected number of micro-batches of the step; the last of an epoch may have fewer."""
-        full = self._trainer.accumulate_grad_batches
+        full: int = self._trainer.accumulate_grad_batches
+        if full == 1:
+            return 1
         left = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
         return full if left > full else max(1, int(left))
 
@@ -193,3 +192,8 @@ class LossWeighting:
             return self._strategy.begin_sum(make, needs_device=needs_device)
         total = make()
         return lambda: total
+
+
+def _together(samples: Samples, num_ranks: int) -> int:
+    """The number of samples of the ranks whose gradients are averaged, `num_ranks` of them."""
+    return samples.local if num_ranks == 1 else samples.total

@@ -22,6 +22,7 @@ from ..strategies import capabilities_of, without_sync
 from .hooks import Hooks
 from .loss_weighting import LossWeighting
 from .out_of_memory import OutOfMemory
+from .shortcuts import Shortcuts
 from .step_snapshot import StepSnapshot
 from .transfer import Transfer
 
@@ -71,30 +72,30 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """The number of optimizer steps that are done."""
         return self.optim_progress.optimizer.step.total.completed
 
-    def run_flat(self, hooks: Hooks, batch_idx: int, arguments: tuple[Any, ...], ends_window: bool) -> dict[str, Any]:
+    def run_flat(
+        self, hooks: Hooks, shortcuts: Shortcuts, batch_idx: int, arguments: tuple[Any, ...], ends_window: bool
+    ) -> dict[str, Any]:
         """Runs a micro-batch as `run` does, but calls only overridden hooks.
 
         Args:
             hooks: of this run.
+            shortcuts: by these hooks.
             batch_idx: within the epoch.
             arguments: of `training_step`.
             ends_window: whether the optimizer steps after this micro-batch.
         """
-        # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on it is Lightning's own.
+        # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on see `Shortcuts`.
         trainer: Any = self.trainer
-        closure = _MicroBatch(self, hooks, batch_idx, arguments, ends_window)
+        closure = _MicroBatch(self, hooks, shortcuts, batch_idx, arguments, ends_window)
         if ends_window:
             steps = self.optim_progress.optimizer.step
             num_steps = steps.total.completed
             steps.total.ready += 1
             steps.current.ready += 1
-            wrapped = hooks.strategy._lightning_optimizers[0]
-            hooks.in_hook(
-                "optimizer_step", hooks.module.optimizer_step, trainer.current_epoch, batch_idx, wrapped, closure
-            )
+            shortcuts.optimizer_step(batch_idx, closure)
             steps.total.completed += 1
             steps.current.completed += 1
-            self._observe_norm(num_steps)
+            self._observe_norm(hooks.precision, num_steps)
         else:
             with without_sync(hooks.strategy):
                 closure()
@@ -193,10 +194,9 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization._optimizer_step
         step = self.trainer.global_step
         super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-        self._observe_norm(step)
+        self._observe_norm(self.trainer.precision_plugin, step)
 
-    def _observe_norm(self, step: int) -> None:
-        plugin = self.trainer.precision_plugin
+    def _observe_norm(self, plugin: Any, step: int) -> None:
         norm = getattr(plugin, "grad_norm", None)
         if norm is not None and getattr(plugin, "scaler", None) is None:  # loss scaling makes infinite norms by design
             self.watch.observe(self.trainer, "gradient norm", norm, step)
@@ -248,6 +248,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self,
         optimization: AutomaticOptimization,
         hooks: Hooks,
+        shortcuts: Shortcuts,
         batch_idx: int,
         arguments: tuple[Any, ...],
         ends_window: bool,
@@ -255,6 +256,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self._result = None
         self._optimization = optimization
         self._hooks = hooks
+        self._shortcuts = shortcuts
         self._batch_idx = batch_idx
         self._arguments = arguments
         self._ends_window = ends_window
@@ -329,16 +331,16 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
 
     def _forward_and_backward(self) -> ClosureResult:
         # Lightning: Closure.closure
-        optimization, hooks, strategy = self._optimization, self._hooks, self._hooks.strategy
-        trainer = optimization.trainer
-        optimizer = strategy.optimizers[0]
+        optimization, hooks, shortcuts = self._optimization, self._hooks, self._shortcuts
+        trainer: Any = hooks.trainer
+        optimizer = hooks.strategy.optimizers[0]
         if optimization.runs_own_schedule and not optimization._skip_backward:
             if self._batch_idx % trainer.accumulate_grad_batches == 0:
                 self._zero_grad(trainer, optimizer)
             arguments = hooks.in_hook, self._arguments, optimizer, self._batch_idx, self._ends_window
             return optimization.run_schedule(*arguments)
         # Lightning: _AutomaticOptimization._training_step
-        output = hooks.in_hook("training_step", strategy.training_step, *self._arguments)
+        output = hooks.in_hook("training_step", shortcuts.training_step, *self._arguments)
         result = optimization.result(output, self._batch_idx)
         if result.closure_loss is None:
             Closure.warning_cache.warn(
@@ -349,23 +351,23 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         if self._batch_idx % trainer.accumulate_grad_batches == 0:
             self._zero_grad(trainer, optimizer)
         if result.closure_loss is not None:
-            hooks.in_hook("backward", strategy.backward, result.closure_loss, optimizer)
+            hooks.in_hook("backward", shortcuts.backward, result.closure_loss, optimizer)
             if self._ends_window:
                 optimization.weights.correct(optimizer)
         return result
 
-    def _zero_grad(self, trainer: Trainer, optimizer: Optimizer) -> None:
+    def _zero_grad(self, trainer: Any, optimizer: Optimizer) -> None:
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
-        zero_grad = self._hooks.module.optimizer_zero_grad
         progress: Any = self._optimization.optim_progress.optimizer.zero_grad
         total, current = progress.total, progress.current
-        trainer.heartbeat.phase = "optimizer"  # type: ignore[attr-defined]
+        trainer.heartbeat.phase = "optimizer"
         total.ready += 1
         current.ready += 1
-        self._hooks.call("on_before_zero_grad", optimizer)
+        if "on_before_zero_grad" in self._hooks.present:
+            self._hooks.call("on_before_zero_grad", optimizer)
         total.started += 1
         current.started += 1
-        self._hooks.in_hook("optimizer_zero_grad", zero_grad, trainer.current_epoch, self._batch_idx, optimizer)
+        self._shortcuts.zero_grad(self._batch_idx, optimizer)
         total.completed += 1
         current.completed += 1
-        trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]
+        trainer.heartbeat.phase = "train"

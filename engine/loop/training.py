@@ -35,6 +35,7 @@ from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
 from .optimization import AutomaticOptimization, check_may_skip
 from .out_of_memory import OutOfMemory, RetryStep
+from .shortcuts import Shortcuts
 from .transfer import Transfer
 
 __all__ = ["TrainingEpochLoop", "fetch", "why_not_flat"]
@@ -299,6 +300,7 @@ class _Epoch:
     def _look(self) -> None:
         trainer = self._trainer
         self._hooks.refresh()
+        self._shortcuts = Shortcuts(self._hooks)
         self._transfer = Transfer(trainer)
         self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
 
@@ -368,7 +370,9 @@ class _Epoch:
             check_may_skip(self._trainer, batch_idx)
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None
-        response = self._hooks.call("on_train_batch_start", batch, batch_idx)
+        response = None
+        if "on_train_batch_start" in self._hooks.present:
+            response = self._hooks.call("on_train_batch_start", batch, batch_idx)
         if self._strategy_hook is not None:
             self._hooks.in_hook("on_train_batch_start", self._strategy_hook, batch, batch_idx)
         if response == -1:
@@ -377,7 +381,7 @@ class _Epoch:
         progress.total.started += 1
         progress.current.started += 1
         arguments = (batch, batch_idx) if self._has_idx else (batch,)
-        return loop.automatic_optimization.run_flat(self._hooks, batch_idx, arguments, ends_window)
+        return loop.automatic_optimization.run_flat(self._hooks, self._shortcuts, batch_idx, arguments, ends_window)
 
     def _repeat(self) -> None:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -391,14 +395,15 @@ class _Epoch:
         """Ends a batch: schedulers, `on_train_batch_end`, logging, validation, schedulers of its metrics, signals."""
         trainer, loop, connector = self._trainer, self._loop, self._connector
         # Lightning: _TrainingEpochLoop.advance, after the optimization
-        has_schedulers = bool(trainer.strategy.lr_scheduler_configs)
+        has_schedulers = bool(self._hooks.strategy.lr_scheduler_configs)
         if has_schedulers:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if is_last:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if outputs is _CANCELLED:
             raise StopIteration
-        self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        if "on_train_batch_end" in self._hooks.present:
+            self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_batch()
         progress = loop.batch_progress
         progress.total.completed += 1

@@ -62,7 +62,7 @@ class _Hooked(Precision):
     """
 
     hooks: Any = None
-    """The loop's, with `call(name, *arguments)` and `has_own(name)`; None: Lightning calls the hooks."""
+    """The loop's, see `engine/loop/hooks.py`; None: Lightning calls the hooks."""
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if self.hooks is None:
@@ -81,12 +81,11 @@ class _Hooked(Precision):
         if self.hooks is None:
             super()._after_closure(model, optimizer)
             return
-        self.hooks.call("on_before_optimizer_step", optimizer)
-        trainer = model.trainer
-        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        has_own = self.hooks.has_own
-        if value is not None or has_own("configure_gradient_clipping") or has_own("clip_gradients"):
-            self._clip_gradients(model, optimizer, value, algorithm)
+        if "on_before_optimizer_step" in self.hooks.present:
+            self.hooks.call("on_before_optimizer_step", optimizer)
+        trainer = self.hooks.trainer
+        if trainer.gradient_clip_val is not None or self.hooks.clips:
+            self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 class _Scaler(torch.amp.GradScaler):

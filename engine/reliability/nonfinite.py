@@ -113,11 +113,10 @@ def _read_all(values: list[Tensor], device: torch.device) -> list[float]:
 
     Scalars in host memory, such as the norm of offloaded gradients, are read one by one, which is faster there.
     """
-    elsewhere = [_scalar(value).to(device) for value in values if not value.is_cpu]
+    elsewhere = [_as_scalar(value.detach()).to(device, torch.float32) for value in values if not value.is_cpu]
     copied = iter(torch.stack(elsewhere).tolist() if elsewhere else ())
-    return [_scalar(value).item() if value.is_cpu else next(copied) for value in values]
+    return [_as_scalar(value).item() if value.is_cpu else next(copied) for value in values]
 
 
-def _scalar(value: Tensor) -> Tensor:
-    value = value.detach() if value.dim() == 0 else value.detach().sum()
-    return value if value.dtype == torch.float32 else value.float()
+def _as_scalar(value: Tensor) -> Tensor:
+    return value if value.dim() == 0 else value.detach().sum()

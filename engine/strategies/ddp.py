@@ -95,13 +95,17 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; where parameters were frozen or unfrozen since the last one, the module is wrapped anew."""
+        module, is_wrapped = self.lightning_module, isinstance(self.model, DistributedDataParallel)
+        assert module is not None
         # DistributedDataParallel averages the gradients of those that it found trainable when it was built.
-        if isinstance(self.model, DistributedDataParallel) and self._requires_grad != [
-            p.requires_grad for p in self._parameters
-        ]:
+        if is_wrapped and self._requires_grad != [p.requires_grad for p in self._parameters]:
             self._wrap_anew()
         try:
-            return super().training_step(*args, **kwargs)
+            if not is_wrapped or not module.automatic_optimization:
+                return super().training_step(*args, **kwargs)
+            # Lightning: Strategy.training_step
+            with self.precision_plugin.train_step_context():
+                return _run_as_forward(self.model, module, args, kwargs)
         except RuntimeError as error:
             self._name_unused(error)
             raise
@@ -241,6 +245,27 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         """The parameters in the order by which `DistributedDataParallel` counts them."""
         assert self.lightning_module is not None
         return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
+
+
+def _run_as_forward(
+    wrapped: torch.nn.Module | None, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs `training_step` of `module` in place of its `forward`, by way of what it is wrapped in."""
+    # Lightning: _ForwardRedirection.__call__, which assigns by way of the `__setattr__` of a module.
+    assert wrapped is not None
+    own = vars(module)
+    before = own.get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # `training_step` may call the module's.
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
+        return module.training_step(*args, **kwargs)  # type: ignore[operator]
+
+    own["forward"] = forward
+    return wrapped(*args, **kwargs)
 
 
 def _given(options: DDPOptions) -> dict[str, Any]:

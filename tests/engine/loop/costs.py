@@ -1,6 +1,7 @@
-"""Counts what a step costs: reads of the host from tensors, and collectives of every process group."""
+"""Counts what a step costs: reads of the host from tensors, collectives of every process group, calls in Python."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,33 @@ def num_collectives() -> int:
         return 0
     groups = dist.distributed_c10d._world.pg_map  # torch: every group of the process
     return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+class CallCount:
+    """Counts the functions of Python that this thread calls between two steps.
+
+    Args:
+        first: the step to begin with.
+        last: the step to end with.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._step = self._num_calls = 0
+
+    def tick(self) -> None:
+        """Called at the same place of each step."""
+        self._step += 1
+        if self._step == self.first:
+            sys.setprofile(self._count)
+        elif self._step == self.last:
+            sys.setprofile(None)
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:
+        self._num_calls += event == "call"
+
+    @property
+    def per_step(self) -> float:
+        """Calls per step."""
+        assert self._step >= self.last
+        return self._num_calls / (self.last - self.first)

@@ -1,4 +1,4 @@
-"""Between two logging intervals the host waits for nothing."""
+"""Between two logging intervals the host waits for nothing; and a step makes few calls beside those of the work."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from torchmetrics import MeanMetric
 
 from polyphase.callbacks import ConsoleLogger, ProgressBar, ThroughputMonitor
 
-from ..tiny import engine
-from .costs import Costs
+from ..tiny import QUIET, engine
+from .costs import CallCount, Costs
 
 INTERVAL = 5
 NUM_BATCHES = 20
@@ -98,3 +98,55 @@ def test_the_counter_sees_what_lightnings_own_bar_costs(tmp_path):
         callbacks=[costs, RichProgressBar()],
     ).fit(Logs(), data())
     assert min(costs.reads) > 0
+
+
+class Counted(LightningModule):
+    """Says when a step begins."""
+
+    def __init__(self, calls: CallCount):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.calls = calls
+
+    def training_step(self, batch, batch_idx=0):
+        self.calls.tick()
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+FIRST, LAST = 20, 84
+"""Steps: as many as the order of samples is recorded for at once."""
+
+
+def _data_for_calls() -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(2 * (LAST + 10), 4)), batch_size=2)
+
+
+def _calls_by_hand() -> float:
+    module = Counted(CallCount(FIRST, LAST))
+    optimizer = module.configure_optimizers()
+    for batch in _data_for_calls():
+        loss = module.training_step(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return module.calls.per_step
+
+
+def _calls_of_a_step(trainer) -> float:
+    module = Counted(CallCount(FIRST, LAST))
+    trainer.fit(module, _data_for_calls())
+    return module.calls.per_step - _calls_by_hand()
+
+
+def test_a_step_makes_few_calls_more_than_a_loop_by_hand():
+    # About half a microsecond each: see benchmarks/README.md. Some belong to torch: the step by a closure.
+    assert _calls_of_a_step(engine(log_every_n_steps=8)) <= 60
+
+
+def test_the_counter_sees_the_calls_of_lightnings_own_loop():
+    from lightning.pytorch import Trainer
+
+    assert _calls_of_a_step(Trainer(**QUIET, devices=1, max_epochs=1)) > 500

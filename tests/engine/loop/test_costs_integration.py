@@ -11,13 +11,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.distributed import run_ranks
 from tests.pairs import alternating
 
 from ..tiny import engine
-from .costs import Costs, num_collectives
+from .costs import CallCount, Costs, num_collectives
 
 NUM_BATCHES = 16
 SETTLED = 8  # in its first steps DistributedDataParallel arranges its buckets, and two steps of fsdp are checked
@@ -105,3 +105,46 @@ def test_a_log_call_that_adds_a_collective_to_each_step_is_named(tmp_path):
     handler.close()
     said = (tmp_path / "said").read_text()
     assert said.count("self.log('synced', ..., sync_dist=True) with on_step=True adds a collective to every step") == 1
+
+
+FIRST, LAST = 20, 52
+
+
+class Counted(Logs):
+    """Counts the calls of its steps; writes them down at the end."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.calls, self.folder = CallCount(FIRST, LAST), folder
+
+    def forward(self, x):
+        self.calls.tick()
+        return super().forward(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def on_train_end(self):
+        (self.folder / f"ours-{self.trainer.global_rank}.json").write_text(json.dumps(self.calls.per_step))
+
+
+def _calls_by_hand(rank: int, folder: Path) -> None:
+    module = Counted(folder)
+    model, optimizer = DistributedDataParallel(module), module.configure_optimizers()
+    data = TensorDataset(torch.randn(6 * (LAST + 10), 4))
+    for batch in DataLoader(data, batch_size=3, sampler=DistributedSampler(data)):
+        loss = model(batch[0])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.barrier()
+    (folder / f"hand-{rank}.json").write_text(json.dumps(module.calls.per_step))
+
+
+def test_a_step_of_ddp_makes_few_calls_more_than_a_loop_by_hand(tmp_path):
+    trainer = engine(strategy="ddp_fork", devices=2)
+    trainer.fit(Counted(tmp_path), DataLoader(TensorDataset(torch.randn(6 * (LAST + 10), 4)), batch_size=3))
+    run_ranks(_calls_by_hand, 2, tmp_path)
+    for rank in range(2):
+        ours, hand = (json.loads((tmp_path / f"{who}-{rank}.json").read_text()) for who in ("ours", "hand"))
+        assert ours - hand <= 120

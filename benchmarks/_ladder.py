@@ -1,0 +1,171 @@
+"""What the Engine's own time without logging consists of: a loop by hand that keeps one more of its promises per rung.
+
+Each rung does by hand, with the Engine's own objects, what the rungs before it do and one thing more. Between the last
+rung and the Engine is the loop that asks at each batch what may be due: an optimizer step, a scheduler's, validation, a
+log, the end of the epoch or of the run.
+
+A rung's time is the tenth percentile of its steps, of which a neighbour on the machine disturbs few, and the least of
+the rounds.
+"""
+
+import gc
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from _contestants import MLP, QUIET, WARMUP, Case, Clock, by_trainer, make_loader, trainers
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from report import Table
+from torch import Tensor
+
+from polyphase.engine import Engine
+from polyphase.engine.data.watched import Watched
+from polyphase.engine.loop.hooks import Hooks
+
+__all__ = ["ladder"]
+
+CASE = Case(key="ladder", name="no logging")
+RUNGS = (
+    "the step calls a closure, as any optimizer may",
+    "hooks of module and callbacks are looked for; `self.log` knows the one it is in",
+    "hooks get a copy of the loss without its graph",
+    "progress is counted, for checkpoints",
+    "the order of samples is recorded, for checkpoints",
+    "the watchdog knows the phase; waits for data are timed",
+    "a loss that is not finite is noticed",
+    "signals are looked for",
+)
+
+
+class _StepClock(Clock):
+    """Notes when each step begins."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self._starts: list[float] = []
+
+    def tick(self) -> None:
+        super().tick()
+        self._starts.append(self._now())
+
+    @property
+    def low_us(self) -> float:
+        """The tenth percentile of the timed steps, in microseconds."""
+        starts = self._starts[WARMUP - 1 : WARMUP + self.steps]
+        return sorted((b - a) * 1e6 for a, b in pairwise(starts))[self.steps // 10]
+
+
+def _by_rung(rung: int, steps: int) -> float:
+    """A loop by hand that keeps the first `rung` promises."""
+    module = MLP(CASE, Clock(WARMUP))
+    engine: Any = Engine(**QUIET, accelerator="cpu", devices=1)
+    engine.fit(module, make_loader(WARMUP))
+    optimizer, epochs = engine.optimizers[0], engine.fit_loop.epoch_loop
+    hooks, heartbeat, watch = Hooks(engine), engine.heartbeat, epochs.automatic_optimization.watch
+    signals, batches, optimization = engine._signal_connector, epochs.batch_progress, epochs.automatic_optimization
+    steps_done, zeroed = optimization.optim_progress.optimizer.step, optimization.optim_progress.optimizer.zero_grad
+    clock = module.clock = _StepClock(steps)
+    result: list[ClosureResult] = []
+
+    def plain(batch: list[Tensor], i: int) -> Tensor:
+        loss = module.training_step(batch, i)
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    def hooked(batch: list[Tensor], i: int) -> Tensor:
+        loss = hooks.in_hook("training_step", module.training_step, batch, i)
+        if rung >= 3:
+            result[:] = [ClosureResult(loss)]
+        if rung >= 7:
+            watch.observe(engine, "loss", result[0].loss, i)
+        if "on_before_zero_grad" in hooks.present:
+            hooks.call("on_before_zero_grad", optimizer)
+        hooks.in_hook("optimizer_zero_grad", optimizer.zero_grad)
+        if "on_before_backward" in hooks.present:
+            hooks.call("on_before_backward", loss)
+        hooks.in_hook("backward", loss.backward)
+        if "on_after_backward" in hooks.present:
+            hooks.call("on_after_backward")
+        if "on_before_optimizer_step" in hooks.present:
+            hooks.call("on_before_optimizer_step", optimizer)
+        return loss
+
+    def count(total: Any, current: Any) -> None:
+        total.ready += 1
+        current.ready += 1
+        total.completed += 1
+        current.completed += 1
+
+    loader: Any = make_loader(steps)
+    if rung >= 5:
+        loader = Watched(loader, loader.sampler, lambda: 0, lambda: 2)
+    run = hooked if rung >= 2 else plain
+    for i, batch in enumerate(loader):
+        if rung >= 6:
+            for phase in ("copy", "batch", "train", "optimizer", "train", "optimizer", "batch", "fetch"):
+                heartbeat.phase = phase
+            clock._now(), clock._now()
+        if rung >= 2:
+            hooks.is_stale()
+            if "on_train_batch_start" in hooks.present:
+                hooks.call("on_train_batch_start", batch, i)
+        if rung >= 2:
+            hooks.in_hook("optimizer_step", optimizer.step, lambda batch=batch, i=i: run(batch, i))
+        elif rung == 1:
+            optimizer.step(lambda batch=batch, i=i: run(batch, i))
+        else:
+            run(batch, i)
+            optimizer.step()
+        if rung >= 4:
+            count(batches.total, batches.current)
+            count(steps_done.total, steps_done.current)
+            count(zeroed.total, zeroed.current)
+        if rung >= 2:
+            outputs = result[0].asdict() if result else None
+            if "on_train_batch_end" in hooks.present:
+                hooks.call("on_train_batch_end", outputs, batch, i)
+        if rung >= 8:
+            signals.poll(i)
+            assert not signals.received_sigterm
+    return clock.low_us
+
+
+def _by(name: str) -> Callable[[int], float]:
+    def run(steps: int) -> float:
+        clock = _StepClock(steps)
+        by_trainer(trainers()[name], MLP(CASE, clock), make_loader(steps), CASE, accelerator="cpu")
+        return clock.low_us
+
+    return run
+
+
+def ladder(rounds: int, steps: int) -> Table:
+    """The table of the rungs."""
+    torch.set_num_threads(1)
+    runs: dict[str, Callable[[int], float]] = {"a loop by hand": lambda steps: _by_rung(0, steps)}
+    runs |= {name: lambda steps, rung=i + 1: _by_rung(rung, steps) for i, name in enumerate(RUNGS)}
+    runs |= {"all that the Engine does": _by("Engine"), "all that Lightning's Trainer does": _by("Trainer")}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(runs), len(runs)):
+            gc.collect()
+            times[name].append(runs[name](steps))
+    least = {name: min(us) for name, us in times.items()}
+    hand, stock = least["a loop by hand"], least["all that Lightning's Trainer does"]
+    rows, before = [], hand
+    for name, us in least.items():
+        rows.append(
+            {
+                "what": name,
+                "us": f"{us:.0f}",
+                "more than the row above": f"{us - before:+.1f}",
+                "own time, of the Trainer's": f"{(us - hand) / (stock - hand):.3f}",
+            }
+        )
+        before = us
+    title = "What the own time without logging consists of (tenth percentile of the steps, least of the rounds)"
+    return Table(title=title, rows=rows)

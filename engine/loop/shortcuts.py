@@ -1,0 +1,115 @@
+"""Leaves out those of Lightning's calls, on the way from the loop to torch, that only pass on to the next one.
+
+On that way are some 30 functions of the module, the strategy, the precision plugin and the wrapper of the optimizer. A
+class or an object may override any of them, and then it is called. Those that are Lightning's own (or the engine's, for
+the precision) only call the next one, and of a chain of such functions the loop calls the last.
+
+What an object gets while an epoch runs is seen at the next batch, see `Hooks.is_stale`; a class that is patched then,
+at the next epoch.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from torch import Tensor
+
+from ..precision import plugins
+from .hooks import Hooks
+
+__all__ = ["Shortcuts"]
+
+_STRATEGY = "lightning.pytorch.strategies.strategy"
+_DDP_STRATEGY = "lightning.pytorch.strategies.ddp"
+"""Its hooks around backward are for manual optimization alone, which does not run flat."""
+_MODULE = "lightning.pytorch.core.module"
+_OPTIMIZER = "lightning.pytorch.core.optimizer"
+_PRECISION = "lightning.pytorch.plugins.precision.precision"
+_FABRICS_PRECISION = "lightning.fabric.plugins.precision.precision"
+_OURS = plugins.__name__
+
+
+def _is_from(owner: Any, name: str, *modules: str) -> bool:
+    """Whether a method of `owner` is code of one of `modules`, neither overridden nor wrapped."""
+    function = getattr(getattr(owner, name, None), "__func__", None)
+    # By where it was compiled: `functools.wraps` copies all other signs.
+    return function is not None and function.__globals__["__name__"] in modules
+
+
+class Shortcuts:
+    """The calls of a step, each as short as nobody would notice.
+
+    Args:
+        hooks: of the run, whose module, strategy and precision are called.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        module, strategy, precision = hooks.module, hooks.strategy, hooks.precision
+        wrapped = strategy._lightning_optimizers[0]
+        self._skips_forward = (
+            strategy.model is module
+            and _is_from(strategy, "training_step", _STRATEGY)
+            and _is_from(precision, "train_step_context", _OURS)
+            and _is_from(precision, "forward_context", _FABRICS_PRECISION)
+        )
+        self._skips_backward = (
+            _is_from(strategy, "backward", _STRATEGY)
+            and _is_from(precision, "pre_backward", _OURS)
+            and _is_from(precision, "backward", _PRECISION)
+            and _is_from(precision, "post_backward", _OURS)
+        )
+        self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, _DDP_STRATEGY)
+        self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGY)
+        self._skips_zero_grad = _is_from(module, "optimizer_zero_grad", _MODULE)
+        self._first_of_step: Literal["module", "strategy", "precision"] = "module"
+        # Lightning: LightningOptimizer.step calls these two first and last, for manual optimization.
+        is_told = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
+        if _is_from(module, "optimizer_step", _MODULE) and _is_from(wrapped, "step", _OPTIMIZER) and not is_told:
+            skips_strategy = _is_from(strategy, "optimizer_step", _STRATEGY)
+            self._first_of_step = "precision" if skips_strategy else "strategy"
+
+    @property
+    def training_step(self) -> Callable[..., Any]:
+        """Runs the forward of a micro-batch."""
+        # Lightning: Strategy.training_step
+        return self._hooks.module.training_step if self._skips_forward else self._hooks.strategy.training_step
+
+    def backward(self, loss: Tensor, optimizer: Any) -> None:
+        """Backward, and the hooks around it."""
+        hooks = self._hooks
+        if not self._skips_backward:
+            hooks.strategy.backward(loss, optimizer)
+            return
+        # Lightning: Strategy.backward, and what it calls of the precision plugin
+        if self._has_pre_backward:
+            hooks.strategy.pre_backward(loss)
+        if "on_before_backward" in hooks.present:
+            hooks.call("on_before_backward", loss)
+        hooks.module.backward(loss)
+        if "on_after_backward" in hooks.present:
+            hooks.call("on_after_backward")
+        if self._has_post_backward:
+            hooks.strategy.post_backward(loss)
+
+    def zero_grad(self, batch_idx: int, optimizer: Any) -> None:
+        """Zeroes the gradients."""
+        hooks = self._hooks
+        if self._skips_zero_grad:  # Lightning: LightningModule.optimizer_zero_grad
+            hooks.in_hook("optimizer_zero_grad", optimizer.zero_grad)
+        else:
+            zero_grad, epoch = hooks.module.optimizer_zero_grad, hooks.trainer.current_epoch
+            hooks.in_hook("optimizer_zero_grad", zero_grad, epoch, batch_idx, optimizer)
+
+    def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
+        """Steps; the optimizer calls `closure`."""
+        hooks = self._hooks
+        wrapped = hooks.strategy._lightning_optimizers[0]
+        # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step
+        if self._first_of_step == "precision":
+            hooks.in_hook("optimizer_step", hooks.precision.optimizer_step, wrapped.optimizer, hooks.module, closure)
+        elif self._first_of_step == "strategy":
+            hooks.in_hook("optimizer_step", hooks.strategy.optimizer_step, wrapped.optimizer, closure)
+        else:
+            step, epoch = hooks.module.optimizer_step, hooks.trainer.current_epoch
+            hooks.in_hook("optimizer_step", step, epoch, batch_idx, wrapped, closure)

@@ -1,0 +1,157 @@
+"""What anybody puts in the place of one of Lightning's functions is called, also from the middle of an epoch on."""
+
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch.utils.data import DataLoader, TensorDataset
+
+from ..tiny import engine
+
+NUM_BATCHES = 6
+PATCHED_AT = 2
+
+OWNERS = {
+    "module": lambda trainer: trainer.lightning_module,
+    "strategy": lambda trainer: trainer.strategy,
+    "precision": lambda trainer: trainer.precision_plugin,
+    "optimizer": lambda trainer: trainer.lightning_module.optimizers(),
+    "torch's optimizer": lambda trainer: trainer.optimizers[0],
+}
+CHAINS = [
+    *(("module", name) for name in ("training_step", "backward", "optimizer_step", "optimizer_zero_grad")),
+    *(("strategy", name) for name in ("training_step", "backward", "pre_backward", "post_backward", "optimizer_step")),
+    *(("precision", name) for name in ("train_step_context", "forward_context", "pre_backward", "backward")),
+    *(("precision", name) for name in ("post_backward", "optimizer_step")),
+    ("optimizer", "step"),
+    ("torch's optimizer", "step"),
+    ("torch's optimizer", "zero_grad"),
+]
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data():
+    return DataLoader(TensorDataset(torch.randn(2 * NUM_BATCHES, 4)), batch_size=2)
+
+
+def counting(function, seen):
+    @functools.wraps(function)  # which makes it look like what it wraps
+    def counted(*args, **kwargs):
+        seen.append(function)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+class Patch(Callback):
+    """Wraps a method of an object in mid-epoch."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name, self.seen = owner, name, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == PATCHED_AT:
+            owner = OWNERS[self.owner](trainer)
+            setattr(owner, self.name, counting(getattr(owner, self.name), self.seen))
+
+
+@pytest.mark.parametrize(("owner", "name"), CHAINS)
+def test_a_method_that_an_object_gets_in_mid_epoch_is_called_from_the_next_batch_on(owner, name):
+    patch = Patch(owner, name)
+    engine(callbacks=[patch]).fit(Net(), data())
+    assert len(patch.seen) >= NUM_BATCHES - PATCHED_AT - 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (LightningModule, "backward"),
+        (LightningModule, "optimizer_step"),
+        (LightningModule, "optimizer_zero_grad"),
+        (Strategy, "training_step"),
+        (Strategy, "backward"),
+        (Strategy, "pre_backward"),
+        (Strategy, "post_backward"),
+        (Strategy, "optimizer_step"),
+        (Precision, "backward"),
+        (Precision, "optimizer_step"),
+    ],
+)
+def test_a_patched_class_of_lightnings_is_called(owner, name, monkeypatch):
+    seen = []
+    monkeypatch.setattr(owner, name, counting(getattr(owner, name), seen))
+    engine().fit(Net(), data())
+    assert len(seen) == NUM_BATCHES
+
+
+class Own(SingleDeviceStrategy):
+    """Overrides the chain of a step in all places."""
+
+    def __init__(self):
+        super().__init__(device="cpu")
+        self.seen = []
+
+    def training_step(self, *args, **kwargs):
+        self.seen.append("training_step")
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, *args, **kwargs):
+        self.seen.append("backward")
+        return super().backward(*args, **kwargs)
+
+    def pre_backward(self, closure_loss):
+        self.seen.append("pre_backward")
+
+    def post_backward(self, closure_loss):
+        self.seen.append("post_backward")
+
+    def optimizer_step(self, *args, **kwargs):
+        self.seen.append("optimizer_step")
+        return super().optimizer_step(*args, **kwargs)
+
+
+def test_a_strategy_with_methods_of_its_own_is_called_in_lightnings_order():
+    strategy = Own()
+    engine(strategy=strategy).fit(Net(), data())
+    assert (
+        strategy.seen == ["optimizer_step", "training_step", "backward", "pre_backward", "post_backward"] * NUM_BATCHES
+    )
+
+
+class Rounds(Precision):
+    """A plugin of a user's, whose context is around the forward alone."""
+
+    def __init__(self):
+        self.inside = 0
+
+    def forward_context(self):
+        plugin = self
+
+        class Context:
+            def __enter__(self):
+                plugin.inside += 1
+
+            def __exit__(self, *_):
+                pass
+
+        return Context()
+
+
+def test_the_context_of_a_users_precision_is_entered():
+    plugin = Rounds()
+    engine(plugins=plugin).fit(Net(), data())
+    assert plugin.inside == NUM_BATCHES
