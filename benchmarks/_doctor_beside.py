@@ -1,7 +1,7 @@
-"""The runs of `doctor_beside.py`: one fault of `_doctor_kinds.py`, under the Engine with `Doctor` or under stock Lightning.
+"""The runs of `doctor_beside.py`: a fault of `_doctor_kinds.py`, under the Engine with `Doctor` or stock Lightning.
 
-The module, its data, its logger and its callback are the same objects of `_doctor_runs.py` for each tool. Run as a script
-it is one rank of a stock run, which is what TraceML's launcher starts.
+The module, its data, its logger and its callback are those of `_doctor_runs.py` for each tool. Run as a script it is
+one rank of a stock run, which is what TraceML's launcher starts.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The faults of `doctor.py` that others may see too: `Doctor` beside TraceML and Lightning's `SimpleProfiler`.
 
-Each fault is put once into a run of each tool, of two `ddp` processes on the CPU, with the same module, data, logger and
-callback: under the Engine with `Doctor`, under the stock Trainer with TraceML's launcher (left out where `traceml-ai` is
-not installed), and under the stock Trainer with `SimpleProfiler`. The report has what each tool says, in its own words;
-whether that names the cause; and whether it names the rank.
+Each fault is put once into a run of each tool, of two `ddp` processes on the CPU, with the same module, data, logger
+and callback: under the Engine with `Doctor`, under the stock Trainer with TraceML's launcher (left out where
+`traceml-ai` is not installed), and under the stock Trainer with `SimpleProfiler`. The report has what each tool says,
+in its own words; whether that names the cause; and whether it names the rank.
 """
 
 import argparse
@@ -230,9 +230,7 @@ MAKERS: dict[str, Callable[[Trial, Path], Verdict]] = dict(
 )
 
 
-def run_all(
-    kinds: Sequence[str], tools: Sequence[str], steps: int, minutes: float
-) -> dict[tuple[str, str], Verdict]:
+def run_all(kinds: Sequence[str], tools: Sequence[str], steps: int, minutes: float) -> dict[tuple[str, str], Verdict]:
     """The verdict on each fault, by each tool, until the time is over."""
     import _doctor_beside  # noqa: F401  # what the forks need is imported once
 
@@ -296,7 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kinds", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--steps", type=int, default=60, help="of each run")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no run begins after that; the report has what was run")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no run begins after that; the report has those made"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser
 
