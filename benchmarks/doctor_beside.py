@@ -31,10 +31,12 @@ from report import Table, about, write_report
 
 EXAMPLES = """\
 examples:
-  pip install traceml-ai && python benchmarks/doctor_beside.py    9 runs of each tool: 10 minutes on 2 cores
+  pip install traceml-ai && python benchmarks/doctor_beside.py    9 runs of each tool
   python benchmarks/doctor_beside.py --kinds slow_loader healthy  two runs of each
   python benchmarks/doctor_beside.py --tools Doctor TraceML       without the profiler
   python benchmarks/doctor_beside.py --output out                 not into benchmarks/results
+
+Run it on a machine with nothing else to do: what else computes there is found as a fault, and rightly.
 
 What counts as naming the cause:
   Doctor          the most costly finding is of the kind that was put in
