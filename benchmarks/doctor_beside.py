@@ -42,8 +42,9 @@ What counts as naming the cause:
   Doctor          the most costly finding is of the kind that was put in
   TraceML         its verdict is of that kind; "in part" where it names the side on which the cause lies: RESIDUAL-HEAVY
                   stands for logging, checkpoints, validation and more, a straggler's compute for more samples
-  SimpleProfiler  the place of the fault is among its first two rows on any rank, without rows that enclose others;
-                  "in part" where the same row is there in a healthy run, too
+  SimpleProfiler  the place of the fault is among the rows of a tenth of the time or more on any rank, without rows that
+                  enclose others; "in part" where that row is there in a healthy run, too. It compares no ranks: a reader
+                  does, where the place takes a tenth of the time more in that rank's file
 A profiler says nothing of a healthy run: its reader judges.
 """
 TIMEOUT_S = 600
@@ -91,6 +92,8 @@ CASES = {
 _NOTHING_IS_WRONG = ("COMPUTE_BOUND", "NO_CLEAR_PERFORMANCE_BOTTLENECK")
 _ENCLOSES = ("run_training_epoch", "run_training_batch", "optimizer_step")
 """Parts of the names of actions in which others happen."""
+_LONG_PERCENT = 10.0
+"""Of the time: rows of the profiler that take less say nothing."""
 _ROW = re.compile(r"^\|\s+(?P<action>.+?)\s+\|(?:\s+[^|]+\|){3}\s+(?P<percent>[\d.e-]+)\s+\|$", re.MULTILINE)
 _NAME = re.compile(r"^\[\w+\](?P<owner>\w+)(?:\{.*\})?\.(?P<method>\w+)$")
 """Of an action: its kind, its class, that class's settings if it is a callback, and the method."""
@@ -164,22 +167,25 @@ def with_profiler(trial: Trial, folder: Path) -> Verdict:
 
 
 def profiler_verdict(reports: Sequence[str], trial: Trial) -> Verdict:
-    """Of the tables of all ranks, in their order: the first two actions of each that enclose no others."""
-    first = [_first_actions(report) for report in reports]
-    says = "; ".join(f"rank {rank}: {', '.join(map(_cell, actions))}" for rank, actions in enumerate(first))
+    """Of the tables of all ranks, in their order: the actions of each that enclose no others and take long."""
+    actions = [_long_actions(report) for report in reports]
+    says = "; ".join(f"rank {rank}: {', '.join(map(_cell, rows))}" for rank, rows in enumerate(actions))
     if trial.kind == HEALTHY:
         return Verdict(says=says, cause="-")
     places = CASES[trial.kind].profiler
-    is_at = [any(place in action for action, _ in actions for place in places) for actions in first]
-    if trial.ranks and is_at == [rank in trial.ranks for rank in range(len(is_at))]:
-        return Verdict(says=says, cause="yes", rank=_BY_HAND)
-    cause = _IN_PART if any(is_at) and "training_step" in places else _yes(any(is_at))
-    return Verdict(says=says, cause=cause, rank="no" if trial.ranks else "-")
+    at_place = [
+        max((percent for action, percent in rows if any(place in action for place in places)), default=0.0)
+        for rows in actions
+    ]
+    cause = _IN_PART if any(at_place) and "training_step" in places else _yes(any(at_place))
+    others = [percent for rank, percent in enumerate(at_place) if rank not in trial.ranks]
+    is_seen = bool(trial.ranks) and at_place[trial.rank] >= max(others) + _LONG_PERCENT
+    return Verdict(says=says, cause=cause, rank=_BY_HAND if is_seen else "no" if trial.ranks else "-")
 
 
-def _first_actions(report: str) -> list[tuple[str, float]]:
+def _long_actions(report: str) -> list[tuple[str, float]]:
     rows = [(row["action"], float(row["percent"])) for row in _ROW.finditer(report)]
-    return [row for row in rows if not any(part in row[0] for part in _ENCLOSES)][:2]
+    return [row for row in rows if row[1] >= _LONG_PERCENT and not any(part in row[0] for part in _ENCLOSES)]
 
 
 def _cell(row: tuple[str, float]) -> str:
