@@ -43,8 +43,8 @@ What counts as naming the cause:
   TraceML         its verdict is of that kind; "in part" where it names the side on which the cause lies: RESIDUAL-HEAVY
                   stands for logging, checkpoints, validation and more, a straggler's compute for more samples
   SimpleProfiler  the place of the fault is among the rows of a tenth of the time or more on any rank, without rows that
-                  enclose others; "in part" where that row is there in a healthy run, too. It compares no ranks: a reader
-                  does, where the place takes a tenth of the time more in that rank's file
+                  enclose others; "in part" where that row is there in a healthy run, too. It compares no ranks: its
+                  reader does, where the place takes a tenth of the time more in that rank's file
 A profiler says nothing of a healthy run: its reader judges.
 """
 TIMEOUT_S = 600
