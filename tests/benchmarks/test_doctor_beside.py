@@ -71,3 +71,45 @@ def test_rows_that_enclose_others_are_no_answer(beside, tmp_path):
     assert "run_training" not in verdict.says
     assert verdict.says.count("Hooks.on_train_batch_end") == 2
     assert verdict.cause == "-"
+
+
+TRACEML = {
+    "primary_diagnosis": {
+        "kind": "STRAGGLER",
+        "status": "STRAGGLER",
+        "severity": "warn",
+        "summary": "r0 spent 38.3 ms in Backward, compared with 21.7 ms on r1; cause not measured.",
+    },
+    "step_time": {"diagnosis": {"kind": "STRAGGLER", "ranks": [1]}},
+    "text": """\
+|  run · 2/2 ranks · CPU only (no GPU detected) · 1/1 node · 30 common steps · 1m 43s                              |
+|  Verdict: STRAGGLER  (WARNING)                                                                                   |
+|  Why: R1/N0 was the straggler; R0/N0 spent 16.6 ms longer in Backward waiting at synchronization.                |
+|  Next: Inspect synchronization, collectives, and unattributed work around r1.                                    |
+""",
+}
+"""Of a final_summary.json of TraceML 0.5.0, on a busy machine: what is read of it."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "rank"),
+    [("slow_callback", "in part", "yes"), ("slow_logger", "in part", "no"), ("slow_loader", "no", "yes")]
+    + [("slow_validation", "no", "-"), ("healthy", "no", "-")],
+)
+def test_the_verdict_of_traceml_is_read_from_its_summary(beside, kind, cause, rank):
+    verdict = beside.traceml_verdict(TRACEML, beside.trial_of(kind, 30))
+    assert verdict.says.startswith("STRAGGLER (warn): R1/N0 was the straggler; R0/N0 spent 16.6 ms longer")
+    assert verdict.says.endswith("synchronization.")
+    assert (verdict.cause, verdict.rank) == (cause, rank)
+
+
+def test_the_report_counts_by_tool(beside):
+    yes, no = beside.Verdict(says="a|b", cause="yes", rank="yes"), beside.Verdict(says="c", cause="no", rank="no")
+    healthy = beside.Verdict(says="no finding", cause="yes")
+    verdicts = {("slow_loader", "Doctor"): yes, ("slow_loader", "TraceML"): no, ("healthy", "Doctor"): healthy}
+    totals, each = beside.tables(verdicts)
+    assert [list(row.values()) for row in totals.rows] == [
+        ["Doctor", "1", "1", "0", "1", "1", "0", "yes"],
+        ["TraceML", "1", "0", "0", "1", "0", "0", "-"],
+    ]
+    assert "| slow_loader at rank 1 | Doctor | a/b | yes | yes |" in str(each)
