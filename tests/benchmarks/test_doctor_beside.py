@@ -93,8 +93,13 @@ TRACEML = {
 
 @pytest.mark.parametrize(
     ("kind", "cause", "rank"),
-    [("slow_callback", "in part", "yes"), ("slow_logger", "in part", "no"), ("slow_loader", "no", "yes")]
-    + [("slow_validation", "no", "-"), ("healthy", "no", "-")],
+    [
+        ("slow_callback", "in part", "yes"),
+        ("slow_logger", "in part", "no"),
+        ("slow_loader", "no", "yes"),
+        ("slow_validation", "no", "-"),
+        ("healthy", "no", "-"),
+    ],
 )
 def test_the_verdict_of_traceml_is_read_from_its_summary(beside, kind, cause, rank):
     verdict = beside.traceml_verdict(TRACEML, beside.trial_of(kind, 30))
