@@ -59,6 +59,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     f"{_LOOPS}.optimization.automatic:_AutomaticOptimization": ("_make_zero_grad_fn", "_skip_backward"),
     f"{_LOOPS}.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),
     "lightning.pytorch.core.module:LightningModule": ("_on_before_batch_transfer",),
+    "lightning.pytorch.core.optimizer:LightningOptimizer": ("_on_after_step", "_on_before_step"),
     "lightning.pytorch.core.saving": ("_default_map_location",),
     "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": ("_batch_sampler",),
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": ("_consumed", "_idx"),

@@ -13,7 +13,7 @@ COMMANDS = {
     "validate": "runs the validation loop of a model",
     "test": "runs its test loop",
     "predict": "runs its prediction loop",
-    "verify": "checks that the flags give the result of one process, or names the first tensor that differs",
+    "verify": "checks that flags give the result of one process, or names the first tensor that differs",
     "bench-comm": "measures the network between the ranks, and forecasts a step under each compression",
 }
 """Commands that run a model, with their descriptions."""

@@ -93,7 +93,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         self.losses: list[tuple[str, Any, Any]] = []
-        """Of each loss: its name, its value in the run, and its value here."""
+        """The name of each loss, its value in the run, and its value here."""
         self.norms: list[tuple[str, float, float]] = []
         self.is_certain: dict[str, Tensor] = {}
         """For each parameter, by name: where its gradients were larger than the rounding error of zero."""

@@ -82,7 +82,7 @@ class RankRegistry:
         self._number = 0
         self._last_checked = -1
         self._last_heard: dict[int, tuple[int, float]] = {}
-        """By rank: the number of its last beat, and the time when that was first read."""
+        """The number of each rank's last beat, and the time when that was first read."""
         self.processes: dict[int, dict[str, Any]] = {}
         """Host and process id of the other ranks that are connected, by rank."""
         self._local: dict[int, psutil.Process] = {}

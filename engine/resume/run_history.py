@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     newer: str | None
     """A message, if a newer version has written a checkpoint that is newer than all that can be opened."""
     record: RunRecord | None
-    """What the last run in this folder has recorded of itself."""
+    """The record that the last run in this folder has written of itself."""
 
 
 class RunHistory:

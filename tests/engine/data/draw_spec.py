@@ -37,6 +37,8 @@ class Draw:
         """Whether the batches after the stop are to be those of the run that is not stopped."""
         later = self.later_batch_size, self.later_num_ranks
         is_same_crew = self.kind not in STREAMS or self.later_num_workers == self.num_workers
+        if self.kind == "StatefulDataLoader, shuffle":  # torchdata draws other orders with workers than without
+            is_same_crew = bool(self.later_num_workers) == bool(self.num_workers)
         return later == (self.batch_size, self.num_ranks) and is_same_crew and not self.reads_ahead_otherwise
 
     @property
