@@ -57,6 +57,17 @@ class Verdict:
         }
 
 
+_ENDANGER_THE_RUN = (
+    "replicas_differ",
+    "gradient_spikes",
+    "loss_scale_falls",
+    "dead_parameters",
+    "lr_stands_still",
+    "memory_leak",
+)
+"""Causes of a wrong result or an early end, which come before those of lost time."""
+
+
 def judge(run: Run) -> Verdict:
     """Applies all rules to a run."""
     figures = figures_of(run)
@@ -67,8 +78,7 @@ def judge(run: Run) -> Verdict:
         caveats.append(f"{figures.num_steps} steps were measured after the first ones: {MIN_STEPS} are needed to judge")
         return Verdict(figures, [], caveats)
     findings = [finding for rule in RULES if (finding := rule.find(figures, rule.threshold)) is not None]
-    # A finding that invalidates the run comes first; findings that cost no time come last.
-    findings.sort(key=lambda finding: (finding.cause != "replicas_differ", -(finding.gain or 0.0)))
+    findings.sort(key=lambda finding: (finding.cause not in _ENDANGER_THE_RUN, -(finding.gain or 0.0)))
     return Verdict(figures, findings, caveats)
 
 

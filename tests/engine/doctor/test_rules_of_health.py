@@ -78,6 +78,13 @@ def test_other_weights_are_the_first_finding():
     assert judge(Run({r: info(r) for r in range(2)}, {0: [slow], 1: [other]})).findings[0].cause == "replicas_differ"
 
 
+def test_what_endangers_the_run_comes_before_what_slows_it_down():
+    slow = interval(10, 10, data_wait=50.0)
+    times = {"seconds": lambda n: slow.seconds, "wall_s": lambda n: slow.wall_s}
+    rank = series(grad_norm=lambda n: 100.0 if n == 5 else 1.0, **times)
+    assert [finding.cause for finding in judge(run(rank, rank)).findings] == ["gradient_spikes", "slow_loader"]
+
+
 @pytest.mark.parametrize(("norm", "is_found"), [(100.0, True), (19.0, False)])
 def test_a_spike_of_the_gradients(norm, is_found):
     causes = found(run(series(grad_norm=lambda n: norm if n == 5 else 1.0)))
