@@ -33,27 +33,27 @@ _RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
 """Ray: the end of the path of the script that its workers run."""
 
 _LAST_WORDS_S = 8.0
-"""The time that a rank has to find out what has happened, and to write the report, before or after its parent ends."""
+"""The time that a rank has to find the cause and to write the report, before or after its parent ends."""
 
 _reservations: list[socket.socket] = []
-"""Keep the port at which the ranks meet, in all runs of this process."""
+"""Sockets that reserve the port of the rendezvous, for all runs of this process."""
 
 
 class RefusedLaunchError(ValueError, MisconfigurationException):
-    """The processes can't be started in this way; both ours and Lightning's kind of error."""
+    """The processes can't be started in this way; also a MisconfigurationException, as Lightning's launchers raise."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the ranks as Lightning does; none outlives rank 0.
+    """Starts the ranks as Lightning does; rank 0's process is the last to end.
 
-    Rank 0's process is the last to end: the job's store is in it, and whoever has started it sees its exit code alone.
+    The job's store is in that process, and its exit code is the only one that the user's shell sees.
     """
 
     _hang_timeout_s: float | None = None
-    """The seconds that a rank may stand in one place; None for ever."""
+    """The longest time of a rank at one position, in seconds; None without limit."""
     _has_ended_them = False
     _can_lose: Callable[[int], bool] = staticmethod(lambda rank: False)
-    """Which ranks the run can go on without: how they ended says nothing of it."""
+    """Whether the run can continue without a rank; the exit codes of such ranks do not count."""
 
     def __init__(self, strategy: Any, environment: Any, num_processes: int, num_nodes: int) -> None:
         super().__init__(environment, num_processes, num_nodes)

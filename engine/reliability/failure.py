@@ -1,21 +1,20 @@
-"""When one rank raises: that rank is named, once, every other one is let go, nobody hangs.
+"""Ends all ranks when one of them raises an exception, and names that rank once.
 
-Ranks that still train are blocked in a collective which the failed one will never join, and Lightning's exception
-callbacks (a checkpoint on exception, say) would join in with barriers of their own. So, before anything else happens, a
-rank that raises
+The other ranks wait in a collective that the failed rank never joins, and Lightning's callbacks on an exception (one
+that saves a checkpoint, say) would wait in barriers of their own. So a rank that raises does this first: it
 
-1. writes its rank and error into the job's key-value store (out of band, no collective), where the first one wins;
-2. writes the failure report, if it is that first one; else puts its traceback into the store;
-3. ends its process group, which makes the peers' pending collectives raise (where backward failed, when its process
-   ends) and turns later barriers into no-ops; and
-4. if it is the first one, waits a moment for the other ranks' tracebacks, adds them to the report, and prints: who
-   failed, who stopped because of it, where the report is, and the user's frames of its traceback.
+1. records its rank and error in the job's key-value store, without a collective; only the first record counts;
+2. writes the failure report, if its record is the first; otherwise it publishes its traceback in the store;
+3. ends its process group, so that the pending collectives of other ranks raise (if backward failed, when its process
+   ends) and later barriers do nothing; and
+4. if its record is the first, waits a moment for the other ranks' tracebacks, adds them to the report, and prints which
+   rank failed, which stopped because of it, the path of the report, and the user's frames of its traceback.
 
-A rank that finds another's name in the store is silent, and waits for its launcher to end it, so that the job's exit is
-the culprit's. One whose connection broke finds out who is gone, and reports that. A peer that doesn't notice (a GPU
-waits in a collective) is ended by its watchdog, or by the launcher, as each does when one of its processes fails.
+A rank that finds another rank's record prints nothing, and waits for its launcher to end it, so that the job has the
+exit code of the culprit. A rank whose connection broke looks for the process that has ended, and reports that. A rank
+that does not notice (a GPU waits in a collective) is ended by its watchdog or by the launcher.
 
-A process alone leaves the printing to Python, which does it if nobody catches the exception, and writes no report.
+In a process without other ranks Python prints the exception, if nobody catches it, and there is no report.
 """
 
 import contextlib
@@ -61,9 +60,9 @@ SEEN = f"{FIRST_FAILURE}/seen"
 that is no rank makes a rank wait for less, or until it has waited long enough."""
 
 _GRACE_S = 2.0
-"""The time that a rank that stops because of another waits for its launcher to see the other's exit first."""
+"""The time that a rank that stops because of another waits, so that the launcher sees the other's exit first."""
 _TELLING_S = 10.0
-"""The time that it waits before that for the other to have said what happened."""
+"""The time that it waits before that for the other to have printed what happened."""
 _COLLECT_S = 1.0
 """The time that the first rank that failed waits for the others' tracebacks."""
 _HOST_S = 3.0
@@ -71,9 +70,9 @@ _HOST_S = 3.0
 _POLL_S = 0.05
 _TOLD = f"{FIRST_FAILURE}/told"
 _NUMBER, _HEARD = f"{FIRST_FAILURE}/number", f"{FIRST_FAILURE}/heard"
-"""Counters of the ranks that have left their tracebacks, and of those that know that all is said."""
+"""Counters of the ranks that have published their tracebacks, and of those that know that all is printed."""
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
-"""Matches the messages of the errors that a peer's end causes."""
+"""Matches the messages of errors that the end of another rank causes."""
 
 
 def report_failure(
@@ -87,7 +86,7 @@ def report_failure(
     """Names the rank that failed first, writes the report, and ends this process's group if it has one.
 
     Args:
-        exception: that this rank raised.
+        exception: raised by this rank.
         print_traceback: False if the launcher shows the traceback to the user.
         watchdog: the `Watchdog` of the run, which knows the other ranks; it is stopped.
         leaves: whether the other ranks continue without this one, when they see that its process has ended.
@@ -178,7 +177,7 @@ def _tell(
     *,
     print_traceback: bool,
 ) -> None:
-    """Collects what the others say of themselves, completes the report and prints."""
+    """Collects the messages of other ranks that failed as well, completes the report and prints."""
     me, culprit, world_size = first["by"], first["rank"], job.num_ranks
     others = [rank for rank in range(world_size) if rank not in (me, culprit)]
     said = _collected(job, [rank for rank in range(world_size) if rank != me])
@@ -207,7 +206,7 @@ def _tell(
 
 
 def _collected(job: JobStore, ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """Collects what those of `ranks` say that fail as well, within a moment."""
+    """Returns the messages and tracebacks of those of `ranks` that failed as well, within a moment."""
     keys = {f"{FIRST_FAILURE}/{rank}": rank for rank in ranks}
     try:
         _await(job, _NUMBER, len(ranks), _COLLECT_S)
@@ -231,7 +230,7 @@ def _stop_because_of(
     finish: Callable[[], Any],
     is_asked: bool,
 ) -> None:
-    """Hands over this rank's traceback, and waits until the rank that failed first has said all."""
+    """Publishes this rank's traceback, and waits until the rank that failed first has printed everything."""
     own_failure = {"message": _message(exception), "traceback": _traceback(exception), "collectives": recorded()}
     has_told = job is None
     with contextlib.suppress(RuntimeError):  # the store's host is gone
@@ -252,7 +251,7 @@ def _stop_because_of(
 
 
 def _has_told(job: JobStore) -> bool:
-    """Whether the rank that failed first says what happened, as one may expect of it soon."""
+    """Waits until the rank that failed first has printed what happened; returns whether it has, in time."""
     deadline = time.monotonic() + _TELLING_S
     while job.read(_TOLD, {"by": int}) is None:
         if time.monotonic() > deadline:
@@ -314,7 +313,7 @@ def _gone(watchdog: Any) -> list[int]:
 
 
 def _cause(job: JobStore, watchdog: Any, rank: int) -> dict[str, Any] | None:
-    """Who is to blame for a broken connection, if that turns out in time."""
+    """Returns the failure that has broken a connection, if it is known in time."""
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline and job.first_failure() is None:
         gone = _gone(watchdog)
@@ -348,15 +347,15 @@ def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> "
 
 
 class Report:
-    """The JSON that says how a run ended; made and written without any collective.
+    """The JSON report of a run that failed; it is made and written without a collective.
 
     Args:
         folder: local path or fsspec URL, created if need be.
         failure: the record of the first failure: rank, kind, message and by whom.
         ranks: what is known of each rank.
-        resume_from: the newest checkpoint.
-        details: of the exception.
-        run_id: as the manifests of the run's checkpoints have it.
+        resume_from: path of the newest checkpoint; None if there is none.
+        details: type, message and traceback of the exception.
+        run_id: the one in the manifests of the run's checkpoints.
     """
 
     def __init__(
@@ -395,7 +394,7 @@ class Report:
         """Those of `collectives` in which operations, sizes or types differ."""
 
     def add(self, said: dict[int, dict[str, Any]]) -> None:
-        """Writes it once more, with what other ranks that failed as well have said."""
+        """Writes it once more, with the messages and tracebacks of other ranks that failed as well."""
         ranks: dict[str, Any] = self._content["ranks"]
         for rank, failure in said.items():
             ranks[str(rank)] = {**ranks.get(str(rank), {}), **failure}
@@ -406,7 +405,7 @@ class Report:
 
     @property
     def collectives(self) -> list[str]:
-        """The collectives that the ranks do not agree on, in sentences."""
+        """Sentences about the collectives in which the ranks differ."""
         return list(self._content["collectives"])
 
     def write(self) -> str:

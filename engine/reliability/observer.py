@@ -27,8 +27,9 @@ def note_own_end() -> None:
 def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
     """Delays Lightning's observer, so that this process can find out what happened and end by itself.
 
-    Children that the run can go on without are observed no more.
+    Children that the run can continue without are observed no more.
     """
+    _ends_by_itself.clear()  # an earlier run may have failed, and its exception been caught
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
             kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too
