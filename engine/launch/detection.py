@@ -6,7 +6,8 @@ one folder would all end with exit code 0. Lightning knows torchrun, SLURM and L
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from lightning.fabric.plugins.environments import (
@@ -20,10 +21,10 @@ from ..flags import check_count
 
 __all__ = [
     "LaunchedEnvironment",
-    "complete_rank_variables",
     "environment_of_launcher",
     "launched_sizes",
     "launcher_name",
+    "rank_variables",
     "resolve_sizes",
 ]
 
@@ -86,12 +87,13 @@ def launched_sizes() -> tuple[int, int] | None:
     return int(os.environ[names.size]), int(os.environ.get(names.local_size, "1" if is_one_per_node else "0"))
 
 
-def complete_rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> None:
-    """Sets RANK and LOCAL_WORLD_SIZE in a rank that Lightning's launcher of scripts has started.
+@contextmanager
+def rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> Iterator[None]:
+    """Adds RANK and LOCAL_WORLD_SIZE to the environment of a rank that Lightning's launcher of scripts has started.
 
-    That launcher sets WORLD_SIZE and LOCAL_RANK only, in rank 0 as well, and leaves them there; libraries that read
-    torchrun's four variables would take every rank for rank 0. These two stay as well, for what the script does after
-    the run. Other processes keep their environment.
+    That launcher sets WORLD_SIZE and LOCAL_RANK only, in rank 0 as well; libraries that read torchrun's four variables
+    would take every rank for rank 0. Both are removed as the run ends, as Lightning removes WORLD_SIZE: the script may
+    continue in one process. Other processes keep their environment.
 
     Args:
         rank: of this process.
@@ -100,9 +102,15 @@ def complete_rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> 
     """
     local_rank = str(rank % num_local_ranks)
     is_lightnings = (os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_RANK")) == (str(num_ranks), local_rank)
-    if num_ranks > 1 and is_lightnings and "RANK" not in os.environ:
-        os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(num_local_ranks)
-        os.environ[_COMPLETED] = f"{rank}/{num_ranks}"
+    added = {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_local_ranks), _COMPLETED: f"{rank}/{num_ranks}"}
+    if num_ranks == 1 or not is_lightnings or ("RANK" in os.environ and not _is_completed()):
+        added = {}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> tuple[Any, int]:
@@ -226,7 +234,7 @@ def _found(launchers: dict[str, _Names]) -> str | None:
 
 
 def _is_completed() -> bool:
-    """Whether RANK is of `complete_rank_variables`, here or in the process that has started this one."""
+    """Whether RANK is of `rank_variables`, here or in the process that has started this one."""
     return os.environ.get(_COMPLETED) == f"{os.environ.get('RANK')}/{os.environ.get('WORLD_SIZE')}"
 
 

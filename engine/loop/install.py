@@ -26,7 +26,7 @@ from ..data.loader_classes import restoring_loader_classes
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
 from ..environment import keeping_interface
 from ..flags import check_count
-from ..launch.detection import complete_rank_variables
+from ..launch.detection import rank_variables
 from ..loggers.run_names import check_run_name, logging_run_parameters, use_run_logger
 from ..reliability.failure import report_failure
 from ..reliability.heartbeat import Heartbeat
@@ -148,8 +148,8 @@ class TrainerBase(Trainer):
         watchdog.start()
         try:
             ranks = self.global_rank, self.world_size, self.num_devices
-            complete_rank_variables(*ranks)
-            with going_on() if checkpoints.logs.goes_on else nullcontext(), naming_foreign_ranks(*ranks):
+            continues_logs = going_on() if checkpoints.logs.goes_on else nullcontext()
+            with continues_logs, rank_variables(*ranks), naming_foreign_ranks(*ranks):
                 results = super()._run(*args, **kwargs)
             checkpoints.saver.finish()
             watchdog.stop()

@@ -7,9 +7,9 @@ from lightning.fabric.plugins.environments import KubeflowEnvironment
 
 from polyphase.engine.launch.detection import (
     LaunchedEnvironment,
-    complete_rank_variables,
     launched_sizes,
     launcher_name,
+    rank_variables,
     resolve_sizes,
 )
 
@@ -142,21 +142,28 @@ class TestContradictions:
             Engine(**QUIET)
 
 
-def test_a_rank_that_lightning_starts_gets_all_four_variables_of_torchrun(set_variables):
+def test_a_rank_that_lightning_starts_has_all_four_variables_of_torchrun_while_it_runs(set_variables):
     set_variables({"WORLD_SIZE": 4, "LOCAL_RANK": 1})
-    complete_rank_variables(3, 4, 2)
-    assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [4, 3, 1, 2]
-    assert launcher_name() is None  # also for an engine of its own, and in processes that it starts
-    assert resolve_sizes(1, 1) == (1, 1)
-    complete_rank_variables(3, 4, 2)  # in a second run of the process
-    assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [4, 3, 1, 2]
+    before = dict(os.environ)
+    with rank_variables(3, 4, 2):
+        assert [int(os.environ[name]) for name in NAMES["RANK and WORLD_SIZE"]] == [4, 3, 1, 2]
+        assert launcher_name() is None  # also for an engine of its own, and in processes that it starts
+        assert resolve_sizes(1, 1) == (1, 1)
+    assert dict(os.environ) == before
+
+
+def test_such_a_rank_may_go_on_in_one_process(set_variables):
+    set_variables({"WORLD_SIZE": 2, "LOCAL_RANK": 1})
+    with rank_variables(1, 2, 2):
+        del os.environ["WORLD_SIZE"]  # as Lightning does at the end of a run
+    Engine(**QUIET)
 
 
 def test_launchers_within_such_a_rank_are_seen(set_variables):
     set_variables({"WORLD_SIZE": 2, "LOCAL_RANK": 1})
-    complete_rank_variables(1, 2, 2)
-    set_variables({"WORLD_SIZE": 3, "RANK": 2, "LOCAL_WORLD_SIZE": 3})
-    assert launcher_name() == "RANK and WORLD_SIZE"
+    with rank_variables(1, 2, 2):
+        set_variables({"WORLD_SIZE": 3, "RANK": 2, "LOCAL_WORLD_SIZE": 3})
+        assert launcher_name() == "RANK and WORLD_SIZE"
 
 
 @pytest.mark.parametrize(
@@ -167,5 +174,6 @@ def test_launchers_within_such_a_rank_are_seen(set_variables):
 def test_variables_that_are_not_lightnings_stay_as_they_are(set_variables, variables):
     set_variables(variables)
     before = dict(os.environ)
-    complete_rank_variables(1, 2, 2)
+    with rank_variables(1, 2, 2):
+        assert dict(os.environ) == before
     assert dict(os.environ) == before
