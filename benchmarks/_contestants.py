@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.callbacks import ProgressBar
 from polyphase.engine import Engine
 
-__all__ = ["CASES", "MLP", "QUIET", "WARMUP", "Case", "Clock", "Contestant", "by_trainer", "contestants", "settle"]
-__all__ += ["make_loader", "num_batches", "trainers"]
+__all__ = ["CASES", "MLP", "QUIET", "WARMUP", "Case", "Clock", "Contestant", "StepClock", "by_trainer", "contestants"]
+__all__ += ["make_loader", "num_batches", "settle", "trainers"]
 
 WARMUP = 100
 """Steps before the clock starts."""
@@ -90,6 +91,24 @@ class Clock:
         if self.wait is not None:
             self.wait()
         return time.perf_counter()
+
+
+class StepClock(Clock):
+    """Notes when each step begins, too."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self._starts: list[float] = []
+
+    def tick(self) -> None:
+        super().tick()
+        self._starts.append(self._now())
+
+    @property
+    def times_us(self) -> list[float]:
+        """The time of each step that is timed, in microseconds."""
+        starts = self._starts[WARMUP - 1 : WARMUP + self.steps]
+        return [(b - a) * 1e6 for a, b in pairwise(starts)]
 
 
 Contestant = Callable[[Case, int], float | None]

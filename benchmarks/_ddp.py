@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import torch.distributed as dist
-from _contestants import MLP, QUIET, WARMUP, Case, Clock, make_loader, settle, trainers
+from _contestants import MLP, QUIET, Case, StepClock, make_loader, settle, trainers
 from lightning.pytorch import Trainer
 from report import Table
 from torch.nn.parallel import DistributedDataParallel
@@ -30,23 +29,6 @@ from torch.utils.data import DistributedSampler
 __all__ = ["ddp"]
 
 CASE = Case(key="ddp", name="one logged value", num_logged=1)
-
-
-class StepClock(Clock):
-    """Notes when each step begins."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(steps)
-        self._starts: list[float] = []
-
-    def tick(self) -> None:
-        super().tick()
-        self._starts.append(self._now())
-
-    def times(self) -> tuple[float, float]:
-        """The mean and the median of the steps that count, in microseconds."""
-        starts = self._starts[WARMUP - 1 : WARMUP + self.steps]
-        return self.us_per_step, statistics.median(b - a for a, b in pairwise(starts)) * 1e6
 
 
 def by_hand(steps: int) -> tuple[float, float]:
@@ -63,13 +45,13 @@ def by_hand(steps: int) -> tuple[float, float]:
         loss.backward()
         optimizer.step()
         logged.append(loss.detach())
-    return clock.times()
+    return clock.us_per_step, statistics.median(clock.times_us)
 
 
 def by(make: type[Trainer], steps: int) -> tuple[float, float]:
     clock = StepClock(steps)
     make(accelerator="cpu", devices=2, strategy="ddp", **QUIET).fit(MLP(CASE, clock), make_loader(steps, None, 2))
-    return clock.times()
+    return clock.us_per_step, statistics.median(clock.times_us)
 
 
 def rank(rounds: int, steps: int, output: Path) -> None:

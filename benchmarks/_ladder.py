@@ -11,11 +11,10 @@ the rounds.
 import gc
 import random
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
-from _contestants import MLP, QUIET, WARMUP, Case, Clock, by_trainer, make_loader, trainers
+from _contestants import MLP, QUIET, WARMUP, Case, Clock, StepClock, by_trainer, make_loader, trainers
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from report import Table
 from torch import Tensor
@@ -39,22 +38,9 @@ RUNGS = (
 )
 
 
-class _StepClock(Clock):
-    """Notes when each step begins."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(steps)
-        self._starts: list[float] = []
-
-    def tick(self) -> None:
-        super().tick()
-        self._starts.append(self._now())
-
-    @property
-    def low_us(self) -> float:
-        """The tenth percentile of the timed steps, in microseconds."""
-        starts = self._starts[WARMUP - 1 : WARMUP + self.steps]
-        return sorted((b - a) * 1e6 for a, b in pairwise(starts))[self.steps // 10]
+def _low_us(clock: StepClock) -> float:
+    """The tenth percentile of the timed steps, in microseconds."""
+    return sorted(clock.times_us)[clock.steps // 10]
 
 
 def _by_rung(rung: int, steps: int) -> float:
@@ -66,7 +52,7 @@ def _by_rung(rung: int, steps: int) -> float:
     hooks, heartbeat, watch = Hooks(engine), engine.heartbeat, epochs.automatic_optimization.watch
     signals, batches, optimization = engine._signal_connector, epochs.batch_progress, epochs.automatic_optimization
     steps_done, zeroed = optimization.optim_progress.optimizer.step, optimization.optim_progress.optimizer.zero_grad
-    clock = module.clock = _StepClock(steps)
+    clock = module.clock = StepClock(steps)
     result: list[ClosureResult] = []
 
     def plain(batch: list[Tensor], i: int) -> Tensor:
@@ -130,14 +116,14 @@ def _by_rung(rung: int, steps: int) -> float:
         if rung >= 8:
             signals.poll(i)
             assert not signals.received_sigterm
-    return clock.low_us
+    return _low_us(clock)
 
 
 def _by(name: str) -> Callable[[int], float]:
     def run(steps: int) -> float:
-        clock = _StepClock(steps)
+        clock = StepClock(steps)
         by_trainer(trainers()[name], MLP(CASE, clock), make_loader(steps), CASE, accelerator="cpu")
-        return clock.low_us
+        return _low_us(clock)
 
     return run
 
