@@ -53,11 +53,11 @@ from .rendezvous import current_job
 from .tracebacks import shown
 from .uncaught import Failure, on_uncaught
 
-__all__ = ["SEEN", "Report", "print_rank", "report_failure"]
+__all__ = ["DONE", "Report", "print_rank", "report_failure"]
 
-SEEN = f"{FIRST_FAILURE}/seen"
-"""Counter of the ranks that have seen the failure, if it is an exception. It only says for how long to wait: a writer
-that is no rank makes a rank wait for less, or until it has waited long enough."""
+DONE = f"{FIRST_FAILURE}/done"
+"""Counter of the ranks that know of the failure, an exception, and make no further call of the store. It only says for
+how long to wait: a writer that is no rank makes a rank wait for less, or until it has waited long enough."""
 
 _GRACE_S = 2.0
 """The time that a rank that stops because of another waits, so that the launcher sees the other's exit first."""
@@ -66,11 +66,11 @@ _TELLING_S = 10.0
 _COLLECT_S = 1.0
 """The time that the first rank that failed waits for the others' tracebacks."""
 _HOST_S = 3.0
-"""The time that it waits for the others to have seen its failure, where its process may have the store."""
+"""The time that it waits for the others to be done with the store, where its process may have it."""
 _POLL_S = 0.05
 _TOLD = f"{FIRST_FAILURE}/told"
-_NUMBER, _HEARD = f"{FIRST_FAILURE}/number", f"{FIRST_FAILURE}/heard"
-"""Counters of the ranks that have published their tracebacks, and of those that know that all is printed."""
+_NUMBER = f"{FIRST_FAILURE}/number"
+"""Counter of the ranks that have published their tracebacks."""
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
 """Matches the messages of errors that the end of another rank causes."""
 
@@ -146,14 +146,10 @@ def _follow(
     job: Any, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any], watchdog: Any
 ) -> None:
     """Stops this rank because another one has failed first."""
-    # A rank that has ended has told all it had to, and may have had the store.
+    # A rank that has ended has told all it had to, and may have had the store; so may one that waits for us no more.
     peers = None if watchdog is None else watchdog.peers
-    has_ended = peers is not None and peers.has_ended(first["by"])
-    if has_ended:
+    if (peers is not None and peers.has_ended(first["by"])) or (watchdog is not None and watchdog.is_done_with_store):
         job = None
-    elif watchdog is None or watchdog.first_failure is None:  # else the watchdog has counted
-        with contextlib.suppress(RuntimeError):  # the store's host is gone
-            job.count(SEEN, 1)
     is_asked = watchdog is not None and watchdog.was_asked_to_end
     _stop_because_of(job, rank, first, exception, finish, is_asked)
 
@@ -201,8 +197,7 @@ def _tell(
     with contextlib.suppress(RuntimeError):  # the store's host is gone
         job.write(_TOLD, {"by": me})
         if me == 0:
-            _await(job, _HEARD, len(said), _COLLECT_S)
-            _await(job, SEEN, world_size - 1, _HOST_S)  # later failures are known as consequences without the store
+            _await(job, DONE, world_size - 1, _HOST_S)
 
 
 def _collected(job: JobStore, ranks: list[int]) -> dict[int, dict[str, Any]]:
@@ -257,7 +252,7 @@ def _has_told(job: JobStore) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
-    job.count(_HEARD, 1)
+    job.count(DONE, 1)
     return True
 
 

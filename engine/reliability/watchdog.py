@@ -28,7 +28,7 @@ from ..distributed.job_store import FIRST_FAILURE
 from ..distributed.store_calls import PATIENCE_S, StoreLostError, end_threads
 from ..launch.detection import launcher_name
 from ..strategies import adapt
-from .failure import SEEN, print_rank
+from .failure import DONE, print_rank
 from .hard_exit import hard_exit, started_ranks
 from .heartbeat import Heartbeat, describe
 from .lost_hosts import DIED, HOST_LOST, because, lost_ranks, store_lost
@@ -112,6 +112,8 @@ class Watchdog:
         self._has_warned = self._is_ending = self._has_failed = False
         self.first_failure: dict[str, Any] | None = None
         """The recorded exception of another rank, once this rank has read it; None before."""
+        self.is_done_with_store = False
+        """Whether the failed rank, whose process may have the store, was told that this one makes no call of it."""
         self._wakeup = Wakeup()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="polyphase-watchdog", daemon=True)
@@ -242,7 +244,12 @@ class Watchdog:
             self.peers = RankRegistry(self._run, job)
             self.peers.job.line.patience_s = self._silence_s
             self.peers.job.line.gives_up = self._gives_up
-        if self.first_failure is not None:  # the failed rank may have hosted the store
+        if self.first_failure is not None:
+            # From the check after the one that has read it: an exception of this rank's own is published until then.
+            if not self.is_done_with_store:
+                self.is_done_with_store = True
+                with suppress(RuntimeError):  # the store's process has ended
+                    self.peers.job.count(DONE, 1)
             self._await_own_exception(self.first_failure)
             return
         self.peers.beat(report)
@@ -340,7 +347,6 @@ class Watchdog:
                 self._verdict.publish_stack(peers)
             elif first["rank"] != self.heartbeat.rank:
                 self.first_failure = first
-                peers.job.count(SEEN, 1)
                 return True
         verdict = peers.read("verdict", [first["by"]]).get(first["by"])
         if verdict is not None:

@@ -98,6 +98,45 @@ def test_the_failed_rank_is_named_and_the_run_ends(strategy, rank, script, tmp_p
     assert "lightning/pytorch/loops/fit_loop.py" in report["exception"]["traceback"]
 
 
+# Rank 0 has the store. Its process lives on for a while after its failure, as at any end that takes long.
+LATE = """
+import atexit
+import sys
+import time
+from polyphase.engine.distributed.store_calls import StoreLine
+from tests.engine.tiny import Regression, engine, rows
+
+class Late(Regression):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0:
+            atexit.register(time.sleep, 4)
+            raise ValueError("this rank has had enough")
+        time.sleep(3.5)
+        raise ValueError("this rank has had enough too late")
+    def setup(self, stage):
+        ask = StoreLine.ask
+        def told(line, method, *arguments):
+            if self.global_rank == 1:
+                print("asks", method, *(each for each in arguments if isinstance(each, str)), flush=True)
+            return ask(line, method, *arguments)
+        StoreLine.ask = told
+
+if __name__ == "__main__":
+    engine(strategy="ddp", devices=2).fit(Late(), rows())
+"""
+
+
+def test_a_rank_that_has_let_the_failed_one_end_makes_no_further_call_of_its_store(tmp_path, monkeypatch):
+    """The store may be gone at any moment then, and torch prints each call that fails with its C++ stack."""
+    path = tmp_path / "late.py"
+    path.write_text(LATE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    finished = run_command([sys.executable, path], timeout_s=60)
+    calls = [line for line in finished.output.splitlines() if line.startswith("asks ")]
+    assert calls[-1].endswith("first_failure/done"), finished.output
+    assert sum(call.endswith("first_failure/done") for call in calls) == 1
+
+
 def the_report() -> dict[str, Any]:
     """The one and only, and where it is."""
     (path,) = Path("failures").iterdir()
