@@ -189,9 +189,11 @@ def test_a_save_after_the_run_says_what_ended_workers_may_have_drawn(draws, tmp_
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
+@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("limit", [2, 1.0])
-def test_workers_of_torchdatas_loader_end_with_the_run(limit):
-    loader = StatefulDataLoader(Augmented(), 2, num_workers=1)
+def test_workers_of_torchdatas_loader_end_with_the_run(limit, persistent):
+    loader = StatefulDataLoader(Augmented(), 2, num_workers=1, persistent_workers=persistent)
     before = set(multiprocessing.active_children())  # of loaders of earlier tests, which nothing has collected yet
-    engine(max_epochs=1, limit_train_batches=limit).fit(Trains(), loader)
-    assert set(multiprocessing.active_children()) <= before
+    for _ in range(2):
+        engine(max_epochs=1, limit_train_batches=limit).fit(Trains(), loader)
+        assert set(multiprocessing.active_children()) <= before
