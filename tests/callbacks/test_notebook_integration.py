@@ -13,7 +13,9 @@ JOB = Path(__file__).parent / "notebook_job.py"
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp_notebook", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"), [pytest.param("single", 1, marks=pytest.mark.nightly), ("ddp_notebook", 2)]
+)
 def test_a_cell_has_one_bar(strategy, num_ranks):
     finished = run_command([sys.executable, JOB, strategy, str(num_ranks)], timeout_s=200)
     assert finished.returncode == 0, finished.output

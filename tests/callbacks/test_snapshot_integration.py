@@ -81,7 +81,12 @@ def undisturbed(strategy: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "when", "victim"), [("ddp", "train", "1"), ("ddp", "validate", "0"), ("fsdp", "validate", "1")]
+    ("strategy", "when", "victim"),
+    [
+        ("ddp", "train", "1"),
+        pytest.param("ddp", "validate", "0", marks=pytest.mark.nightly),
+        ("fsdp", "validate", "1"),
+    ],
 )
 def test_sigterm_leaves_one_snapshot_of_all_and_the_command_goes_on(strategy, when, victim, tmp_path):
     expected = undisturbed(strategy)

@@ -97,7 +97,12 @@ def check_marks(shown: Shown, entries: tuple[str, ...] = ENTRIES) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("strategy", "columns", "later"),
-    [("single", 80, 120), ("ddp", 120, 80), ("ddp_fork", 80, 120), ("fsdp", 80, 80), ("torchrun", 120, 120)],
+    [
+        ("single", 80, 120),
+        ("ddp", 120, 80),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in [("ddp_fork", 80, 120), ("fsdp", 80, 80)]),
+        pytest.param("torchrun", 120, 120, marks=pytest.mark.nightly),
+    ],
 )
 def test_one_bar_at_the_bottom_and_whole_lines(tmp_path, strategy, columns, later):
     """Whatever the launcher, and where the window's size changes in mid-training."""

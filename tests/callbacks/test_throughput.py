@@ -198,6 +198,7 @@ def test_two_ranks_are_counted_together_by_one_all_reduce(tmp_path):
     assert ranks[1]["rows"] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_batch_that_ranks_share_counts_once(tmp_path):
     ranks = fit_on_two_ranks(tmp_path, SharedBatches(start_method="spawn"))

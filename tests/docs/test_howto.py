@@ -201,7 +201,9 @@ def test_accumulation_schedule(monkeypatch, capfd, strategy, devices):
     assert f"{num_steps} steps" in capfd.readouterr().out
 
 
-@ways
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), pytest.param("ddp_fork", 2, marks=pytest.mark.nightly)]
+)
 def test_memory(monkeypatch, strategy, devices):
     page, weights = Page("memory"), []
     for kind in ("full", "none"):

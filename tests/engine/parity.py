@@ -19,6 +19,8 @@ from polyphase.models import ByteGPT, Digits, DigitsClassifier, PythonSource
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 STEPS = 20
+FEW_STEPS = 6
+"""Where what differs shows in the first steps."""
 MICRO_BATCH = 8
 """Samples per micro-batch over all ranks: divisible by 1, 2 and 4 of them."""
 
@@ -166,8 +168,8 @@ def build(name: str) -> LightningModule:
     return ALL_SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
 
 
-def loader(name: str, accumulate: int, world_size: int = 1) -> DataLoader:
-    data = ALL_SUBJECTS[name].data(STEPS * accumulate * MICRO_BATCH)
+def loader(name: str, accumulate: int, world_size: int = 1, num_steps: int = STEPS) -> DataLoader:
+    data = ALL_SUBJECTS[name].data(num_steps * accumulate * MICRO_BATCH)
     return DataLoader(data, batch_size=MICRO_BATCH // world_size)
 
 
@@ -179,14 +181,14 @@ def plain_loop(
     in_bf16: tuple[int, int] | None = None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> dict[str, Tensor]:
-    """The weights after `STEPS` optimizer steps.
+    """The weights after an epoch.
 
     With `in_bf16`, numbers of ranks and of replicas, the sum over the replicas' gradients is one of bfloat16.
     """
     module.train()
     optimizer = make_optimizer(module)
     micro_batches: Iterator[Any] = iter(batches)
-    for _ in range(STEPS):
+    for _ in range(len(batches) // accumulate):
         optimizer.zero_grad()
         window = [next(micro_batches) for _ in range(accumulate)]
         if in_bf16 is None:
@@ -230,6 +232,7 @@ def differences(
     in_bf16: tuple[int, int] | None = None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     accelerator: str = "cpu",
+    num_steps: int = STEPS,
     **flags: object,
 ) -> float:
     """Trains a subject under a strategy; the largest difference of any weight from the plain loop's."""
@@ -249,9 +252,10 @@ def differences(
         **QUIET,
         **flags,
     )
-    engine.fit(module, loader(subject, accumulate, engine.data_size))
+    engine.fit(module, loader(subject, accumulate, engine.data_size, num_steps))
     # Last: a process that has run a backward where there is a device can't be forked.
-    expected = plain_loop(build(subject), loader(subject, accumulate), accumulate, clip, in_bf16, make_optimizer)
+    batches = loader(subject, accumulate, num_steps=num_steps)
+    expected = plain_loop(build(subject), batches, accumulate, clip, in_bf16, make_optimizer)
     return largest_difference(module.state_dict(), expected)
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine import Engine
 from polyphase.models import ByteGPT
 
-from .parity import MICRO_BATCH, QUIET, SUBJECTS, TOLERANCE, adamw, differences, largest_difference, sgd
+from .parity import FEW_STEPS, MICRO_BATCH, QUIET, SUBJECTS, TOLERANCE, adamw, differences, largest_difference, sgd
 
 STRATEGIES = {
     "single": 1,
@@ -41,13 +41,15 @@ def test_equals_a_plain_loop(flag, kind):
     subject = "gpt of four blocks, tied" if flag in PIPELINES else "gpt, tied"
     devices = (STRATEGIES | PIPELINES)[flag]
     accumulate = 1 if flag in SLOW else 3
-    assert differences(flag, devices, subject, accumulate, 0.05, activation_checkpointing=kind) <= TOLERANCE
+    flags = {"num_steps": FEW_STEPS, "activation_checkpointing": kind}
+    assert differences(flag, devices, subject, accumulate, 0.05, **flags) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_local_sgd_equals_a_plain_loop(kind):
     flag = "local_sgd_fork:sync_every=1"
-    difference = differences(flag, 2, "gpt, tied", 3, None, make_optimizer=sgd, activation_checkpointing=kind)
+    flags = {"num_steps": FEW_STEPS, "activation_checkpointing": kind}
+    difference = differences(flag, 2, "gpt, tied", 3, None, make_optimizer=sgd, **flags)
     assert difference <= TOLERANCE
 
 
@@ -93,7 +95,7 @@ def trained(flag: str, kind: str, precision: str) -> dict[str, torch.Tensor]:
         strategy=flag,
         accelerator="cpu",
         devices=2,
-        max_steps=8,
+        max_steps=3,
         accumulate_grad_batches=2,
         gradient_clip_val=0.05,
         precision=precision,
@@ -101,7 +103,7 @@ def trained(flag: str, kind: str, precision: str) -> dict[str, torch.Tensor]:
         check_first_steps=False,
         **QUIET,
     )
-    data = SUBJECTS["gpt, tied"].data(16 * MICRO_BATCH)
+    data = SUBJECTS["gpt, tied"].data(6 * MICRO_BATCH)
     engine.fit(module, DataLoader(data, batch_size=MICRO_BATCH // engine.data_size))
     return module.state_dict()
 

@@ -10,7 +10,9 @@ from tests.pairs import paired
 
 from .parity import (
     ALL_SUBJECTS,
+    FEW_STEPS,
     QUIET,
+    STEPS,
     SUBJECTS,
     TOLERANCE,
     build,
@@ -88,14 +90,15 @@ def table() -> Iterator[dict]:
 def test_equals_a_plain_loop(flag, subject, accumulate, clip, table):
     # By fork, which spares the imports; another test is the same by spawn, as Lightning's users have it.
     devices = (STRATEGIES | PIPELINES | SPLIT)[flag]
-    difference = differences(suffixed(flag, "fork"), devices, subject, accumulate, clip)
+    num_steps = STEPS if accumulate == 1 else FEW_STEPS
+    difference = differences(suffixed(flag, "fork"), devices, subject, accumulate, clip, num_steps=num_steps)
     table[flag][subject] = max(table[flag][subject], difference)
     assert difference <= TOLERANCE
 
 
 def test_equals_a_plain_loop_on_a_mesh_of_three_axes(table):
     flag, subject = suffixed(THREE_AXES, "fork"), "gpt, tied"
-    table[flag][subject] = differences(flag, 8, subject, 1, 0.05)
+    table[flag][subject] = differences(flag, 8, subject, 1, 0.05, num_steps=FEW_STEPS)
     assert table[flag][subject] <= TOLERANCE
 
 
@@ -166,7 +169,7 @@ def test_equals_a_plain_loop_by_spawn(flag, subject, table):
     ],
 )
 def test_options_change_the_cost_and_not_the_result(flag):
-    assert differences(flag, 2, "gpt, tied", 3, 0.05) <= TOLERANCE
+    assert differences(flag, 2, "gpt, tied", 3, 0.05, num_steps=FEW_STEPS) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -181,17 +184,17 @@ def test_options_change_the_cost_and_not_the_result(flag):
     ],
 )
 def test_units_beside_the_blocks(flag):
-    assert differences(flag, 2, "wide vocabulary", 3, 0.05) <= TOLERANCE
+    assert differences(flag, 2, "wide vocabulary", 3, 0.05, num_steps=FEW_STEPS) <= TOLERANCE
 
 
 def test_units_beside_the_blocks_of_replicas():
     flag = "hsdp_fork:replicate=2,extra_overlap=true"
-    assert differences(flag, 4, "wide vocabulary", 3, 0.05) <= TOLERANCE
+    assert differences(flag, 4, "wide vocabulary", 3, 0.05, num_steps=FEW_STEPS) <= TOLERANCE
 
 
 @pytest.mark.parametrize("flag", ["pp_fork", "pp_fork:schedule=zero-bubble"])
 def test_three_stages(flag):
-    assert differences(flag, 3, "gpt of four blocks, tied", 3, 0.05) <= TOLERANCE
+    assert differences(flag, 3, "gpt of four blocks, tied", 3, 0.05, num_steps=FEW_STEPS) <= TOLERANCE
 
 
 @pytest.mark.parametrize("flag", ["ddp_fork", "fsdp_fork"])

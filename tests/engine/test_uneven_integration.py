@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polyphase.engine import Engine
+from tests.pairs import paired
 
 from .parity import TOLERANCE, adamw, largest_difference, suffixed
 from .tiny import QUIET, Saves
@@ -114,12 +115,14 @@ def fit(module: Fits, flag: str, data: Any, ckpt_path: Path | None = None, **fla
     engine.fit(module, DataLoader(data, batch_size=BATCH), ckpt_path=ckpt_path)
 
 
-@pytest.mark.parametrize("cls", [Fits, Weighs])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("data", [Parts, Folders])
 @pytest.mark.parametrize(
-    ("flag", "policy"),
-    [("ddp", "pad"), ("ddp", "join"), ("ddp", "drop"), ("fsdp", "pad"), ("fsdp", "drop")],
+    ("flag", "policy", "data", "accumulate", "cls"),
+    paired(
+        [("ddp", "pad"), ("ddp", "join"), ("ddp", "drop"), ("fsdp", "pad"), ("fsdp", "drop")],
+        [Parts, Folders],
+        [1, 2],
+        [Fits, Weighs],
+    ),
 )
 def test_each_sample_counts_as_any_other(flag, policy, data, accumulate, cls, tmp_path):
     steps = steps_of(SIZES, accumulate, policy)

@@ -30,6 +30,7 @@ def polyphase(installed: Path, *words: str, cwd: Path):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_it_trains_by_its_flags_in_workers_too(installed, tmp_path):
     flags = ["--strategy", "loud_spawn:every=2", "--compression", "rounded:0.0001", "--devices", "2"]

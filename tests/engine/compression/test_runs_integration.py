@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
 from tests.distributed import run_ranks
-from tests.engine.parity import TOLERANCE, build, largest_difference, loader, plain_loop
+from tests.engine.parity import FEW_STEPS, TOLERANCE, build, largest_difference, loader, plain_loop
 from tests.engine.tiny import QUIET, as_rank
 from tests.pairs import alternating
 
@@ -258,22 +258,22 @@ def test_a_unit_without_all_its_gradients_under_hsdp():
     ("flag", "devices", "compression"),
     [
         ("ddp_fork", 2, "topk:1"),
-        ("ddp_fork:static_graph=true", 2, "topk:1"),
+        pytest.param("ddp_fork:static_graph=true", 2, "topk:1", marks=pytest.mark.nightly),
         ("ddp_fork:find_unused_parameters=true,bucket_cap_mb=0.005", 2, "powersgd:64,start=0,min_ratio=0.001"),
         ("ddp_fork:gradient_as_bucket_view=false,bucket_cap_mb=0.01", 2, "topk:1"),
         ("hsdp_fork:replicate=2", 4, "topk:1"),
-        ("hsdp_fork:replicate=2,no_sync=false", 4, "topk:1"),
-        ("hsdp_fork:replicate=4", 4, "powersgd:64,start=0,min_ratio=0.001"),
+        pytest.param("hsdp_fork:replicate=2,no_sync=false", 4, "topk:1", marks=pytest.mark.nightly),
+        pytest.param("hsdp_fork:replicate=4", 4, "powersgd:64,start=0,min_ratio=0.001", marks=pytest.mark.nightly),
     ],
 )
 def test_accumulation_clipping_and_options(flag, devices, compression):
-    expected = plain_loop(build("gpt, tied"), loader("gpt, tied", 3), 3, 0.05)
+    expected = plain_loop(build("gpt, tied"), loader("gpt, tied", 3, num_steps=FEW_STEPS), 3, 0.05)
     module = build("gpt, tied")
     engine = Engine(
         strategy=flag, devices=devices, max_epochs=1, accumulate_grad_batches=3, gradient_clip_val=0.05,
         compression=compression, **QUIET,
     )  # fmt: skip
-    engine.fit(module, loader("gpt, tied", 3, devices))
+    engine.fit(module, loader("gpt, tied", 3, devices, FEW_STEPS))
     # Factors of full rank are a matrix again up to the rounding of two products and of an orthogonalisation.
     assert largest_difference(module.state_dict(), expected) <= (TOLERANCE if compression == "topk:1" else 1e-4)
 

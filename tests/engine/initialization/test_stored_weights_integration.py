@@ -61,7 +61,10 @@ def test_equal_to_a_loop_that_has_read_everything(flag, devices, folder, expecte
     assert largest_difference(module.state_dict(), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("flag", ["single", "ddp_fork", "fsdp_fork", "tp_fork", "pp_fork"])
+NIGHTLY = (pytest.param(flag, marks=pytest.mark.nightly) for flag in ("ddp_fork", "tp_fork", "pp_fork"))
+
+
+@pytest.mark.parametrize("flag", ["single", "fsdp_fork", *NIGHTLY])
 def test_verify_reads_them_and_leaves_the_module_as_it_is(flag, folder, expected):
     torch.manual_seed(1)
     module = read_weights(folder, gpt).train()

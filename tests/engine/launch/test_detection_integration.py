@@ -50,6 +50,7 @@ def test_a_process_for_each_pod(script):
     assert run([f"{meeting} RANK={rank} {script}" for rank in (0, 1)]) == expected(num_nodes=2)
 
 
+@pytest.mark.nightly
 def test_mpirun(script):
     if shutil.which("mpirun"):
         commands = [f"mpirun --allow-run-as-root --oversubscribe -np 2 {script}"]
@@ -60,6 +61,7 @@ def test_mpirun(script):
     assert run(commands) == expected(num_nodes=1)
 
 
+@pytest.mark.nightly
 def test_two_machines_that_know_their_own_name_as_an_address_of_loopback(script, tmp_path):
     # As Debian's installer writes it: gloo took that address, and told it to the other machine.
     outputs = [tmp_path / f"output{rank}" for rank in (0, 1)]

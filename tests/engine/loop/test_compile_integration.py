@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.distributed import run_command
-from tests.pairs import alternating
 
 SCRIPT = """
 import json, sys
@@ -44,10 +43,10 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly  # a minute each; `make test` compiles under ddp beside compression, and in one process
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("strategy", "activation_checkpointing"), alternating(["ddp_spawn", "fsdp_spawn"], ["none", "full"])
-)
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "fsdp_spawn"])
 def test_one_process_compiles_and_all_compute_the_same(strategy, activation_checkpointing, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     script = tmp_path / "run.py"

@@ -18,7 +18,8 @@ from ..tiny import as_rank, engine
 
 PRIMES = (1, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 NUM_CLASSES = 3
-MATRIX = [*alternating(["ddp", "fsdp"], [1, 2, 3, 4]), ("hsdp:replicate=2", 4)]
+NIGHTLY = [pytest.param(strategy, 4, marks=pytest.mark.nightly) for strategy in ("ddp", "fsdp")]
+MATRIX = [*alternating(["ddp", "fsdp"], [1, 2, 3]), *NIGHTLY, ("hsdp:replicate=2", 4)]
 
 
 class Classifier(LightningModule):

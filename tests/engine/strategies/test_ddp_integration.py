@@ -121,9 +121,9 @@ def counted(strategy: str, tmp_path: Path, accumulate: int = 1, **flags: object)
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_casts_run_on_the_cpu_and_send_half(compression, tmp_path):
-    counts = counted("ddp_fork", tmp_path, compression=compression)
-    assert counts["calls"] >= 20
-    assert counts["bytes"] == 20 * 2 * counts["parameters"]
+    counts = counted("ddp_fork", tmp_path, compression=compression, max_steps=5)
+    assert counts["calls"] >= 5
+    assert counts["bytes"] == 5 * 2 * counts["parameters"]
 
 
 def test_powersgd_runs_on_the_cpu_and_sends_less(tmp_path):
@@ -133,8 +133,8 @@ def test_powersgd_runs_on_the_cpu_and_sends_less(tmp_path):
 
 
 def test_inner_micro_batches_send_nothing(tmp_path):
-    once, thrice = counted("ddp_fork", tmp_path, 1), counted("ddp_fork", tmp_path, 3)
-    assert thrice["all_reduce"] == once["all_reduce"] >= 20
+    once, thrice = (counted("ddp_fork", tmp_path, each, max_steps=4) for each in (1, 3))
+    assert thrice["all_reduce"] == once["all_reduce"] >= 4
 
 
 def test_compressed_runs_stay_near_the_plain_one():

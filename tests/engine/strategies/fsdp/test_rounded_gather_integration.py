@@ -120,7 +120,12 @@ def train(folder, kind, strategy, rounds, counts=False, **flags):
         (Reader, "fsdp_fork", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
         (Fused, "fsdp_fork:no_sync=false", {"accumulate_grad_batches": 2}),
         (Reader, "fsdp_fork:activation_checkpointing=true", {"precision": "16-mixed", "compression": "bf16"}),
-        (Reader, "fsdp_fork:reshard_after_forward=false", {"global_batch_size": 8, "micro_batch_size": 2}),
+        pytest.param(
+            Reader,
+            "fsdp_fork:reshard_after_forward=false",
+            {"global_batch_size": 8, "micro_batch_size": 2},
+            marks=pytest.mark.nightly,
+        ),
         (Penalised, "fsdp_fork", {}),
         (Reader, "hsdp_fork:replicate=2", {"devices": 4, "compression": "topk:0.5"}),
     ],

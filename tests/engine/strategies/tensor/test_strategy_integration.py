@@ -196,7 +196,13 @@ def with_adamw(**arguments: Any) -> Any:
         pytest.param(
             "tp_fork:tp=2,activation_checkpointing=true", 2, 1, with_adamw(fused=True), marks=pytest.mark.nightly
         ),
-        ("fsdp+tp_fork:tp=2,activation_checkpointing=true,reshard_after_forward=false", 4, 2, with_adamw(foreach=True)),
+        pytest.param(
+            "fsdp+tp_fork:tp=2,activation_checkpointing=true,reshard_after_forward=false",
+            4,
+            2,
+            with_adamw(foreach=True),
+            marks=pytest.mark.nightly,
+        ),
         ("fsdp+tp_fork:tp=2,loss_parallel=true,no_sync=false", 4, 2, with_adamw(fused=True)),
         ("tp_fork:sequence_parallel=true", 2, 1, with_adamw(foreach=True)),
         ("fsdp+tp_fork:tp=2,sequence_parallel=true,loss_parallel=true", 4, 2, adamw),
@@ -352,7 +358,9 @@ def test_meta_init_gives_the_weights_of_an_ordinary_one(flag, devices):
     assert largest_difference(load_checkpoint(path)["state_dict"], ordinary.state_dict()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("flag", "devices"), [("tp_fork", 2), ("fsdp+tp_fork:tp=2", 4)])
+@pytest.mark.parametrize(
+    ("flag", "devices"), [("tp_fork", 2), pytest.param("fsdp+tp_fork:tp=2", 4, marks=pytest.mark.nightly)]
+)
 def test_a_checkpoint_of_fused_projections_goes_on_elsewhere_and_back(flag, devices, tmp_path):
     def run(strategy: str, devices: int, data_size: int, epochs: int, **kwargs: Any) -> dict[str, Tensor]:
         module = build("gpt, tied")
