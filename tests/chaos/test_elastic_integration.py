@@ -52,6 +52,7 @@ def kill(node: subprocess.Popen) -> None:
     node.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_the_global_batch_and_each_sample_stay(tmp_path):
     undisturbed(tmp_path / "calm", "fsdp", *SIZES, dropout=0.0)
