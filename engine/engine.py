@@ -57,14 +57,14 @@ from .loop import (
     RecomputeBlocks,
     TrainerBase,
     check_callbacks,
-    check_graphs,
+    check_cuda_graphs,
     check_manual_optimization,
     claim_log_folders,
     compile_mode,
     defaults_from_environment,
     folders_written_to,
     install_loops,
-    says_how_it_ends,
+    reports_uncaught,
 )
 from .old_names import warn_of_old_name
 from .preflight import check_module
@@ -282,7 +282,7 @@ class Engine(TrainerBase):
         self._save_memory(config, compiles=mode is not None)
         summary, doctor = _default_run_summary(config, users), _default_doctor(config, users)
         install_loops(self, config, watch, default_bar, summary, doctor)
-        check_graphs(mode, self.layout)
+        check_cuda_graphs(mode, self.layout)
         self._check_batches(config)
 
     def _choose_parts(self, config: EngineConfig) -> int:
@@ -331,7 +331,7 @@ class Engine(TrainerBase):
         hook = self._parts.comm_hook
         return None if hook is None else hook.num_bytes
 
-    @says_how_it_ends
+    @reports_uncaught
     def fit(
         self,
         model: LightningModule,
