@@ -39,7 +39,7 @@ class Clock(Callback):
         self.began = time.perf_counter()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        spent = time.perf_counter() - self.began, trainer.fit_loop.epoch_loop.first_steps.num_seconds
+        spent = time.perf_counter() - self.began, trainer.fit_loop.epoch_loop.first_steps.duration_s
         torch.save(spent, f"{self.folder}/{trainer.global_rank}.pt")
 
 

@@ -203,18 +203,7 @@ class ProgressBar(StockBars, LightningProgressBar):
             name = _of_loaders(self.test_description, dataloader_idx, trainer.num_test_batches)
             self._begin(name, self.total_test_batches_current_dataloader)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Moves the bar; draws it if due."""
-        if self.is_enabled:
-            self._move(batch_idx + 1)
+    on_test_batch_end = on_validation_batch_end
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps the last row."""
@@ -229,23 +218,9 @@ class ProgressBar(StockBars, LightningProgressBar):
             name = _of_loaders(self.predict_description, dataloader_idx, trainer.num_predict_batches)
             self._begin(name, self.total_predict_batches_current_dataloader)
 
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Moves the bar; draws it if due."""
-        if self.is_enabled:
-            self._move(batch_idx + 1)
+    on_predict_batch_end = on_validation_batch_end
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the last row."""
-        self.reset_dataloader_idx_tracker()
-        self._finish()
+    on_predict_end = on_test_end
 
     def _epoch(self, trainer: Trainer) -> str:
         """Names the epoch, counted from 1, as `ConsoleLogger` does."""

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
@@ -46,25 +45,25 @@ from .comm_benchmark import NUM_STEPS, ReportWriter, WireReport
 from .compression import COMM_HOOKS, make_comm_hook
 from .config import EngineConfig
 from .data import check_batch_sizes, check_loader
+from .default_callbacks import default_doctor, default_run_summary, with_defaults
 from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .flags import Layout, check_count, choose
 from .initialization.stored_weights import read_stored
 from .launch.detection import environment_of_launcher, resolve_sizes
 from .loop import (
-    CompileSteps,
     NonFiniteWatch,
     OffloadActivations,
     RecomputeBlocks,
     TrainerBase,
     check_callbacks,
-    check_graphs,
+    check_cuda_graphs,
     check_manual_optimization,
     claim_log_folders,
     compile_mode,
     defaults_from_environment,
     folders_written_to,
     install_loops,
-    says_how_it_ends,
+    reports_uncaught,
 )
 from .old_names import warn_of_old_name
 from .preflight import check_module
@@ -266,7 +265,7 @@ class Engine(TrainerBase):
         self.config = config = EngineConfig.from_arguments(locals())
         watch, mode = NonFiniteWatch(config.nonfinite), compile_mode(config.compile)
         num_nodes = self._choose_parts(config)
-        users, default_bar = _callbacks(config, mode)
+        users, default_bar = with_defaults(_as_list(config.callbacks), config, mode)
         super().__init__(
             **config.arguments_of_trainer
             | {
@@ -280,9 +279,9 @@ class Engine(TrainerBase):
         )
         use_own_device(self, config.strategy)
         self._save_memory(config, compiles=mode is not None)
-        summary, doctor = _default_run_summary(config, users), _default_doctor(config, users)
+        summary, doctor = default_run_summary(config, users), default_doctor(config, users)
         install_loops(self, config, watch, default_bar, summary, doctor)
-        check_graphs(mode, self.layout)
+        check_cuda_graphs(mode, self.layout)
         self._check_batches(config)
 
     def _choose_parts(self, config: EngineConfig) -> int:
@@ -331,7 +330,7 @@ class Engine(TrainerBase):
         hook = self._parts.comm_hook
         return None if hook is None else hook.num_bytes
 
-    @says_how_it_ends
+    @reports_uncaught
     def fit(
         self,
         model: LightningModule,
@@ -517,55 +516,5 @@ def fit(module: LightningModule, data: LightningDataModule | DataLoader[Any], **
     return engine
 
 
-def _callbacks(config: EngineConfig, mode: str | None) -> tuple[list[Callback], Callback | None]:
-    """The user's callbacks with those that flags ask for, and the default progress bar where that is among them."""
-    callbacks = _as_list(config.callbacks)
-    default_bar: Callback | None = None
-    shows_progress = config.enable_progress_bar is not False and not config.barebones
-    if shows_progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-        callbacks.append(default_bar := _progress_bar())
-    if config.continues_runs and not any(hasattr(callback, "snapshot_folder") for callback in callbacks):
-        callbacks.append(_snapshot())
-    if mode is not None:
-        callbacks.insert(0, CompileSteps(mode))
-    return callbacks, default_bar
-
-
-def _default_run_summary(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
-    is_wanted = not config.is_silent if config.enable_run_summary is None else config.enable_run_summary
-    has_one = any(hasattr(callback, "on_run_end") for callback in callbacks)
-    return _run_summary() if is_wanted and not has_one else None
-
-
-def _default_doctor(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
-    has_one = any(hasattr(callback, "notes_folder") for callback in callbacks)
-    return _light_doctor() if config.enable_doctor and not has_one else None
-
-
 def _as_list(values: Any) -> list[Any]:
     return [] if values is None else list(values) if isinstance(values, Iterable) else [values]
-
-
-# Callbacks import the engine, never the other way round; these are the exception, and by name.
-def _progress_bar() -> Callback:
-    from polyphase.callbacks import default_progress_bar
-
-    return default_progress_bar()
-
-
-def _snapshot() -> Callback:
-    from polyphase.callbacks import default_snapshot
-
-    return default_snapshot()
-
-
-def _run_summary() -> Callback:
-    from polyphase.callbacks import RunSummary
-
-    return RunSummary()
-
-
-def _light_doctor() -> Callback:
-    from polyphase.callbacks import LightDoctor
-
-    return LightDoctor()

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -29,16 +28,16 @@ from torch import Tensor
 from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
-from .dcp_storage import Writer
+from .joint_calls import call_on_all, call_on_rank_0
 from .manifest import RANKS, REST, CheckpointError, Manifest, parse_manifest, read_manifest
 from .not_plain import not_plain
 from .opening import Wants, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
 from .sending import packed, unpacked
+from .shard_writing import write_shards, writes_shards
 from .single_file import wrong_in
 from .staging import Staging
 from .state_tree import merged, split, to_lightning
-from .strided_shards import SavePlanner
 from .whole import whole_checkpoint
 
 __all__ = ["AsyncCheckpointer", "load_checkpoint"]
@@ -124,7 +123,7 @@ class AsyncCheckpointer:
         for key in sorted(rest.keys() & spread):  # in one order on all ranks
             rest[key] = merged(group.all_gather_object(rest[key]))
         of_rank_tensors: dict[str, Tensor] = {}
-        if _writes_shards(group):
+        if writes_shards(group):
             of_rank_tensors, of_rank = split(of_rank, f"rank{group.rank}.")
             # These tensors are small, but may be views of a bucket of gradients, which would be written as a whole.
             of_rank = apply_to_collection(of_rank, Tensor, lambda small: small.detach().cpu().clone())
@@ -218,7 +217,7 @@ class AsyncCheckpointer:
         """
         self.finish()
         group = SELF if alone else self._ranks()
-        manifest = _on_rank_0(group, lambda: read_manifest(path))
+        manifest = call_on_rank_0(group, lambda: read_manifest(path))
         share = (group.rank, group.size)
         wrong = sorted(chain.from_iterable(group.all_gather_object(wrong_files(path, manifest, share))))
         if wrong:
@@ -269,7 +268,7 @@ class AsyncCheckpointer:
 
     def agree(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on rank 0 and returns its result on each rank; if it raises, all ranks raise that error."""
-        return _on_rank_0(self._ranks(), function)
+        return call_on_rank_0(self._ranks(), function)
 
     def _ranks(self) -> ObjectGroup:
         """Returns `ranks`, or a group of its own, whose collectives can't mix with those of training.
@@ -304,16 +303,16 @@ class AsyncCheckpointer:
 
     def _write(self, job: _Job, group: ObjectGroup) -> None:
         started = time.monotonic()
-        tensors = _on_all(group, job.tensors)
-        staging = _on_rank_0(group, lambda: begin(job.path))
+        tensors = call_on_all(group, job.tensors)
+        staging = call_on_rank_0(group, lambda: begin(job.path))
         files = Files(staging)
         try:
-            if _writes_shards(group):
-                _write_shards(tensors, files, group)
+            if writes_shards(group):
+                write_shards(tensors, files, group)
             else:
-                _on_rank_0(group, lambda: _write_shards(tensors, files, SELF))
+                call_on_rank_0(group, lambda: write_shards(tensors, files, SELF))
             of_ranks = group.gather_object((files.written, job.of_rank))
-            _on_rank_0(group, lambda: self._publish(job, files, of_ranks))
+            call_on_rank_0(group, lambda: self._publish(job, files, of_ranks))
         except BaseException:
             if group.rank == 0:
                 discard(staging)
@@ -362,59 +361,8 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
     return to_lightning(AsyncCheckpointer().load(os.fspath(path), weights_only=weights_only, alone=True))
 
 
-def _writes_shards(group: ObjectGroup) -> bool:
-    """Whether each rank writes its own shards; otherwise rank 0 has all tensors whole and writes them."""
-    return group.size == 1 or group.process_group is not None
-
-
-def _write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -> None:
-    writer, planner = Writer(files), SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    if group.process_group is None:  # as `dcp.save` does for one rank, without its warning
-        planner.set_up_planner(tensors, is_coordinator=True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        (plan,) = writer.prepare_global_plan(plans)
-        try:
-            writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
-        except OSError as error:
-            raise CheckpointError(f"rank 0 could not write: {error!r}") from error
-        return
-    try:
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group.process_group)
-    except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
-        reasons = [f"rank {rank} could not write: {error!r}" for rank, (error, _) in sorted(failed.failures.items())]
-        raise CheckpointError("; ".join(reasons)) from failed
-
-
 def _packed(value: Any) -> bytes:
     """Serialises the present value, which may change afterwards."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
-
-
-def _on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
-    """Calls `function` on each rank; if it raises on one rank, all ranks raise a CheckpointError."""
-    result, error = None, None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    for rank, message in enumerate(group.all_gather_object(None if error is None else repr(error))):
-        if message is not None:
-            raise CheckpointError(f"rank {rank} could not copy its tensors: {message}") from error
-    return result
-
-
-def _on_rank_0(group: ObjectGroup, function: Callable[[], Any]) -> Any:
-    """Calls `function` on rank 0 and returns its result on all ranks; if it raises, all ranks raise that error."""
-    result: Any = None
-    error: Exception | None = None
-    if group.rank == 0:
-        try:
-            result = function()
-        except Exception as raised:
-            error = raised
-    result, error = group.broadcast_object((result, error))
-    if error is not None:
-        raise error
-    return result

@@ -2,6 +2,7 @@
 
 from .batch_size_flags import check_batch_sizes, check_loader
 from .clone_loader import clone_loader
+from .data_set_epoch import epoch_of, epoch_setter, set_epoch
 from .drawing import draws_at_once, restore_sampler, state_of_seed
 from .epoch_position import EpochPosition, controlling_sampler, order_of
 from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
@@ -16,10 +17,7 @@ from .shards import ShardedLoader, ShardedStream, read_by_shards, remaining_shar
 from .stateful import (
     StateTrackingLoader,
     as_stateful,
-    epoch_of,
-    epoch_setter,
     is_stateful,
-    set_epoch,
     starts_iterator,
     track_states,
     tracks_own_position,

@@ -97,7 +97,7 @@ class BatchSizes:
             local = min(batches.batch_size, size - batch_idx * batches.batch_size)
             return Samples(local, local * num_ranks)
         if loader is not None and num_ranks == 1:
-            size = self._trainer._data_connector.places.size_of_batch(loader, batch_idx)
+            size = self._trainer._data_connector.data_position.size_of_batch(loader, batch_idx)
             if size is not None:
                 return Samples(size, size)
         return Samples(1, num_ranks)

@@ -1,7 +1,7 @@
-"""Takes back what Lightning patches while a hook makes a loader, where the hook raises.
+"""Removes Lightning's patches of loader classes if the hook that makes a loader raises.
 
 Lightning records the arguments of loaders and batch samplers by patched methods of their classes
-(`_replace_dunder_methods`), and takes the patches back only where nothing is raised. In a notebook, each later run
+(`_replace_dunder_methods`), and removes the patches only if nothing is raised. In a notebook, each later run
 would work with patched classes.
 """
 
@@ -18,7 +18,7 @@ _PATCHED = ("__init__", "__setattr__", "__delattr__")
 
 @contextmanager
 def restoring_loader_classes() -> Iterator[None]:
-    """Around a run: an exception leaves no patched class of loaders and batch samplers behind."""
+    """Context of a run: after an exception, no class of loaders or batch samplers stays patched."""
     try:
         yield
     except BaseException:

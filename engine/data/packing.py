@@ -16,7 +16,7 @@ from ..flags import check_count
 __all__ = ["IGNORED", "PackSequences", "block_diagonal_mask", "cu_seqlens"]
 
 IGNORED = -100
-"""Label of a token that nothing is to predict; `torch.nn.functional.cross_entropy` leaves it out by default."""
+"""The label of a token that is not predicted; `torch.nn.functional.cross_entropy` leaves it out by default."""
 
 
 class PackSequences:
@@ -68,7 +68,7 @@ class PackSequences:
         }
 
     def _read(self, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Tokens and labels of a sample, the first label masked."""
+        """Returns tokens and labels of a sample, with the first label masked."""
         if foreign := sorted(sample.keys() - {"input_ids", "labels", "attention_mask"}):
             raise ValueError(
                 f"a sample has {', '.join(foreign)}, which can't be packed: give samples of input_ids, labels and"

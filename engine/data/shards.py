@@ -192,7 +192,7 @@ class ShardedStream(DatasetProxy):
         self._start = None
 
     def _shard(self, index: int) -> Any:
-        """One shard; Hugging Face's by way of a block of them, since to take one of n takes time in n."""
+        """Returns one shard; Hugging Face's through a block of shards, since taking one of n takes O(n)."""
         size = self.count
         if not is_hugging_face_dataset(self.dataset):
             return self.dataset.shard(num_shards=size, index=index)
@@ -205,7 +205,7 @@ class ShardedStream(DatasetProxy):
         return dataset.shard(num_shards=len(block), index=index - block.start)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of this worker, and the generators: where it is, and where it began the present shard."""
+        """Returns the position of this worker, and the generators' states now and at the start of the current shard."""
         state = self._state if self._part is None else [self._part.state_dict()]
         place = {"at": self._at, "count": self._count, "state": state, "start": self._start, "now": None}
         if self._first is None or is_same_state(now := self._own.state_here(), self._first):
@@ -213,32 +213,32 @@ class ShardedStream(DatasetProxy):
         return {**place, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next iterator go on at a place."""
+        """Makes the next iterator continue at a position."""
         self._loaded = state
 
     def deal(self, left: list[Shard], num_workers: int) -> list[list[Shard]]:
-        """This rank's share of the shards that are left of an epoch, by worker."""
+        """Returns this rank's part of the unfinished shards of an epoch, by worker."""
         share = left[_block(len(left), self.num_ranks, self.rank)]
         return [share[number :: max(1, num_workers)] for number in range(max(1, num_workers))]
 
 
 class ShardedLoader(StateTrackingLoader):
-    """A loader of `ShardedStream` that remembers its places."""
+    """A loader of `ShardedStream` that keeps the positions of its workers."""
 
     dataset: ShardedStream
     applies_again, keeps_draws = False, True
 
     @property
     def has_cross_epoch_state(self) -> bool:
-        """Whether an epoch may depend on those before: not these, whose parts are made anew."""
+        """False: an epoch does not depend on earlier ones, since each one makes its shards again."""
         return False
 
     def shards_state(self) -> dict[str, Any]:
-        """The part of a checkpoint beside the places: the number of shards, and how the present epoch was dealt."""
+        """Returns the state beside the positions: the number of shards, and how this epoch's shards were dealt."""
         return {"num_shards": self.dataset.count, "dealt": self.dataset.dealt}
 
     def go_on_with(self, epoch: int, batches: int, left: list[Shard]) -> None:
-        """The next iterator reads this rank's share of the unfinished shards, after `batches` batches of the epoch."""
+        """Makes the next iterator read this rank's part of the unfinished shards, after `batches` batches."""
         self.dataset.deal_next(self.dataset.deal(left, self.num_workers))
         self.begin(epoch, batches)
 

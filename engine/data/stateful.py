@@ -11,20 +11,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..checkpoint.rng import get_random_state, set_random_state
 from .clone_loader import clone_loader
-from .drawing import is_same_state
+from .data_set_epoch import epoch_of
 from .own_generators import OwnGenerators, set_state_here
+from .pass_draws import PassDraws
+from .reapplied_state import ReappliedState
 from .stream_loader import StreamLoader, can_be_read, is_stateful
 from .torchdatas import is_torchdata_loader
 
 __all__ = [
     "StateTrackingLoader",
     "as_stateful",
-    "epoch_of",
-    "epoch_setter",
     "has_position_state",
     "is_hugging_face_dataset",
     "is_stateful",
-    "set_epoch",
     "starts_iterator",
     "track_states",
     "tracks_own_position",
@@ -54,33 +53,6 @@ def starts_iterator(loader: Any) -> bool:
 def is_hugging_face_dataset(dataset: Any) -> bool:
     """Whether a data set is an `IterableDataset` of Hugging Face's."""
     return "_ex_iterable" in getattr(dataset, "__dict__", ())  # Hugging Face: what it reads from
-
-
-def epoch_of(dataset: Any) -> int | None:
-    """Returns the attribute `epoch` of a data set; None without one."""
-    epoch = getattr(dataset, "epoch", None)
-    return epoch if isinstance(epoch, int) else None
-
-
-def epoch_setter(dataset: Any) -> str:
-    """Names, for a message, how the epoch of a data set is set."""
-    return "set_epoch" if callable(getattr(dataset, "set_epoch", None)) else "its attribute `epoch`"
-
-
-def set_epoch(dataset: Any, epoch: int | None) -> None:
-    """Sets the epoch of a data set, a number that `epoch_of` returned."""
-    if epoch is None or epoch_of(dataset) in (None, epoch):
-        return
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
-        return
-    try:
-        dataset.epoch = epoch
-    except AttributeError:  # a property that something else decides
-        raise ValueError(
-            f"{type(dataset).__name__}.epoch was {epoch} when the checkpoint was saved, and can't be set to it now:"
-            " give the data set a `set_epoch(epoch)`, or load the weights alone to begin an epoch."
-        ) from None
 
 
 def why_no_state(dataset: Any) -> str | None:
@@ -128,8 +100,8 @@ class StateTrackingLoader(DataLoader):
     num_kept: Callable[[], int]
     """Returns the number of latest states that are kept."""
     _states: dict[int, dict[str, Any] | None]
-    _present: dict[str, Any] | None = None
-    _leftover: "_Leftover | None" = None
+    _latest: dict[str, Any] | None = None
+    _reapplied_state: ReappliedState | None = None
     applies_again = True
     """Whether the data set may apply a loaded state in later epochs again."""
     data_epoch: int | None = None
@@ -138,7 +110,7 @@ class StateTrackingLoader(DataLoader):
     """The epoch of the data set after the latest batch: some data sets count epochs themselves."""
     keeps_draws = False
     """Whether the states of workers include those of their generators."""
-    _draws: "_Draws | None" = None
+    _draws: PassDraws | None = None
     _has_begun_twice = False
     _initial: Any = None
     """The state at the start of the first epoch: the resumed one, or that of the data set."""
@@ -147,7 +119,7 @@ class StateTrackingLoader(DataLoader):
     def begin(self, epoch: int, batches: int = 0) -> None:
         """Called before the first batch of an epoch, or before batch `batches` of a resumed one."""
         self._epoch, self._batches = epoch, batches
-        self._states = {batches: self._present}
+        self._states = {batches: self._latest}
         self._is_iterated = False
 
     def begin_again(self, epoch: int) -> None:
@@ -157,7 +129,7 @@ class StateTrackingLoader(DataLoader):
         """
         is_second = epoch == self._epoch and self._is_iterated
         if is_second and has_position_state(self) and self.has_cross_epoch_state:
-            self._present = self._draws = None
+            self._latest = self._draws = None
             self.load_state_dict({})  # type: ignore[attr-defined]  # torchdata: lets go of workers that stay
             if self._is_resumed:
                 self.resume(epoch, 0, self._initial)
@@ -173,7 +145,7 @@ class StateTrackingLoader(DataLoader):
             batches: number of batches; in the current epoch, one of those whose states are kept.
         """
         if epoch != self._epoch:
-            return self._present
+            return self._latest
         return self._states.get(batches, next(iter(self._states.values())))
 
     @property
@@ -189,7 +161,7 @@ class StateTrackingLoader(DataLoader):
         return is_stateful(self.dataset) and not is_hugging_face_dataset(self.dataset)
 
     @property
-    def goes_on(self) -> bool:
+    def continues_across_epochs(self) -> bool:
         """Whether an epoch begins with the state at the end of the last one: of the data set, or of its workers."""
         return self.has_cross_epoch_state or (self.keeps_draws and self.persistent_workers)
 
@@ -201,10 +173,10 @@ class StateTrackingLoader(DataLoader):
             batches: of the epoch that are done.
             state: what `state_after` returned for these in the saved run.
         """
-        self._present = self._initial = state
+        self._latest = self._initial = state
         self.begin(epoch, batches)
         self._draws, self._is_resumed = None, state is not None
-        if state is None or (batches == 0 and not self.goes_on):
+        if state is None or (batches == 0 and not self.continues_across_epochs):
             return
         keeps_dataset = has_position_state(self) and is_stateful(self.dataset) and self.applies_again
         if keeps_dataset and self.persistent_workers:
@@ -214,10 +186,10 @@ class StateTrackingLoader(DataLoader):
                 " persistent_workers=False, or num_workers=0."
             )
         if keeps_dataset and self.num_workers == 0:
-            self._leftover = _Leftover(self.dataset, begins_epoch=batches == 0)
+            self._reapplied_state = ReappliedState(self.dataset, begins_epoch=batches == 0)
         self.load_state_dict(copy.deepcopy(state["state"]))  # type: ignore[attr-defined]
         if self.num_workers == 0:
-            self._draws = _Draws(self.dataset, state.get("draws") if batches else None)
+            self._draws = PassDraws(self.dataset, state.get("draws") if batches else None)
         self._has_begun_twice = batches == 0
         if batches == 0 and not state["ended"]:
             before = get_random_state()
@@ -236,20 +208,20 @@ class StateTrackingLoader(DataLoader):
             self._initial = copy.deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
         self._is_iterated = True
         if self.num_workers == 0 and (self._draws is None or not self._draws.begin()):
-            self._draws = _Draws(self.dataset, None)
+            self._draws = PassDraws(self.dataset, None)
         batches: Iterator[Any] = self._iterator_of_loader()
         if self._draws is not None:
             self._draws.check_order(self)
-        if self._leftover is not None and self._leftover.is_due:
-            leftover, self._leftover = self._leftover, None
+        if self._reapplied_state is not None and self._reapplied_state.is_due:
+            reapplied, self._reapplied_state = self._reapplied_state, None
             before, first = OwnGenerators(self.dataset).state_here(), list(itertools.islice(batches, 1))
-            if leftover.is_applied_again(first):
-                leftover.clear()
+            if reapplied.is_applied(first):
+                reapplied.clear()
                 set_state_here(self.dataset, before)
                 first, batches = [], super().__iter__()
             batches = itertools.chain(first, batches)
         self.seen_epoch = epoch_of(self.dataset)
-        return _Noted(self, batches)
+        return _TrackingIterator(self, batches)
 
     def _iterator_of_loader(self) -> Iterator[Any]:
         is_twice, self._has_begun_twice = self._has_begun_twice, False
@@ -267,16 +239,16 @@ class StateTrackingLoader(DataLoader):
 
         torchdata's own method starts workers, which read ahead, if there is no iterator any more.
         """
-        return super().state_dict() if self._present is None else self._present["state"]  # type: ignore[misc]
+        return super().state_dict() if self._latest is None else self._latest["state"]  # type: ignore[misc]
 
     def note(self, *, ended: bool) -> None:
         """Keeps the current state, after one more batch or at the end."""
         self.seen_epoch = epoch_of(self.dataset)
-        if self._leftover is not None:
-            self._leftover.note()
-        self._present = {"state": copy.deepcopy(super().state_dict()), "ended": ended}  # type: ignore[misc]
+        if self._reapplied_state is not None:
+            self._reapplied_state.note_batch()
+        self._latest = {"state": copy.deepcopy(super().state_dict()), "ended": ended}  # type: ignore[misc]
         if self._draws is not None:
-            self._present["draws"] = self._draws.state()
+            self._latest["draws"] = self._draws.state()
         if not ended:
             self._keep()
 
@@ -286,114 +258,12 @@ class StateTrackingLoader(DataLoader):
 
     def _keep(self) -> None:
         self._batches += 1
-        self._states[self._batches] = self._present
+        self._states[self._batches] = self._latest
         for oldest in list(self._states)[: -self.num_kept()]:
             del self._states[oldest]
 
 
-class _Leftover:
-    """Detects a data set that applies a loaded state in every later pass, as some of Hugging Face do.
-
-    After the resumed epoch, the next pass of such a data set begins where the resumed one began, or is empty. Other
-    data sets begin where the last pass ended.
-
-    Args:
-        dataset: before the state is loaded.
-        begins_epoch: whether the state is that of the end of an epoch.
-    """
-
-    def __init__(self, dataset: Any, *, begins_epoch: bool) -> None:
-        self._dataset = dataset
-        self._initial = copy.deepcopy(dataset.state_dict())
-        self._first: Any = None
-        self._has_first = False
-        self._begins_epoch = begins_epoch
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next pass is the first one after the resumed epoch."""
-        return self._begins_epoch or self._has_first
-
-    def note(self) -> None:
-        """Called after each batch of the resumed epoch, and at its end."""
-        if not self._has_first:
-            self._first, self._has_first = copy.deepcopy(self._dataset.state_dict()), True
-
-    def is_applied_again(self, first: list[Any]) -> bool:
-        """Whether a pass began with the loaded state.
-
-        Args:
-            first: the first batch of the pass in a list; an empty one if it has none.
-        """
-        return not first or (self._has_first and is_same_state(self._dataset.state_dict(), self._first))
-
-    def clear(self) -> None:
-        """Sets the data set back to its start."""
-        self._dataset.load_state_dict(self._initial)
-
-
-class _Draws:
-    """Follows the random generators through one pass over a stream in this process.
-
-    Args:
-        dataset: the stream.
-        resumed: the `state` of the pass that is resumed; None for a new one.
-    """
-
-    def __init__(self, dataset: Any, resumed: dict[str, Any] | None) -> None:
-        self._dataset = dataset
-        self._own = OwnGenerators(dataset)
-        self._resumed = resumed if resumed is not None and resumed["start"] is not None else None
-        self._start = self._own.state_here() if self._resumed is None else self._resumed["start"]
-        # A stream without a state is read again: it may draw its order when the iterator is made, before a fetch.
-        self._has_drawn = self._resumed is not None or not is_stateful(dataset)
-        self._draws_on = self._resumed is not None and self._resumed["draws_on"]
-        self._num_fetched = 0
-        self._state: dict[str, Any] | None = resumed
-
-    def begin(self) -> bool:
-        """Called before the iterator is made; returns whether it resumes a pass."""
-        if self._resumed is None:
-            return False
-        set_state_here(self._dataset, self._start)
-        return True
-
-    def check_order(self, loader: DataLoader) -> None:
-        """Called when the iterator was made: warns if the stream was read again with other draws."""
-        then = None if self._resumed is None else self._resumed["next"]
-        reads_again = then is not None and not is_stateful(self._dataset)
-        if reads_again and self._draws_on and not is_same_state(then, self._own.state_here()):
-            rank_zero_warn(
-                f"{type(self._dataset).__name__} has no `state_dict`, and was read again up to its place. It draws"
-                " random numbers from global generators between its samples, and so does the training: if they decide"
-                " which samples come, other ones come now. Give it a generator of its own, a `state_dict` and"
-                " `load_state_dict`, or num_workers=1."
-            )
-
-    def fetch(self, batches: Iterator[Any]) -> Any:
-        """Returns the next batch."""
-        if self._resumed is not None and self._resumed["next"] is not None:
-            set_state_here(self._dataset, self._resumed["next"])
-        self._resumed = None
-        before, latest = self._own.state_here(), self._state
-        try:
-            return next(batches)
-        finally:
-            if not is_same_state(before, self._own.state_here()):
-                self._draws_on = self._draws_on or self._num_fetched > 0
-                self._has_drawn = True
-                if latest is not None:
-                    latest.update(start=self._start, next=before)
-            self._num_fetched += 1
-
-    def state(self) -> dict[str, Any]:
-        """Returns the states of the generators: at the pass's start, and before the next batch once that is fetched."""
-        start = self._start if self._has_drawn else None
-        self._state = {"start": start, "next": None, "draws_on": self._draws_on}
-        return self._state
-
-
-class _Noted:
+class _TrackingIterator:
     """An iterator that notes each batch in its loader."""
 
     def __init__(self, loader: StateTrackingLoader, iterator: Iterator[Any]) -> None:

@@ -25,7 +25,7 @@ UNEVEN = {
     "join": "until the last rank is through; the others take part in its collectives and run nothing (ddp only)",
     "drop": "until the first rank is through; what the others have left is not trained on",
 }
-"""When an epoch ends, by policy."""
+"""Says when an epoch ends, by policy."""
 
 _NOTHING = object()
 _NONE_LEFT, _UNSEEN = -1, -2

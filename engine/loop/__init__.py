@@ -3,14 +3,14 @@
 from ..loggers.folders import claim_log_folders, folders_written_to
 from ..reliability.nonfinite import NonFiniteError, NonFiniteWatch
 from ..resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
-from .compile import CompileSteps, check_graphs, compile_mode
+from .compile import CompileSteps, check_cuda_graphs, compile_mode
 from .conflicts import check_callbacks, check_manual_optimization
 from .fit import NothingTrainedError
 from .install import TrainerBase, defaults_from_environment, install_loops
 from .noise import quiet
 from .offload import OffloadActivations
 from .recompute import RecomputeBlocks
-from .runs import says_how_it_ends
+from .runs import reports_uncaught
 
 __all__ = [
     "CompileSteps",
@@ -21,7 +21,7 @@ __all__ = [
     "RecomputeBlocks",
     "TrainerBase",
     "check_callbacks",
-    "check_graphs",
+    "check_cuda_graphs",
     "check_manual_optimization",
     "claim_log_folders",
     "compile_mode",
@@ -29,5 +29,5 @@ __all__ = [
     "folders_written_to",
     "install_loops",
     "quiet",
-    "says_how_it_ends",
+    "reports_uncaught",
 ]

@@ -24,19 +24,19 @@ from ..flags import Layout, choose
 from ..strategies import EngineStrategy, adapt
 from .hooks import bound, overridden
 
-__all__ = ["COMPILE_MODES", "CompileSteps", "check_graphs", "compile_mode"]
+__all__ = ["COMPILE_MODES", "CompileSteps", "check_cuda_graphs", "compile_mode"]
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
-_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """The modes that record CUDA graphs on a GPU."""
-LOGGING = "self.log stays outside of the graph"
+LOG_BREAK_REASON = "self.log stays outside of the graph"
 """The reason of the graph break at the engine's only function that is never compiled."""
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_PATIENCE_S = 300.0
+_TIMEOUT_S = 300.0
 """The seconds that a process waits until the first one of its node has compiled the same graph."""
 
-_RUNS = itertools.count()  # the same in all processes of a job
+_run_numbers = itertools.count()  # the same in all processes of a job
 
 log = logging.getLogger("polyphase.engine")
 
@@ -52,7 +52,7 @@ def compile_mode(flag: bool | str | None) -> str | None:
     return choose("value of compile", flag, COMPILE_MODES)
 
 
-def check_graphs(mode: str | None, layout: Layout) -> None:
+def check_cuda_graphs(mode: str | None, layout: Layout) -> None:
     """Checks that the CUDA graphs of a mode can be replayed in each step.
 
     Raises:
@@ -61,7 +61,7 @@ def check_graphs(mode: str | None, layout: Layout) -> None:
     why_not = "gathers its parameters into other memory in each step" if layout.shard > 1 else None
     if layout.pp > 1:
         why_not = "has several micro-batches on their way at once"
-    if mode in _WITH_GRAPHS and why_not is not None:
+    if mode in _CUDA_GRAPH_MODES and why_not is not None:
         raise ValueError(
             f"compile={mode!r} records CUDA graphs, which read and write the same memory each time, and a layout of"
             f" {layout} {why_not}: choose compile=True, or another strategy."
@@ -92,11 +92,11 @@ class CompileSteps(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copies the gradients that the next micro-batch adds to out of the memory of a CUDA graph.
 
-        The graph overwrites them when it runs again, which torch reports as an error. The copies are added to in place,
-        so one copy a window is enough.
+        The graph overwrites them when it runs again, which torch reports as an error. Later micro-batches add to the
+        copies in place, so one copy a window is enough.
         """
         is_added_to = trainer.fit_loop._should_accumulate()
-        if is_added_to and self.mode in _WITH_GRAPHS and pl_module.automatic_optimization:
+        if is_added_to and self.mode in _CUDA_GRAPH_MODES and pl_module.automatic_optimization:
             for parameter in pl_module.parameters():
                 gradient = parameter.grad
                 if gradient is not None and gradient is not self._copies.get(parameter):
@@ -127,8 +127,8 @@ class _Compiled:
         self._strategy = strategy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._backend.unsaid.clear()  # a break at the end of the last step has split no graph
-        # Only known when the strategy has set up the module.
+        self._backend.pending_breaks.clear()  # a break at the end of the last step has split no graph
+        # Known only once the strategy has set up the module.
         step = self._step if self._strategy.compiles_units else self._compiled
         return step(*args, **kwargs)
 
@@ -144,13 +144,13 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
         super().__init__(mode, None, None)
         self._num_graphs = 0
         self._is_first = trainer.local_rank == 0
-        self._says = trainer.is_global_zero
-        self._said: set[str] = set()
-        self.unsaid: list[str] = []  # breaks at `self.log`, reported only if another graph follows
+        self._reports = trainer.is_global_zero
+        self._reported: set[str] = set()
+        self.pending_breaks: list[str] = []  # breaks at `self.log`, reported only if another graph follows
         # torch: the store of the default process group, which has no public name.
         store = dist.distributed_c10d._get_default_store() if is_shared else None
-        place = f"polyphase/compile/{next(_RUNS)}/{trainer.node_rank}"
-        self._store = None if store is None else dist.PrefixStore(place, store)
+        prefix = f"polyphase/compile/{next(_run_numbers)}/{trainer.node_rank}"
+        self._store = None if store is None else dist.PrefixStore(prefix, store)
 
     def __call__(self, model_: Any, inputs_: Any, **kwargs: Any) -> Any:
         self._report(model_)
@@ -166,7 +166,7 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
         return compiled
 
     def _wait(self, store: dist.Store, key: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while not store.check([key]):
             if time.monotonic() > deadline:
                 log.warning("this node's first process has no graph %s; compiling it here", key)
@@ -176,16 +176,16 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
     def _report(self, graph: Any) -> None:
         """Reports the graph break before this graph, and the one that ends it."""
         # torch: an attribute that dynamo sets on each graph, for `torch._dynamo.explain`.
-        unsaid, self.unsaid = self.unsaid, []
+        pending_breaks, self.pending_breaks = self.pending_breaks, []
         reason = getattr(graph, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break and "DDPOptimizer" not in reason.reason:  # splits on purpose
-            where = reason.user_stack[-1] if reason.user_stack else None
-            place = "" if where is None else f' at {where.filename}:{where.lineno} in {where.name}: "{where.line}"'
-            if LOGGING in reason.reason:  # costs nothing at the end of a step, where it mostly is
-                self.unsaid.append(f"self.log{place}; log after what is computed, and the step is one graph")
+        if reason is not None and reason.graph_break and "DDPOptimizer" not in reason.reason:  # which splits on purpose
+            frame = reason.user_stack[-1] if reason.user_stack else None
+            location = "" if frame is None else f' at {frame.filename}:{frame.lineno} in {frame.name}: "{frame.line}"'
+            if LOG_BREAK_REASON in reason.reason:  # costs nothing at the end of a step, where it mostly is
+                self.pending_breaks.append(f"self.log{location}; log after what is computed, and the step is one graph")
             else:
-                unsaid.append(f"{reason.reason.splitlines()[0]}{place}")
-        for text in unsaid:
-            if self._says and text not in self._said:
-                self._said.add(text)
+                pending_breaks.append(f"{reason.reason.splitlines()[0]}{location}")
+        for text in pending_breaks:
+            if self._reports and text not in self._reported:
+                self._reported.add(text)
                 log.warning("compile: the graph of a step is split by %s", text)

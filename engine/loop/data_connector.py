@@ -75,7 +75,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         super().__init__(trainer)
         self.sizes = sizes
         self._uneven = uneven
-        self.places = DataPosition(trainer, sizes, self._deals_itself, seeds_samples=seeds_samples)
+        self.data_position = DataPosition(trainer, sizes, self._brings_own_sampler, seeds_samples=seeds_samples)
         self._seeds_samples = seeds_samples
         self._num_training_loaders = 0
         self._has_warned_of_streams = False
@@ -89,33 +89,33 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         # Lightning: _DataConnector._prepare_dataloader, after which Lightning seeds workers by the global rank; but
         # ranks that share samples need the same ones.
-        prepared = self._prepared(dataloader, shuffle, mode)
+        prepared = self._prepare(dataloader, shuffle, mode)
         _auto_add_worker_init_fn(prepared, self.trainer.data_rank)
         return prepared
 
-    def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if self._seeds_samples:
             check_seedable(dataloader)
         self._check_replicas(dataloader)
         check_own_part(dataloader, self.trainer.data_size, self.trainer.data_rank, self.trainer.world_size)
         if not isinstance(dataloader, DataLoader) and not getattr(dataloader, "shards_itself", False):
-            self._warn_of_parts(dataloader, "which is no DataLoader", "a DataLoader around it")
+            self._warn_of_unsharded(dataloader, "which is no DataLoader", "a DataLoader around it")
         if mode == RunningStage.TRAINING:
-            self.places.begin()
+            self.data_position.begin()
             prepared = self._prepare_training(dataloader)
             self.trainer._checkpoint_connector.seed_rank_stream()
-            self.places.resume(prepared)
+            self.data_position.resume(prepared)
             return prepared
         prepared = self._prepare_evaluation(dataloader, shuffle, mode)
         # Each evaluation has the same draws, so that two of them differ by the model alone.
-        return self._seeded(prepared, (1,), lambda: 0)
+        return self._seed_samples(prepared, (1,), lambda: 0)
 
     def _prepare_evaluation(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         # Prediction in one process keeps Lightning's sampler, which records the indices.
         if isinstance(dataloader, DataLoader) and self._is_shared(dataloader):
-            return self._evaluated(dataloader, mode)
-        if isinstance(dataloader, DataLoader) and mode != RunningStage.PREDICTING and self._dealt(dataloader, mode):
-            return self._dealing(dataloader, mode)
+            return self._deal_evaluation(dataloader, mode)
+        if isinstance(dataloader, DataLoader) and mode != RunningStage.PREDICTING and self._is_dealt(dataloader, mode):
+            return self._deal(dataloader, mode)
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
     def _prepare_training(self, dataloader: object) -> object:
@@ -126,30 +126,30 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             return dataloader
         if has_iterable_dataset(dataloader):
             ranks = self.trainer.data_size, self.trainer.data_rank
-            part = read_by_shards(dataloader, *ranks) if self.places.may_read_shards else None
+            part = read_by_shards(dataloader, *ranks) if self.data_position.may_read_shards else None
             if part is None:
-                part = self._part(dataloader, *ranks) if self.trainer.data_size > 1 else dataloader
+                part = self._shard(dataloader, *ranks) if self.trainer.data_size > 1 else dataloader
             dataloader = track_draws(reread_if_buffered(as_stateful(part)))
-        elif self._dealt(dataloader, RunningStage.TRAINING):
-            dataloader = self._dealing(dataloader, RunningStage.TRAINING)
+        elif self._is_dealt(dataloader, RunningStage.TRAINING):
+            dataloader = self._deal(dataloader, RunningStage.TRAINING)
         key = 0, self._num_training_loaders
-        seeded: DataLoader = self._seeded(dataloader, key, lambda: self.places.epoch)
+        seeded: DataLoader = self._seed_samples(dataloader, key, lambda: self.data_position.epoch)
         self._num_training_loaders += 1
         if tracks_own_position(seeded):
             kind = ShardedLoader if isinstance(seeded.dataset, ShardedStream) else StateTrackingLoader
-            seeded = track_states(seeded, self.places.epoch, self.places.num_kept, kind)
-        return self._in_step(seeded)
+            seeded = track_states(seeded, self.data_position.epoch, self.data_position.num_kept, kind)
+        return self._equalize_lengths(seeded)
 
-    def _seeded(self, dataloader: Any, key: tuple[int, ...], epoch: Callable[[], int]) -> Any:
+    def _seed_samples(self, dataloader: Any, key: tuple[int, ...], epoch: Callable[[], int]) -> Any:
         """Returns a copy of `dataloader` that seeds each sample; `dataloader` itself without `seed_samples`."""
         if not self._seeds_samples:
             return dataloader
-        if self.places.sample_seed is None:
+        if self.data_position.sample_seed is None:
             seed = global_seed()
-            self.places.sample_seed = seed if self._broadcast is None else self._broadcast(seed)
-        return seed_samples(dataloader, (self.places.sample_seed, *key), epoch)
+            self.data_position.sample_seed = seed if self._broadcast is None else self._broadcast(seed)
+        return seed_samples(dataloader, (self.data_position.sample_seed, *key), epoch)
 
-    def _in_step(self, dataloader: DataLoader) -> DataLoader:
+    def _equalize_lengths(self, dataloader: DataLoader) -> DataLoader:
         """Returns a loader that ends an epoch with those of the other ranks; `dataloader` if all are equally long."""
         ranks, order = self.trainer.data_ranks, order_of(dataloader)
         if ranks.size == 1 or (order is not None and order.num_replicas == ranks.size):
@@ -162,57 +162,57 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             dataloader, self._uneven, lengths, ranks.rank, ranks.all_gather_ints, lambda: progress.current.ready
         )
 
-    def _dealing(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
+    def _deal(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
         """Returns a copy of `dataloader` whose order is dealt to the ranks."""
-        deals_itself = self._deals_itself(dataloader)
-        ranks: Any = {} if deals_itself else self.trainer.distributed_sampler_kwargs or {}
+        brings_own_sampler = self._brings_own_sampler(dataloader)
+        ranks: Any = {} if brings_own_sampler else self.trainer.distributed_sampler_kwargs or {}
         batches: Any = dataloader.batch_sampler
-        trains = mode == RunningStage.TRAINING
-        decided = controlling_sampler(dataloader) if trains else _order_of(dataloader)
-        check_length(decided)
-        size = self.sizes.global_batch_size if trains else None
+        is_training = mode == RunningStage.TRAINING
+        controlling = controlling_sampler(dataloader) if is_training else _order_of(dataloader)
+        check_length(controlling)
+        size = self.sizes.global_batch_size if is_training else None
         sampler = GlobalOrder(
-            decided if size is None or decided is not batches else FlattenedBatchSampler(batches, size),
-            drop_last=trains and getattr(batches, "drop_last", False),
-            broadcast=None if deals_itself else self._broadcast,
-            at_once=trains
+            controlling if size is None or controlling is not batches else FlattenedBatchSampler(batches, size),
+            drop_last=is_training and getattr(batches, "drop_last", False),
+            broadcast=None if brings_own_sampler else self._broadcast,
+            at_once=is_training
             and dataloader.num_workers > 0
-            and draws_at_once(dataloader.sampler if batches is None else batches, decided),
+            and draws_at_once(dataloader.sampler if batches is None else batches, controlling),
             **ranks,
         )
-        if trains:
+        if is_training:
             # Workers get their first indices before Lightning sets the epoch.
-            sampler.set_epoch(self.places.epoch)
+            sampler.set_epoch(self.data_position.epoch)
             if has_workers(dataloader):
-                dataloader = clone_loader(dataloader, WithWorkers, workers=self.places.new_workers())
-        if size is not None or (trains and batches is not None and decided is not batches):
+                dataloader = clone_loader(dataloader, WithWorkers, workers=self.data_position.new_workers())
+        if size is not None or (is_training and batches is not None and controlling is not batches):
             return clone_loader(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
-        if decided is batches:
+        if controlling is batches:
             # Also as `sampler`, which is unused beside a batch sampler: Lightning sets the epoch there.
             return clone_loader(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
         return _update_dataloader(dataloader, sampler, mode=mode)  # raises Lightning's error about such a batch sampler
 
-    def _dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
+    def _is_dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
         """Whether the engine deals the order of `dataloader`.
 
         It does with several ranks, with a global batch size, and if a run is resumed in mid-epoch.
         """
         connector = self.trainer._accelerator_connector  # Lightning: holds the use_distributed_sampler flag
-        trains = mode == RunningStage.TRAINING
-        if has_iterable_dataset(dataloader) or (is_stateful(dataloader) and not trains):
+        is_training = mode == RunningStage.TRAINING
+        if has_iterable_dataset(dataloader) or (is_stateful(dataloader) and not is_training):
             return False
-        if trains and (self.places.in_mid_epoch or self.sizes.global_batch_size is not None):
+        if is_training and (self.data_position.in_mid_epoch or self.sizes.global_batch_size is not None):
             return True
-        return connector.is_distributed and self.trainer.world_size > 1 and not self._deals_itself(dataloader)
+        return connector.is_distributed and self.trainer.world_size > 1 and not self._brings_own_sampler(dataloader)
 
     @property
     def _broadcast(self) -> Callable[[Any], Any] | None:
         """A function that returns rank 0's value on all ranks; None in one process."""
         return None if self.trainer.world_size == 1 else lambda value: self.trainer.all_ranks.broadcast_object(value)
 
-    def _deals_itself(self, dataloader: DataLoader) -> bool:
+    def _brings_own_sampler(self, dataloader: DataLoader) -> bool:
         """Whether each rank has its own sampler."""
         connector = self.trainer._accelerator_connector
         samplers = _order_of(dataloader), dataloader.batch_sampler
@@ -237,52 +237,52 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _is_shared(self, dataloader: DataLoader) -> bool:
         """Whether several ranks evaluate `dataloader` together."""
         ranks: Any = self.trainer.distributed_sampler_kwargs or {}
-        return ranks.get("num_replicas", 1) > 1 and not self._deals_itself(dataloader)
+        return ranks.get("num_replicas", 1) > 1 and not self._brings_own_sampler(dataloader)
 
-    def _evaluated(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
+    def _deal_evaluation(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
         """A copy of `dataloader` that yields this rank's part of what one process evaluates."""
         ranks: Any = self.trainer.distributed_sampler_kwargs
         if has_iterable_dataset(dataloader):
-            return self._stream(dataloader, **ranks)
+            return self._shard_evaluation(dataloader, **ranks)
         predicts = mode == RunningStage.PREDICTING
         batches: Any = dataloader.batch_sampler
         if predicts and is_custom(batches):
             # Lightning: has a batch sampler leave out nothing in a prediction, if it can, and wraps it.
-            lightnings: Any = _update_dataloader(dataloader, _order_of(dataloader), mode=mode)
-            batches = lightnings.batch_sampler._batch_sampler
+            updated: Any = _update_dataloader(dataloader, _order_of(dataloader), mode=mode)
+            batches = updated.batch_sampler._batch_sampler
         order, batch_size = evaluated_order(dataloader, batches)
-        even = EvalBatchSampler(
+        eval_sampler = EvalBatchSampler(
             GlobalOrder(order, broadcast=self._broadcast),
             batch_size,
             drop_last=batch_size is not None and batches.drop_last and not predicts,
             **ranks,
         )
         if batches is None:
-            return clone_loader(dataloader, sampler=even)
-        sampler = _IndexBatchSamplerWrapper(even) if predicts else even
-        return clone_loader(dataloader, batch_sampler=sampler, sampler=even.sampler)
+            return clone_loader(dataloader, sampler=eval_sampler)
+        batch_sampler = _IndexBatchSamplerWrapper(eval_sampler) if predicts else eval_sampler
+        return clone_loader(dataloader, batch_sampler=batch_sampler, sampler=eval_sampler.sampler)
 
-    def _stream(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
+    def _shard_evaluation(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         """Returns a copy of an evaluation loader of a stream that reads this rank's part, if the stream has parts."""
-        part = self._part(dataloader, num_replicas, rank)
+        part = self._shard(dataloader, num_replicas, rank)
         ranks = self.trainer.data_ranks
         lengths = ranks.all_gather_object(sized_len(part))
         return as_uneven_eval(part, ranks.all_gather_bools, None if None in lengths else max(lengths))
 
-    def _part(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
+    def _shard(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         part = shard_of(dataloader, num_replicas, rank)
         if part is None:
-            way = "a method `shard(num_shards, index)` that returns a data set of one part"
-            self._warn_of_parts(dataloader.dataset, "an IterableDataset", way)
+            remedy = "a method `shard(num_shards, index)` that returns a data set of one part"
+            self._warn_of_unsharded(dataloader.dataset, "an IterableDataset", remedy)
         return dataloader if part is None else part
 
-    def _warn_of_parts(self, data: object, what: str, way: str) -> None:
+    def _warn_of_unsharded(self, data: object, kind: str, remedy: str) -> None:
         ranks = self.trainer.data_size
         if ranks > 1 and not self._has_warned_of_streams:
             self._has_warned_of_streams = True
             rank_zero_warn(
-                f"Each of the {ranks} ranks reads all of {type(data).__name__}, {what}: give it {way}, or an attribute"
-                " `shards_itself = True` if it already reads its own part."
+                f"Each of the {ranks} ranks reads all of {type(data).__name__}, {kind}: give it {remedy}, or an"
+                " attribute `shards_itself = True` if it already reads its own part."
             )
 
 

@@ -12,7 +12,7 @@ from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop
 from ..strategies import adapt
 from .hooks import Hooks
 from .log import attach_log, detach_log
-from .noise import making_loaders
+from .noise import hide_tree_warnings
 from .padding_batch import EvalPadding, run_padding_batch
 from .transfer import Transfer
 
@@ -23,11 +23,11 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     """Lightning's evaluation loop, with a flat step for the usual batch."""
 
     _flat: "_Evaluation | None" = None
-    _shares: EvalPadding | None = None
+    _padding: EvalPadding | None = None
     """Knows which batches are padding; None if no loader has any."""
-    _may_stop_alike = False
+    _can_stop_together = False
     """Whether all ranks can stop after the same batch: during a training, if they have equally many batches."""
-    loaders_of_epoch: int | None = None
+    loaders_made_in_epoch: int | None = None
     """The epoch in which the resumed run has made its validation loaders; None if unknown, or no longer needed."""
 
     def run(self) -> list[Any]:
@@ -41,20 +41,24 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         if not isinstance(trainer.profiler, PassThroughProfiler):  # it measures Lightning's own loop
             return super().run()
         module = trainer.lightning_module
-        is_ours = "log" not in module.__dict__  # otherwise the training loop has attached it, and detaches it
-        if is_ours:
+        attaches_log = "log" not in module.__dict__  # otherwise the training loop has attached it, and detaches it
+        if attaches_log:
             attach_log(module, trainer._logger_connector)
         try:
             return super().run()
         finally:
-            self._flat = trainer._logger_connector.shares = None
-            if is_ours:
+            self._flat = trainer._logger_connector.padding = None
+            if attaches_log:
                 detach_log(module)
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _EvaluationLoop._evaluation_step
         trainer: Any = self.trainer
-        if self._shares is not None and dataloader_iter is None and self._shares.is_padding(batch_idx, dataloader_idx):
+        if (
+            self._padding is not None
+            and dataloader_iter is None
+            and self._padding.is_padding(batch_idx, dataloader_idx)
+        ):
             self._run_padding_batch(batch, batch_idx, dataloader_idx)
         elif dataloader_iter is not None or not isinstance(trainer.profiler, PassThroughProfiler):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
@@ -64,7 +68,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
                 self._flat = _Evaluation(self)
             self._flat.step(batch, batch_idx, dataloader_idx)
         progress = self.batch_progress
-        if self._may_stop_alike:
+        if self._can_stop_together:
             trainer._signal_connector.poll(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
         if not progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException
@@ -72,15 +76,15 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def setup_data(self) -> None:
         """Makes the loaders."""
         is_first = self._combined_loader is None
-        with making_loaders():
+        with hide_tree_warnings():
             super().setup_data()
         if is_first and self._combined_loader is not None:
-            self._count_from_loaders_of_resumed()
+            self._restore_reload_epoch()
 
-    def _count_from_loaders_of_resumed(self) -> None:
+    def _restore_reload_epoch(self) -> None:
         """Makes new loaders in the epochs in which the run would have made them without an interruption."""
-        trainer, epoch = self.trainer, self.loaders_of_epoch
-        self.loaders_of_epoch = None
+        trainer, epoch = self.trainer, self.loaders_made_in_epoch
+        self.loaders_made_in_epoch = None
         if epoch is not None and trainer.current_epoch - epoch < trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
             self._last_val_dl_reload_epoch = epoch
 
@@ -88,20 +92,20 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         """Called before the first batch."""
         super().reset()
         combined: Any = self._combined_loader
-        shares = EvalPadding(combined.flattened, self._is_sequential)
-        self._shares = shares if shares.any else None
+        padding = EvalPadding(combined.flattened, self._is_sequential)
+        self._padding = padding if padding.may_occur else None
         connector: Any = self.trainer._logger_connector
-        connector.shares = self._shares
+        connector.padding = self._padding
         # A user's loader may be empty on some ranks, where Lightning then skips it.
         module, datamodule = self.trainer.lightning_module, self.trainer.datamodule  # type: ignore[attr-defined]
         some_may_skip = any(
             getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False)
             for owner in (module, datamodule)
         )
-        connector.is_met_by_all = shares.are_even or (self.num_dataloaders == 1 and not some_may_skip)
+        connector.all_ranks_reach_end = padding.are_even or (self.num_dataloaders == 1 and not some_may_skip)
         in_training = self.trainer.state.fn == TrainerFn.FITTING
-        self._may_stop_alike = in_training and all(isinstance(n, int) for n in self.trainer.num_val_batches)
-        if shares.any and shares.have_padding and isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+        self._can_stop_together = in_training and all(isinstance(n, int) for n in self.trainer.num_val_batches)
+        if padding.may_occur and padding.have_padding and isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             rank_zero_warn(
                 f"A `{self._step_name}` with a `dataloader_iter` argument fetches for itself, so that some samples are"
                 " evaluated twice where the ranks can't have as many: take a `batch` instead for exact figures."
@@ -156,7 +160,7 @@ class _Evaluation:
         self._step = getattr(trainer.strategy, self._step_name)
         step_of_module = getattr(trainer.lightning_module, self._step_name)
         self._has_idx = is_param_in_hook_signature(step_of_module, "batch_idx", min_args=2)
-        self._names_loader = loop._is_sequential and loop.num_dataloaders > 1
+        self._passes_dataloader_idx = loop._is_sequential and loop.num_dataloaders > 1
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Evaluates one batch."""
@@ -166,7 +170,7 @@ class _Evaluation:
         progress = loop.batch_progress
         self._heartbeat.phase = self._phase
         batch = self._transfer(batch, dataloader_idx)
-        loader = (dataloader_idx,) if self._names_loader else ()
+        loader = (dataloader_idx,) if self._passes_dataloader_idx else ()
         progress.increment_ready()
         connector.begin_batch(loop._results, batch, *loader)
         hooks.call(self._on_start, batch, batch_idx, *loader)

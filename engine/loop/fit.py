@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Lightning: Trainer.fit_loop.
 from .._compat.lightning import _FitLoop, _MockOptimizer
 from ..data import starts_iterator
-from .noise import making_loaders
+from .noise import hide_tree_warnings
 from .requests import why_empty
 
 __all__ = ["FitLoop", "NothingTrainedError"]
@@ -27,9 +27,9 @@ class FitLoop(_FitLoop):
     in which it has returned nothing else is a warning, and an error if it is the last one, or the next one is the same.
     """
 
-    begins_elsewhere = False
+    has_restored_position = False
     """Whether a checkpoint was opened, at whose position the next loaders begin."""
-    loaders_of_epoch: int | None = None
+    loaders_made_in_epoch: int | None = None
     """The epoch in which the resumed run has made its loaders; None if unknown, or no longer needed."""
     resumes_between_epochs = False
     """Whether the resumed run was saved before the first batch of the epoch that this run begins with."""
@@ -48,46 +48,51 @@ class FitLoop(_FitLoop):
 
     def setup_data(self) -> None:
         """Makes the training loader and its iterator."""
-        if self.begins_elsewhere:
+        if self.has_restored_position:
             # Lightning: Trainer.estimated_stepping_batches, if `configure_optimizers` reads it, has already prepared
             # the loaders, at the start of their order.
-            self._combined_loader, self.begins_elsewhere = None, False
+            self._combined_loader, self.has_restored_position = None, False
         is_first = self._combined_loader is None
         self.trainer._data_connector.begin_training_loaders()  # type: ignore[attr-defined]
-        with making_loaders():
+        with hide_tree_warnings():
             super().setup_data()
         trainer: Any = self.trainer
         if is_first:
-            self._count_from_loaders_of_resumed()
-        if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._may_be_empty():
+            self._restore_reload_epoch()
+        if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._allows_empty_data():
             return
         if trainer.state.status != TrainerStatus.RUNNING:  # the user has called it; Lightning has warned
             return
         loaders = self._combined_loader.flattened if self._combined_loader is not None else []
         reasons = [reason for loader in loaders if (reason := why_empty(loader, trainer.world_size))]
-        raise NothingTrainedError(f"fit has nothing to train on: {reasons[0] if reasons else _no_batches(loaders)}.")
+        raise NothingTrainedError(
+            f"fit has nothing to train on: {reasons[0] if reasons else _describe_no_batches(loaders)}."
+        )
 
     @property
     def needs_new_loaders(self) -> bool:
         """Whether the run, uninterrupted, makes new loaders in this epoch (`reload_dataloaders_every_n_epochs`)."""
         trainer: Any = self.trainer
-        every = trainer.reload_dataloaders_every_n_epochs
-        return self.loaders_of_epoch is not None and 0 < every <= trainer.current_epoch - self.loaders_of_epoch
+        interval = trainer.reload_dataloaders_every_n_epochs
+        return (
+            self.loaders_made_in_epoch is not None
+            and 0 < interval <= trainer.current_epoch - self.loaders_made_in_epoch
+        )
 
-    def _count_from_loaders_of_resumed(self) -> None:
+    def _restore_reload_epoch(self) -> None:
         """Makes new loaders in the epochs in which the run would have made them without an interruption."""
-        epoch = self.loaders_of_epoch
+        epoch = self.loaders_made_in_epoch
         # In mid-epoch, the resumed run had made both iterators before it was saved.
         is_new = self.needs_new_loaders or epoch == self.trainer.current_epoch
         self.begins_with_new_loaders = self.resumes_between_epochs and is_new
         if epoch is not None and not self.needs_new_loaders:
             self._last_train_dl_reload_epoch = epoch
-        self.loaders_of_epoch = None
+        self.loaders_made_in_epoch = None
 
     def _load_combined_loader_states(self) -> None:
         # Lightning: _FitLoop._load_combined_loader_states, called right before the first iterator is made.
         super()._load_combined_loader_states()
-        self.trainer._data_connector.places.watch(self._combined_loader)  # type: ignore[attr-defined]
+        self.trainer._data_connector.data_position.watch(self._combined_loader)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Returns Lightning's state of the loop, without starting an iterator of a loader for it."""
@@ -99,7 +104,7 @@ class FitLoop(_FitLoop):
         finally:
             self._combined_loader = loaders
 
-    def _may_be_empty(self) -> bool:
+    def _allows_empty_data(self) -> bool:
         owners = (self.trainer.lightning_module, self.trainer.datamodule)  # type: ignore[attr-defined]
         return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
 
@@ -111,14 +116,14 @@ class FitLoop(_FitLoop):
         has_more = progress.current.ready < self.max_batches and not progress.is_last_batch
         self.is_cut_short = has_more and self._data_fetcher is not None and not self._data_fetcher.done
         if progress.total.ready == 0 and self._data_fetcher is not None and self._data_fetcher.done:
-            if not self._may_be_empty() and not trainer.should_stop:
+            if not self._allows_empty_data() and not trainer.should_stop:
                 raise NothingTrainedError(
-                    f"fit has nothing to train on: {_no_batches(self._combined_loader.flattened)}."  # type: ignore[union-attr]
+                    f"fit has nothing to train on: {_describe_no_batches(self._combined_loader.flattened)}."  # type: ignore[union-attr]
                 )
         elif not trainer.lightning_module.automatic_optimization:
             return
         elif not all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
-            self._look_for_losses()
+            self._check_losses()
 
     def on_advance_end(self) -> None:
         """Ends an epoch."""
@@ -126,7 +131,7 @@ class FitLoop(_FitLoop):
             self.trainer._checkpoint_connector.logs.hold()  # type: ignore[attr-defined]
         super().on_advance_end()
 
-    def _look_for_losses(self) -> None:
+    def _check_losses(self) -> None:
         optimization: Any = self.epoch_loop.automatic_optimization
         trainer: Any = self.trainer
         # A resumed run may have had losses before; one or two batches are too few to judge.
@@ -149,6 +154,6 @@ class FitLoop(_FitLoop):
 FitLoop.__name__ = _FitLoop.__name__  # the name of its entries in a profile
 
 
-def _no_batches(loaders: Any) -> str:
+def _describe_no_batches(loaders: Any) -> str:
     names = ", ".join(type(getattr(loader, "dataset", loader)).__name__ for loader in loaders)
     return f"the training data ({names or 'no loader'}) yielded no batch"

@@ -16,7 +16,7 @@ from ..phases import PhaseClock
 __all__ = ["Hooks", "bound", "overridden"]
 
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
-_OF_STEP = (
+_STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
     "on_before_backward",
@@ -54,10 +54,10 @@ class Hooks:
         owners = (self.module, self.strategy, self.precision, *self.strategy._lightning_optimizers)
         self._states = [vars(owner) for owner in owners]
         self._num_attributes = list(map(len, self._states))
-        self._found: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
+        self._by_name: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
         self._clock: PhaseClock | None = self.trainer.heartbeat.clock
         self._activities: dict[str, list[str]] = {}
-        self.present = frozenset(name for name in _OF_STEP if any(self._look_up(name)))
+        self.present = frozenset(name for name in _STEP_HOOKS if any(self._look_up(name)))
         """The hooks of a training step that anybody has overridden: to call the others takes time, and does nothing."""
         self.clips = any(overridden(self.module, LightningModule, name) for name in _CLIPPING)
         """Whether the module clips gradients in a way of its own."""
@@ -71,11 +71,11 @@ class Hooks:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns the result of the module's."""
-        found = self._found.get(name)
-        if found is None:
-            found = self._look_up(name)
-        of_callbacks, of_module = found
-        if not of_callbacks and of_module is None:
+        overridden_hooks = self._by_name.get(name)
+        if overridden_hooks is None:
+            overridden_hooks = self._look_up(name)
+        callback_hooks, module_hook = overridden_hooks
+        if not callback_hooks and module_hook is None:
             return None
         # Lightning: LightningModule._current_fx_name is the hook that `self.log` is called from. It is set in
         # `__dict__`, because `nn.Module.__setattr__` takes longer than all the rest of this method.
@@ -85,9 +85,9 @@ class Hooks:
         if self._clock is not None:
             result = self._call_timed(self._clock, name, *arguments)
         else:
-            for hook in of_callbacks:
+            for hook in callback_hooks:
                 hook(self.trainer, self.module, *arguments)
-            result = of_module(*arguments) if of_module is not None else None
+            result = module_hook(*arguments) if module_hook is not None else None
         state["_current_fx_name"] = outer
         return result
 
@@ -95,23 +95,23 @@ class Hooks:
         hooks = [(c, hook) for c in self._callbacks if (hook := overridden(c, Callback, name))]
         owners = [*(callback for callback, _ in hooks), self.module]
         self._activities[name] = [f"{type(owner).__name__}.{name}" for owner in owners]
-        self._found[name] = [hook for _, hook in hooks], overridden(self.module, LightningModule, name)
-        return self._found[name]
+        self._by_name[name] = [hook for _, hook in hooks], overridden(self.module, LightningModule, name)
+        return self._by_name[name]
 
     def _call_timed(self, clock: PhaseClock, name: str, *arguments: Any) -> Any:
         """Calls the hooks; the clock measures each as an activity of its own."""
-        of_callbacks, of_module = self._found[name]
+        callback_hooks, module_hook = self._by_name[name]
         activities = self._activities[name]
         trainer, module, enter = self.trainer, self.module, clock.enter
         outer = clock.activity
         try:
-            for hook, activity in zip(of_callbacks, activities, strict=False):  # the last activity is the module's
+            for hook, activity in zip(callback_hooks, activities, strict=False):  # the last activity is the module's
                 enter(activity)
                 hook(trainer, module, *arguments)
-            if of_module is None:
+            if module_hook is None:
                 return None
             enter(activities[-1])
-            return of_module(*arguments)
+            return module_hook(*arguments)
         finally:
             enter(outer)
 

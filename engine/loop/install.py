@@ -45,10 +45,10 @@ from .first_steps import FirstSteps
 from .fit import FitLoop
 from .metrics import LoggerConnector
 from .model_summary import summarize
-from .noise import going_on, quiet
+from .noise import allow_nonempty_folder, quiet
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
-from .runs import checked, says_how_it_ends
+from .runs import checked, reports_uncaught
 from .training import TrainingEpochLoop
 
 __all__ = ["TrainerBase", "defaults_from_environment", "install_loops"]
@@ -59,7 +59,7 @@ _P = ParamSpec("_P")
 def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates an ``__init__`` so that PL_TRAINER_* variables are the defaults of its arguments."""
 
-    @says_how_it_ends
+    @reports_uncaught
     @functools.wraps(init)
     def with_defaults(*args: _P.args, **flags: _P.kwargs) -> None:
         init(*args, **{**vars(_parse_env_variables(Trainer)), **flags})
@@ -67,11 +67,11 @@ def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
     return with_defaults
 
 
-_LAST_SAVE_S = 5.0
+_LAST_SAVE_TIMEOUT_S = 5.0
 """The seconds that a failed rank waits for the save in flight, in which the other ranks take part."""
 
 
-def _whole(path: str) -> str:
+def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)
 
 
@@ -97,10 +97,10 @@ class TrainerBase(Trainer):
         """The arguments that the engine was made with, by name."""
         return self.config.arguments
 
-    fit = checked(Trainer.fit)  # the engine's own `fit` is decorated by `says_how_it_ends`, too
-    validate = says_how_it_ends(checked(Trainer.validate))
-    test = says_how_it_ends(checked(Trainer.test))
-    predict = says_how_it_ends(checked(Trainer.predict))
+    fit = checked(Trainer.fit)  # the engine's own `fit` is decorated by `reports_uncaught`, too
+    validate = reports_uncaught(checked(Trainer.validate))
+    test = reports_uncaught(checked(Trainer.test))
+    predict = reports_uncaught(checked(Trainer.predict))
 
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,15 +140,17 @@ class TrainerBase(Trainer):
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         checkpoints.begin()
         checkpoints.logs.open()
-        self._data_connector.places.begin_run()  # type: ignore[attr-defined]
+        self._data_connector.data_position.begin_run()  # type: ignore[attr-defined]
         folder = os.path.join(self.default_root_dir, "failures")
         logs = log_folder(self) if self.is_global_zero else None
-        answers = StackAnswers(self.heartbeat, _whole(self.default_root_dir), logs and _whole(logs), self.world_size)
+        answers = StackAnswers(
+            self.heartbeat, _absolute(self.default_root_dir), logs and _absolute(logs), self.world_size
+        )
         watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy, answers)
         watchdog.start()
         try:
             ranks = self.global_rank, self.world_size, self.num_devices
-            continues_logs = going_on() if checkpoints.logs.goes_on else nullcontext()
+            continues_logs = allow_nonempty_folder() if checkpoints.logs.goes_on else nullcontext()
             with continues_logs, rank_variables(*ranks), naming_foreign_ranks(*ranks):
                 results = super()._run(*args, **kwargs)
             checkpoints.saver.finish()
@@ -156,14 +158,14 @@ class TrainerBase(Trainer):
             return results
         except BaseException as exception:
             checkpoints.is_ending = True
-            patience_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_S
+            timeout_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_TIMEOUT_S
             report_failure(
                 exception,
                 # Lightning: the launchers of workers, whose parent raises what one of them has raised.
                 print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
                 watchdog=watchdog,
                 leaves=adapt(self.strategy).can_exit_alone,
-                finish=lambda: checkpoints.saver.finish(patience_s),
+                finish=lambda: checkpoints.saver.finish(timeout_s),
             )
             raise
 
@@ -224,10 +226,10 @@ class TrainerBase(Trainer):
 
     @micro_batch_size.setter
     def micro_batch_size(self, size: int) -> None:
-        watch = self.fit_loop.epoch_loop.automatic_optimization.out_of_memory  # type: ignore[attr-defined]
-        if watch is None:
+        out_of_memory = self.fit_loop.epoch_loop.automatic_optimization.out_of_memory  # type: ignore[attr-defined]
+        if out_of_memory is None:
             raise ValueError("micro_batch_size changes while training only where it was given as 'auto'.")
-        watch.wanted = check_count("micro_batch_size", size)
+        out_of_memory.next_size = check_count("micro_batch_size", size)
 
     def request_snapshot(self) -> None:
         """Has all ranks save a snapshot after the same step; any rank may ask."""
@@ -241,9 +243,9 @@ class TrainerBase(Trainer):
 
     def on_rank_zero(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on rank 0, whose result it returns there; what it raises there, all ranks raise."""
-        kept: list[Any] = []
-        self._checkpoint_connector.saver.agree(lambda: kept.append(function()))  # type: ignore[attr-defined]
-        return kept[0] if kept else None
+        results: list[Any] = []
+        self._checkpoint_connector.saver.agree(lambda: results.append(function()))  # type: ignore[attr-defined]
+        return results[0] if results else None
 
     @property
     def last_checkpoint(self) -> str | None:
@@ -357,7 +359,7 @@ def _install_connectors(trainer: TrainerBase, config: EngineConfig) -> None:
         trainer,
         form=config.checkpoint_format,
         in_background=config.async_checkpoints,
-        # A global batch size is kept by whoever deals the samples.
+        # A global batch size is results by whoever deals the samples.
         keeps_global_batch=config.continues_runs and config.global_batch_size is None,
     )
     sizes = BatchSizes(trainer, config.global_batch_size, config.micro_batch_size)

@@ -17,13 +17,13 @@ from torchmetrics import Metric
 
 # Lightning: where logged values are accumulated, and the dtype they have at least.
 from .._compat.lightning import _get_default_dtype, _ResultCollection, _ResultMetric
-from .compile import LOGGING
+from .compile import LOG_BREAK_REASON
 from .hooks import bound
 from .metrics import LoggerConnector
 
 __all__ = ["Log", "attach_log", "detach_log"]
 
-_SYNCED = (
+_STEP_SYNC_WARNING = (
     "self.log(%r, ..., sync_dist=True) with on_step=True adds a collective to every step, for which all ranks wait. Log"
     " it with on_step=False, on_epoch=True to have it reduced once an epoch."
 )
@@ -36,16 +36,16 @@ log = logging.getLogger("polyphase.engine")
 def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
     """Replaces the module's `log` by a `Log`, unless its class or the module itself overrides it."""
     if type(module).log is LightningModule.log and "log" not in module.__dict__:
-        stand_in = Log(module, connector)
+        replacement = Log(module, connector)
         # Then the graph break of a compiled step is at the user's line, not in this file.
         is_compiled = bool(connector.trainer.flags["compile"])  # type: ignore[attr-defined]
-        module.__dict__["log"] = stand_in.outside_of_graph if is_compiled else stand_in
+        module.__dict__["log"] = replacement.outside_of_graph if is_compiled else replacement
 
 
 def detach_log(module: LightningModule) -> None:
     """Restores the module's own `log`."""
-    stand_in = module.__dict__.get("log")
-    if isinstance(getattr(getattr(stand_in, "__wrapped__", None), "__self__", stand_in), Log):
+    replacement = module.__dict__.get("log")
+    if isinstance(getattr(getattr(replacement, "__wrapped__", None), "__self__", replacement), Log):
         del module.__dict__["log"]
 
 
@@ -56,7 +56,7 @@ class Log:
         self._module = module
         self._connector = connector
         self._sites: dict[Any, tuple[_ResultCollection, _ResultMetric]] = {}
-        self.outside_of_graph = torch.compiler.disable(self.__call__, reason=LOGGING)
+        self.outside_of_graph = torch.compiler.disable(self.__call__, reason=LOG_BREAK_REASON)
 
     def __call__(
         self,
@@ -116,14 +116,16 @@ class Log:
         """Records a call that Lightning has validated, so that later calls of the site need no validation."""
         self._connector.overwritten.append((item, before))
         if item.meta.sync.should and item.meta.on_step:
-            self._say_synced(name)  # Lightning handles all calls of this site, since it reduces the value in each
+            self._warn_of_step_sync(
+                name
+            )  # Lightning handles all calls of this site, since it reduces the value in each
         elif site is not None:
             self._sites[site] = results, item
 
-    def _say_synced(self, name: str) -> None:
-        if name not in self._connector.said and self._connector.trainer.is_global_zero:
-            self._connector.said.add(name)
-            log.warning(_SYNCED, name)
+    def _warn_of_step_sync(self, name: str) -> None:
+        if name not in self._connector.issued_warnings and self._connector.trainer.is_global_zero:
+            self._connector.issued_warnings.add(name)
+            log.warning(_STEP_SYNC_WARNING, name)
 
     def _update(self, results: _ResultCollection, item: _ResultMetric, value: Any, batch_size: int | None) -> bool:
         """Updates a logged value as Lightning does; returns False if Lightning must handle this value itself."""

@@ -37,7 +37,7 @@ class LossWeighting:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
         self._strategy = adapt(trainer.strategy)
-        self._first = -1
+        self._first_batch_idx = -1
         self._estimate: Any = None
         """The estimate of T; None before the first micro-batch of a step."""
         self._is_known = False
@@ -65,7 +65,7 @@ class LossWeighting:
         output: Any,
         batch_idx: int,
         *,
-        is_repeated: bool = False,
+        is_padding: bool = False,
         is_summed: bool = False,
     ) -> Tensor | None:
         """Returns the loss of a micro-batch times its weight; called also for a micro-batch without a loss.
@@ -74,7 +74,7 @@ class LossWeighting:
             loss: the mean over the micro-batch, a 0-d tensor; None without one.
             output: of `training_step`.
             batch_idx: within the epoch.
-            is_repeated: the micro-batch is run for its collectives only: its weight is 0.
+            is_padding: the micro-batch is run for its collectives only: its weight is 0.
             is_summed: backward has been run already, of the loss times its weight, without the division by T.
 
         Raises:
@@ -88,9 +88,9 @@ class LossWeighting:
             self._estimate = None
             return loss
         first = batch_idx - batch_idx % window
-        if first != self._first or (batch_idx == first and not is_repeated):
-            self.forget()
-            self._first = first
+        if first != self._first_batch_idx or (batch_idx == first and not is_padding):
+            self.reset()
+            self._first_batch_idx = first
         elif self._samples if weight is not None else self._weights:
             raise ValueError(
                 "`training_step` returned a weight for some micro-batches of a step and none for others: return one for"
@@ -99,54 +99,54 @@ class LossWeighting:
         self._has_weights, self._is_summed = weight is not None, is_summed
         if weight is None or loss is None:
             return self._by_samples(loss, batch_idx)
-        if is_repeated:
+        if is_padding:
             weight = 0
         return self._by_weight(loss, weight, batch_idx)
 
-    def counted(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
+    def as_weight(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
         """Returns the weight from `training_step` as a 0-d float32 tensor; zero for a padding batch."""
         if isinstance(weight, Tensor):
-            mine = weight.detach().to(device, torch.float32)
+            own_weight = weight.detach().to(device, torch.float32)
         else:  # filled on the device, since a copy from the host would wait for the device
-            mine = torch.full((), float(weight), dtype=torch.float32, device=device)
-        return torch.zeros_like(mine) if self._trainer._data_connector.sizes.is_filler(batch_idx) else mine
+            own_weight = torch.full((), float(weight), dtype=torch.float32, device=device)
+        return torch.zeros_like(own_weight) if self._trainer._data_connector.sizes.is_filler(batch_idx) else own_weight
 
     def weigh_nothing(self, batch_idx: int) -> None:
         """Takes part in the collectives of a micro-batch of which this rank has no batch."""
         nothing = torch.zeros((), device=self._trainer.lightning_module.device)
         self.weigh(nothing, {"weight": 0.0} if self._has_weights else nothing, batch_idx)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops the weights of the micro-batches so far: the next micro-batch is the first of its step."""
-        self._first, self._estimate, self._total = -1, None, None
+        self._first_batch_idx, self._estimate, self._total = -1, None, None
         self._samples.clear()
         self._weights.clear()
 
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         sizes = self._trainer._data_connector.sizes
         samples, num_ranks = sizes.samples(batch_idx), self._num_ranks
-        mine, everyones = samples.local, _together(samples, num_ranks)
+        own_samples, total_samples = samples.local, _samples_of(samples, num_ranks)
         if self._estimate is None:
             planned = self._planned_length(batch_idx)
-            known = samples if planned == 1 else sizes.samples_of_step(self._first, planned)
+            known = samples if planned == 1 else sizes.samples_of_step(self._first_batch_idx, planned)
             self._is_known = known is not None
-            self._estimate = everyones * planned if known is None else _together(known, num_ranks)
-        self._samples[batch_idx] = everyones
+            self._estimate = total_samples * planned if known is None else _samples_of(known, num_ranks)
+        self._samples[batch_idx] = total_samples
         if loss is None:
             return None
         # Infinite for a padding batch, whose loss becomes 0.
-        divisor = self._estimate / (mine * num_ranks) if mine else torch.inf
+        divisor = self._estimate / (own_samples * num_ranks) if own_samples else torch.inf
         return loss if divisor == 1 else loss / divisor
 
     def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
-        mine = self._weights[batch_idx] = self.counted(weight, loss.device, batch_idx)
+        own_weight = self._weights[batch_idx] = self.as_weight(weight, loss.device, batch_idx)
         if self._estimate is None:
             num_planned = self._planned_length(batch_idx)
             self._is_known = num_planned == 1
             is_number = not isinstance(weight, Tensor)
-            # A Python number is filled into a second tensor, so that the stream of the sum need not wait for `mine`.
+            # A Python number is filled into a second tensor, so that the sum's stream need not wait for `own_weight`.
             estimate = self._begin_sum(
-                lambda: self.counted(weight, loss.device, batch_idx) if is_number else mine.clone(),
+                lambda: self.as_weight(weight, loss.device, batch_idx) if is_number else own_weight.clone(),
                 needs_device=not is_number,
             )()
             estimate = estimate * num_planned
@@ -155,7 +155,7 @@ class LossWeighting:
         if is_last and self._total is None and (self._is_summed or not self._is_known):
             self._total = self._begin_sum(self._weights_of_step, needs_device=True)
         # The mean over no elements is NaN.
-        return loss.masked_fill(mine == 0, 0.0) * (mine * self._num_ranks / self._estimate)
+        return loss.masked_fill(own_weight == 0, 0.0) * (own_weight * self._num_ranks / self._estimate)
 
     def correct(self, optimizer: Optimizer) -> None:
         """Corrects the gradients after the last backward of a step, from the estimate of T to T."""
@@ -179,8 +179,8 @@ class LossWeighting:
         full: int = self._trainer.accumulate_grad_batches
         if full == 1:
             return 1
-        left = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
-        return full if left > full else max(1, int(left))
+        remaining = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
+        return full if remaining > full else max(1, int(remaining))
 
     def _weights_of_step(self) -> Tensor:
         """Returns the sum of this rank's weights, a 0-d tensor."""
@@ -194,6 +194,6 @@ class LossWeighting:
         return lambda: total
 
 
-def _together(samples: Samples, num_ranks: int) -> int:
+def _samples_of(samples: Samples, num_ranks: int) -> int:
     """The number of samples of the ranks whose gradients are averaged, `num_ranks` of them."""
     return samples.local if num_ranks == 1 else samples.total

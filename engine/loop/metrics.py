@@ -15,13 +15,13 @@ from torch import Tensor
 
 from .._compat.lightning import _METRICS, _LoggerConnector, _ResultCollection, _ResultMetric
 from .padding_batch import EvalPadding
-from .reduction import as_numbers, is_waiting, reduce_results
+from .reduction import as_numbers, has_unreduced, reduce_results
 
 __all__ = ["LoggerConnector", "is_asynchronous"]
 
-_MANY = 3
+_MIN_READS = 3
 """Readings at successive steps that are no coincidence."""
-_READS = (
+_READ_WARNING = (
     "%s reads `progress_bar_metrics` at every step, and the device stands still each time. Read them at logging"
     " intervals, as polyphase.callbacks.ProgressBar does."
 )
@@ -39,21 +39,21 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     results: _ResultCollection | None = None
     """The results that the current batch logs to; None between batches, and in Lightning's own loops."""
-    shares: EvalPadding | None = None
+    padding: EvalPadding | None = None
     """Knows which ranks have batches to evaluate, if the engine deals them; otherwise None."""
-    is_met_by_all = True
+    all_ranks_reach_end = True
     """Whether all ranks evaluate each loader to its end, so that they can communicate there."""
     _read_step = -1
     _num_reads = 0
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.said: set[str] = set()
+        self.issued_warnings: set[str] = set()
         """The warnings that were issued already, by the name of a logged value or the message."""
         self.overwritten: list[tuple[_ResultMetric, Any]] = []
         """The logged values that the current batch has changed, each with its value before."""
-        self._read: set[str] = set()  # which of the three dicts were read in it
-        self._is_behind = False  # whether a batch ended since the dicts were brought up to date
+        self._read_dicts: set[str] = set()  # which of the three dicts were read in it
+        self._is_outdated = False  # whether a batch ended since the dicts were brought up to date
 
     def begin_batch(self, results: _ResultCollection, batch: Any, dataloader_idx: int | None = None) -> None:
         """Begins a batch as Lightning's `on_batch_start` does, for a loop that knows its results."""
@@ -69,25 +69,25 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         assert results is not None
         results.batch = results.batch_size = None
         self.overwritten.clear()
-        self._read.clear()
-        self._is_behind = True
+        self._read_dicts.clear()
+        self._is_outdated = True
 
     def collect(self) -> None:
         """Updates the three dicts of metrics with the last batch that has ended."""
         if self.results is not None:  # the current batch was cancelled, or has raised
             for item, value in reversed(self.overwritten):
                 item._forward_cache = value
-        if self._is_behind and self.trainer._results:
+        if self._is_outdated and self.trainer._results:
             metrics = self.metrics
-            if "pbar" not in self._read:
+            if "pbar" not in self._read_dicts:
                 self._progress_bar_metrics.update(metrics["pbar"])
-            if "callback" not in self._read:
+            if "callback" not in self._read_dicts:
                 self._callback_metrics.update(metrics["callback"])
-            if "log" not in self._read:
+            if "log" not in self._read_dicts:
                 self._logged_metrics.update(metrics["log"])
         if self.results is not None:
             self.end_batch()
-        self._is_behind = False
+        self._is_outdated = False
 
     def epoch_end_reached(self) -> None:
         """Called by Lightning when the values of the last step are no longer current."""
@@ -103,25 +103,25 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     def synchronise(self) -> None:
         """Reduces values logged with `sync_dist` over the ranks; a rank that has logged nothing takes part, too."""
-        if self.trainer.training or self.is_met_by_all:
+        if self.trainer.training or self.all_ranks_reach_end:
             self._reduce()
 
     @property
-    def _is_alone(self) -> bool:
+    def _is_single_rank(self) -> bool:
         return self.trainer.data_ranks.size == 1  # type: ignore[attr-defined]
 
     def _reduce(self) -> None:
         trainer: Any = self.trainer
-        results, shares = trainer._results, None if trainer.training else self.shares
-        if results is None or self._is_alone or trainer.barebones:
+        results, padding = trainer._results, None if trainer.training else self.padding
+        if results is None or self._is_single_rank or trainer.barebones:
             return
         loader = results.dataloader_idx
         reduce_results(
             results,
             trainer.lightning_module,
             trainer.data_ranks,
-            is_idle=shares is not None and shares.is_idle(loader),
-            some_are_idle=shares is not None and shares.leave_some_idle(loader),
+            is_idle=padding is not None and padding.is_idle(loader),
+            some_are_idle=padding is not None and padding.leave_some_idle(loader),
         )
 
     def teardown(self) -> None:
@@ -136,7 +136,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         on_step = self._first_loop_iter is not None
         results = self.trainer._results
         assert results is not None
-        if not on_step and not self._is_alone and is_waiting(results):
+        if not on_step and not self._is_single_rank and has_unreduced(results):
             self._reduce()  # read in the hook that logged it
         metrics = _METRICS(callback={}, log={}, pbar={})
         for _, item in results.valid_items():
@@ -179,7 +179,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     def _note_read(self, metrics: str) -> None:
         if self.results is not None:
-            self._read.add(metrics)
+            self._read_dicts.add(metrics)
 
     def _count_read(self) -> None:
         """Warns once if the host waits for the device between two logging intervals, step after step."""
@@ -188,9 +188,9 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
             return
         self._num_reads = self._num_reads + 1 if step == self._read_step + 1 else 1
         self._read_step = step
-        if self._num_reads == _MANY and _READS not in self.said:
-            self.said.add(_READS)
-            log.warning(_READS, _reader())
+        if self._num_reads == _MIN_READS and _READ_WARNING not in self.issued_warnings:
+            self.issued_warnings.add(_READ_WARNING)
+            log.warning(_READ_WARNING, _calling_callback())
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Sends `metrics` to the loggers; tensors of a device are read together."""
@@ -211,7 +211,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
             self.trainer._checkpoint_connector.logs.note(logger, numbers, step)  # type: ignore[attr-defined]
 
 
-def _reader() -> str:
+def _calling_callback() -> str:
     """Returns the name of the class of the callback that is being called."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Callback):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, cast
 
-__all__ = ["going_on", "making_loaders", "quiet"]
+__all__ = ["allow_nonempty_folder", "hide_tree_warnings", "quiet"]
 
 # Lightning: the loggers that its messages at the start of a run come from.
 _LOGGERS = (
@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
     with _lock:
         _num_quiet += 1
         for name in _LOGGERS:
-            logging.getLogger(name).addFilter(_is_worth_showing)  # a filter is added once only
+            logging.getLogger(name).addFilter(_is_shown)  # a filter is added once only
     try:
         yield
     finally:
@@ -47,11 +47,11 @@ def quiet() -> Iterator[None]:
             _num_quiet -= 1
             if not _num_quiet:
                 for name in _LOGGERS:
-                    logging.getLogger(name).removeFilter(_is_worth_showing)
+                    logging.getLogger(name).removeFilter(_is_shown)
 
 
 @contextmanager
-def going_on() -> Iterator[None]:
+def allow_nonempty_folder() -> Iterator[None]:
     """Context manager around a run that continues in its folder: hides Lightning's warning that it is not empty."""
     # Not by `catch_warnings`, which would undo the user's own filters that are set meanwhile.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
@@ -64,7 +64,7 @@ def going_on() -> Iterator[None]:
 
 
 @contextmanager
-def making_loaders() -> Iterator[None]:
+def hide_tree_warnings() -> Iterator[None]:
     """Context manager around the creation of a `CombinedLoader`, without a warning that Lightning causes itself."""
     with warnings.catch_warnings():
         # Lightning 2.6 calls `LeafSpec()`, which torch 2.13 deprecates; nothing a user could change.
@@ -72,7 +72,7 @@ def making_loaders() -> Iterator[None]:
         yield
 
 
-def _is_worth_showing(record: logging.LogRecord) -> bool:
+def _is_shown(record: logging.LogRecord) -> bool:
     if record.levelno >= logging.WARNING or not _NOISE.match(record.getMessage()):
         return True
     return any(

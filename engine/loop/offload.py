@@ -25,10 +25,10 @@ class OffloadActivations(Callback):
         if device_type == "cpu":
             rank_zero_info("offload='activations': they are in host memory as it is.")
             return
-        precise = plugin.train_step_context
+        inner_context = plugin.train_step_context
 
         def context() -> AbstractContextManager[Any]:
-            return ActivationsOnHost(device_type, precise())
+            return ActivationsOnHost(device_type, inner_context())
 
         vars(plugin)["train_step_context"] = context
 
@@ -46,29 +46,29 @@ class ActivationsOnHost(save_on_cpu):
 
     Args:
         device_type: of the accelerator.
-        around: another context, within which this one is.
+        inner: another context, within which this one is.
     """
 
-    def __init__(self, device_type: str, around: AbstractContextManager[Any]) -> None:
+    def __init__(self, device_type: str, inner: AbstractContextManager[Any]) -> None:
         super().__init__(pin_memory=True, device_type=device_type)
-        self._around = around
+        self._inner = inner
         # torch: saved_tensors_hooks.pack_hook and .unpack_hook
         pack, unpack = self.pack_hook, self.unpack_hook
-        self.pack_hook = lambda tensor: tensor if _stays(tensor) else pack(tensor)
+        self.pack_hook = lambda tensor: tensor if _stays_where_it_is(tensor) else pack(tensor)
         self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
 
     def __enter__(self) -> None:
         """Begins."""
-        self._around.__enter__()
+        self._inner.__enter__()
         super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         """Ends."""
         super().__exit__(*raised)
-        self._around.__exit__(*raised)
+        self._inner.__exit__(*raised)
 
 
-def _stays(tensor: Tensor) -> bool:
+def _stays_where_it_is(tensor: Tensor) -> bool:
     """Whether a tensor is on the host, or is a parameter or a view of one, so that a copy would free no memory."""
     # torch: Tensor._base
     return tensor.device.type == "cpu" or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

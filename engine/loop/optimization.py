@@ -48,7 +48,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
     def __init__(self, trainer: Trainer, watch: NonFiniteWatch) -> None:
         super().__init__(trainer)
         self.watch = watch
-        self.weights = LossWeighting(trainer)
+        self.loss_weighting = LossWeighting(trainer)
         self.runs_own_schedule = capabilities_of(trainer.strategy).runs_own_schedule
         self.out_of_memory: OutOfMemory | None = None
         self._batch_idx = 0
@@ -60,7 +60,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
     def begin_epoch(self) -> None:
         """Looks up the values that stay the same for an epoch, which would cost each step several calls."""
         self.trainer._data_connector.sizes.begin_epoch()  # type: ignore[attr-defined]
-        self.weights.begin_epoch()
+        self.loss_weighting.begin_epoch()
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """Runs one micro-batch, and the optimizer step if it ends a window."""
@@ -100,7 +100,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             with without_sync(hooks.strategy):
                 closure()
         trainer.heartbeat.phase = "batch"
-        if closure.was_cut_short:
+        if closure.ran_out_of_memory:
             return {}
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
@@ -109,9 +109,9 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization._training_step, which divides by the constant.
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.trainer.strategy.post_training_step()
-        return self.result(output, self._batch_idx)
+        return self.weighted_result(output, self._batch_idx)
 
-    def result(self, output: Any, batch_idx: int) -> ClosureResult:
+    def weighted_result(self, output: Any, batch_idx: int) -> ClosureResult:
         """Returns `training_step`'s result, with a loss that can be added to those of the other micro-batches."""
         trainer = self.trainer
         if output is None and trainer.world_size > 1:
@@ -120,9 +120,11 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
             )
         # Lightning: raises its own error for a value that is no loss.
-        given = ClosureResult(output) if type(output) is Tensor else ClosureResult.from_training_step_output(output)
-        weighed = self.weights.weigh(given.closure_loss, output, batch_idx)
-        result = given if weighed is given.closure_loss else ClosureResult(weighed, extra=given.extra)
+        unweighted = (
+            ClosureResult(output) if type(output) is Tensor else ClosureResult.from_training_step_output(output)
+        )
+        weighed = self.loss_weighting.weigh(unweighted.closure_loss, output, batch_idx)
+        result = unweighted if weighed is unweighted.closure_loss else ClosureResult(weighed, extra=unweighted.extra)
         if result.loss is not None:
             self.has_loss = True
             self.watch.observe(trainer, "loss", result.loss, self.num_steps)
@@ -132,7 +134,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
     def run_schedule(
         self,
-        within: Callable[..., Any],
+        in_hook: Callable[..., Any],
         arguments: tuple[Any, ...],
         optimizer: Optimizer,
         batch_idx: int,
@@ -141,7 +143,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """Runs forward and backward by a strategy with its own schedule, after the gradients were zeroed.
 
         Args:
-            within: calls a function while `self.log` sees the name given as the place it is called from.
+            in_hook: calls a function while `self.log` sees the name given as the place it is called from.
             arguments: of `training_step`.
             optimizer: whose gradients they are.
             batch_idx: within the epoch.
@@ -150,33 +152,37 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         trainer = self.trainer
         strategy: Any = trainer.strategy
         one = torch.ones((), device=strategy.root_device)
-        by_samples: Callable[[], Any] = cache(lambda: self.weights.weigh(one, None, batch_idx))
+        by_samples: Callable[[], Any] = cache(lambda: self.loss_weighting.weigh(one, None, batch_idx))
 
         def weigh(weight: Any) -> Tensor:
-            return by_samples() if weight is None else self.weights.counted(weight, strategy.root_device, batch_idx)
+            return (
+                by_samples()
+                if weight is None
+                else self.loss_weighting.as_weight(weight, strategy.root_device, batch_idx)
+            )
 
-        loss, weight = within("training_step", strategy.run_schedule, arguments, weigh, ends_window)
+        loss, weight = in_hook("training_step", strategy.run_schedule, arguments, weigh, ends_window)
         if weight is None:
             loss = loss * by_samples()
         else:
-            loss = self.weights.weigh(loss, {"weight": weight}, batch_idx, is_summed=True)
+            loss = self.loss_weighting.weigh(loss, {"weight": weight}, batch_idx, is_summed=True)
         # The hooks around backward, which is over: the loss is only known now.
         trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
         trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
         strategy.post_backward(loss)
         if ends_window:
-            self.weights.correct(optimizer)
+            self.loss_weighting.correct(optimizer)
         self.has_loss = True
         self.watch.observe(trainer, "loss", loss, self.num_steps)
         return ClosureResult(loss)
 
     def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
         # Lightning: _AutomaticOptimization._make_closure
-        closure = self._make_users_closure(kwargs, optimizer, batch_idx)
+        closure = self._make_weighted_closure(kwargs, optimizer, batch_idx)
         trainer: Any = self.trainer
-        return _Filler(closure, trainer) if trainer.is_filler(batch_idx) else closure
+        return _PaddingClosure(closure, trainer) if trainer.is_filler(batch_idx) else closure
 
-    def _make_users_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
+    def _make_weighted_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
         if self._skip_backward or not self.runs_own_schedule:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -210,12 +216,12 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         def backward_and_correct(loss: Tensor) -> None:
             backward(loss)
             if not self.trainer.fit_loop._should_accumulate():
-                self.weights.correct(optimizer)
+                self.loss_weighting.correct(optimizer)
 
         return backward_and_correct
 
 
-class _Filler(Closure):
+class _PaddingClosure(Closure):
     """Runs a padding batch, and restores what it has changed.
 
     Args:
@@ -230,14 +236,14 @@ class _Filler(Closure):
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Forward and backward."""
-        return _put_back(self._trainer, lambda: self._inner.closure(*args, **kwargs))
+        return _run_and_restore(self._trainer, lambda: self._inner.closure(*args, **kwargs))
 
 
-def _put_back(trainer: Any, run: Callable[[], ClosureResult]) -> ClosureResult:
+def _run_and_restore(trainer: Any, run: Callable[[], ClosureResult]) -> ClosureResult:
     """Calls `run` and returns its result, after restoring the state of the module and the results before it."""
-    undo = StepSnapshot(trainer.lightning_module, trainer._results)
+    snapshot = StepSnapshot(trainer.lightning_module, trainer._results)
     result = run()
-    undo.undo()
+    snapshot.undo()
     return result
 
 
@@ -260,7 +266,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self._batch_idx = batch_idx
         self._arguments = arguments
         self._ends_window = ends_window
-        self.was_cut_short = False
+        self.ran_out_of_memory = False
         """Whether the micro-batch ran out of memory."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -275,47 +281,47 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         """Forward, zeroing of gradients and backward."""
         heartbeat = self._optimization.trainer.heartbeat  # type: ignore[attr-defined]
         heartbeat.phase = "train"
-        watch = self._optimization.out_of_memory
-        result = self._closure() if watch is None else self._in_memory(watch)
+        out_of_memory = self._optimization.out_of_memory
+        result = self._closure() if out_of_memory is None else self._closure_or_recovery(out_of_memory)
         heartbeat.phase = "optimizer"
         return result
 
-    def _in_memory(self, watch: OutOfMemory) -> ClosureResult:
+    def _closure_or_recovery(self, out_of_memory: OutOfMemory) -> ClosureResult:
         """Runs the same, and handles running out of memory."""
-        watch.begin_micro_batch()
+        out_of_memory.begin_micro_batch()
         result = ClosureResult(None)
         try:
             result = self._closure()
         except RuntimeError as error:
-            self.was_cut_short = True
+            self.ran_out_of_memory = True
             failure = error
         # Outside of the `except` clause, which would keep the frames, and so the activations, of the failed call.
-        if self.was_cut_short:
-            watch.catch(failure, self._smallest, self._ends_window)
+        if self.ran_out_of_memory:
+            out_of_memory.recover(failure, self._step_on_smallest_batch, self._ends_window)
             if self._ends_window:
-                self._optimization.weights.correct(self._optimization.trainer.strategy.optimizers[0])
+                self._optimization.loss_weighting.correct(self._optimization.trainer.strategy.optimizers[0])
         if self._ends_window:
-            watch.agree()
+            out_of_memory.raise_if_any_failed()
         return result
 
-    def _smallest(self, training_step: Callable[..., Any]) -> Tensor:
+    def _step_on_smallest_batch(self, training_step: Callable[..., Any]) -> Tensor:
         optimization = self._optimization
         trainer: Any = optimization.trainer
         batch = Transfer(trainer)(trainer._data_connector.sizes.smallest_batch())
         output = self._hooks.in_hook("training_step", training_step, batch, *self._arguments[1:])
         loss = ClosureResult.from_training_step_output(output).closure_loss
-        weighed = optimization.weights.weigh(loss, output, self._batch_idx, is_repeated=True)
+        weighed = optimization.loss_weighting.weigh(loss, output, self._batch_idx, is_padding=True)
         assert weighed is not None
         return weighed
 
     def _closure(self) -> ClosureResult:
         trainer: Any = self._optimization.trainer
         sizes = trainer._data_connector.sizes
-        if self._optimization.weights.data_size == 1 or not sizes.is_filler(self._batch_idx):
+        if self._optimization.loss_weighting.data_size == 1 or not sizes.is_filler(self._batch_idx):
             return self._forward_and_backward()
         if sizes.joins(self._batch_idx):
             return self._join()
-        return _put_back(trainer, self._forward_and_backward)
+        return _run_and_restore(trainer, self._forward_and_backward)
 
     def _join(self) -> ClosureResult:
         optimization = self._optimization
@@ -323,9 +329,9 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         optimizer = strategy.optimizers[0]
         if self._batch_idx % optimization.trainer.accumulate_grad_batches == 0:
             self._zero_grad(optimization.trainer, optimizer)
-        strategy.join_micro_batch(lambda: optimization.weights.weigh_nothing(self._batch_idx), self._ends_window)
+        strategy.join_micro_batch(lambda: optimization.loss_weighting.weigh_nothing(self._batch_idx), self._ends_window)
         if self._ends_window:
-            optimization.weights.correct(optimizer)
+            optimization.loss_weighting.correct(optimizer)
         # Only with a loss: without one a loss scaler would skip the step.
         return ClosureResult(torch.zeros((), device=strategy.root_device))
 
@@ -341,7 +347,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             return optimization.run_schedule(*arguments)
         # Lightning: _AutomaticOptimization._training_step
         output = hooks.in_hook("training_step", shortcuts.training_step, *self._arguments)
-        result = optimization.result(output, self._batch_idx)
+        result = optimization.weighted_result(output, self._batch_idx)
         if result.closure_loss is None:
             Closure.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
@@ -353,7 +359,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         if result.closure_loss is not None:
             hooks.in_hook("backward", shortcuts.backward, result.closure_loss, optimizer)
             if self._ends_window:
-                optimization.weights.correct(optimizer)
+                optimization.loss_weighting.correct(optimizer)
         return result
 
     def _zero_grad(self, trainer: Any, optimizer: Optimizer) -> None:

@@ -46,31 +46,31 @@ class OutOfMemory:
         self._trainer: Any = trainer
         self.has_failed = False
         """Whether this rank ran out of memory in the current step."""
-        self.wanted: int | None = None
+        self.next_size: int | None = None
         """The size of micro-batches that the user has set for the next step; None if it stays."""
         self._error: BaseException | None = None
-        self._undo: StepSnapshot | None = None
+        self._snapshot: StepSnapshot | None = None
 
     def begin_step(self, loop: Any) -> None:
         """Notes the state that a step changes."""
         trainer = self._trainer
         self.has_failed = False
-        loop.automatic_optimization.weights.forget()
-        self._undo = StepSnapshot(trainer.lightning_module, loop._results)
+        loop.automatic_optimization.loss_weighting.reset()
+        self._snapshot = StepSnapshot(trainer.lightning_module, loop._results)
         connector, progress = trainer._logger_connector, loop.batch_progress
         self._first_loop_iter = connector._first_loop_iter
-        self._ready = progress.total.ready, progress.current.ready
+        self._num_ready = progress.total.ready, progress.current.ready
         self._optim_progress = loop.automatic_optimization.optim_progress.state_dict()
-        if self.wanted is not None:
-            self._cut(loop, self.wanted)
-            self.wanted = None
+        if self.next_size is not None:
+            self._resplit(loop, self.next_size)
+            self.next_size = None
 
     def begin_micro_batch(self) -> None:
         """Called before forward."""
         if self._trainer.world_size > 1:
             self._trainer.strategy.begin_micro_batch()
 
-    def catch(self, error: BaseException, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+    def recover(self, error: BaseException, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
         """Finishes a micro-batch that has raised `error`: frees memory, and takes part in its collectives.
 
         Args:
@@ -100,7 +100,7 @@ class OutOfMemory:
                 raise
             raise torch.OutOfMemoryError(_message(self._trainer, [self._trainer.global_rank])) from again
 
-    def agree(self) -> None:
+    def raise_if_any_failed(self) -> None:
         """Exchanges whether a rank ran out of memory; called on all ranks when a step's gradients are complete.
 
         Raises:
@@ -116,32 +116,32 @@ class OutOfMemory:
             torch.OutOfMemoryError: on all ranks, if a micro-batch has one sample already.
         """
         trainer = self._trainer
-        where = [rank for rank, failed in enumerate(WORLD.all_gather_bools(self.has_failed)) if failed]
+        failed_ranks = [rank for rank, failed in enumerate(WORLD.all_gather_bools(self.has_failed)) if failed]
         data, module = trainer._data_connector, trainer.lightning_module
         largest = data.sizes.largest
         if largest == 1:
-            raise torch.OutOfMemoryError(_message(trainer, where)) from self._error
+            raise torch.OutOfMemoryError(_message(trainer, failed_ranks)) from self._error
         trainer._logger_connector.end_batch()
         module.zero_grad(set_to_none=True)
         if trainer.world_size > 1:
             trainer.strategy.begin_again()
         size = -(-largest // 2)
         rank_zero_info(
-            f"Out of memory on rank(s) {', '.join(map(str, where))} with micro-batches of {largest}: the step is done"
-            f" again with micro-batches of at most {size}. The global batch stays. To begin with them the next time:"
-            f" micro_batch_size={size}."
+            f"Out of memory on rank(s) {', '.join(map(str, failed_ranks))} with micro-batches of {largest}: the step is"
+            f" done again with micro-batches of at most {size}. The global batch stays. To begin with them the next"
+            f" time: micro_batch_size={size}."
         )
         self.has_failed, self._error = False, None
-        self._cut(loop, size)
-        assert self._undo is not None
-        self._undo.undo()  # at the end, since a loader's new iterator draws a seed
+        self._resplit(loop, size)
+        assert self._snapshot is not None
+        self._snapshot.undo()  # at the end, since a loader's new iterator draws a seed
         trainer._logger_connector._first_loop_iter = self._first_loop_iter
         loop.automatic_optimization.optim_progress.load_state_dict(self._optim_progress)
 
-    def _cut(self, loop: Any, size: int) -> None:
+    def _resplit(self, loop: Any, size: int) -> None:
         """Splits the rest of the epoch, from the current step on, into micro-batches of at most `size` samples."""
-        total, current = self._ready
-        done = self._trainer._data_connector.places.resplit(current, size)
+        total, current = self._num_ready
+        done = self._trainer._data_connector.data_position.resplit(current, size)
         for tracker, value in (
             (loop.batch_progress.total, total - current + done),
             (loop.batch_progress.current, done),
@@ -149,7 +149,7 @@ class OutOfMemory:
             for field in vars(tracker):
                 setattr(tracker, field, value)
         loop.batch_progress.is_last_batch = False
-        self._ready = total - current + done, done
+        self._num_ready = total - current + done, done
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ class EvalPadding:
         self._is_sequential = is_sequential
 
     @property
-    def any(self) -> bool:
+    def may_occur(self) -> bool:
         """Whether there are loaders that may have padding."""
         return any(loader is not None for loader in self._loaders)
 
@@ -85,7 +85,7 @@ def run_padding_batch(
         others: other objects that the step may change.
     """
     trainer = loop.trainer
-    with _undone(trainer.lightning_module, *others):
+    with _restoring(trainer.lightning_module, *others):
         batch = Transfer(trainer)(batch, dataloader_idx)
         if loop._results is not None:  # a prediction logs nothing
             trainer._logger_connector.on_batch_start(batch, loader)
@@ -95,25 +95,27 @@ def run_padding_batch(
 
 
 @contextmanager
-def _undone(module: nn.Module, *others: Any) -> Iterator[None]:
-    undo = StepSnapshot(module, *others)
+def _restoring(module: nn.Module, *others: Any) -> Iterator[None]:
+    snapshot = StepSnapshot(module, *others)
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    new = [metric for metric in metrics if not metric.update_called]
+    first_updated = [metric for metric in metrics if not metric.update_called]
     yield
-    new = [metric for metric in new if metric.update_called]
-    kinds = [(metric, name, _nothing_of(getattr(metric, name))) for metric in new for name in _lists(metric)]
-    undo.undo()
+    first_updated = [metric for metric in first_updated if metric.update_called]
+    empty_states = [
+        (metric, name, _empty_rows(getattr(metric, name))) for metric in first_updated for name in _list_states(metric)
+    ]
+    snapshot.undo()
     # torchmetrics gathers these states as tensors: a tensor without rows has their shape and dtype.
-    for metric, name, nothing in kinds:
+    for metric, name, nothing in empty_states:
         getattr(metric, name).extend(nothing)
-    for metric in new:
+    for metric in first_updated:
         metric._update_count = 1  # otherwise torchmetrics warns of `compute` before `update`
 
 
-def _lists(metric: Metric) -> list[str]:
+def _list_states(metric: Metric) -> list[str]:
     """Returns the names of the states that are gathered by concatenation."""
     return [n for n, fx in metric._reductions.items() if fx == dim_zero_cat and isinstance(getattr(metric, n), list)]
 
 
-def _nothing_of(tensors: list[Tensor]) -> list[Tensor]:
+def _empty_rows(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.reshape(tensor.shape or 1)[:0] for tensor in tensors[:1]]

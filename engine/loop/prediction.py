@@ -5,7 +5,7 @@ from typing import Any
 
 from .._compat.lightning import _PredictionLoop
 from ..strategies import adapt
-from .noise import making_loaders
+from .noise import hide_tree_warnings
 from .padding_batch import EvalPadding, run_padding_batch
 
 __all__ = ["PredictionLoop"]
@@ -14,7 +14,7 @@ __all__ = ["PredictionLoop"]
 class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
     """Lightning's prediction loop, but each rank returns the predictions of all ranks, worker processes included."""
 
-    _shares: EvalPadding | None = None
+    _padding: EvalPadding | None = None
 
     @property
     def return_predictions(self) -> bool:
@@ -31,21 +31,21 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
 
     def setup_data(self) -> None:
         """Makes the loaders."""
-        with making_loaders():
+        with hide_tree_warnings():
             super().setup_data()
 
     def reset(self) -> None:
         """Called before the first batch."""
         super().reset()
-        shares = EvalPadding(self._combined_loader.flattened, is_sequential=True)  # type: ignore[union-attr]
-        self._shares = shares if shares.any else None
+        padding = EvalPadding(self._combined_loader.flattened, is_sequential=True)  # type: ignore[union-attr]
+        self._padding = padding if padding.may_occur else None
 
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _PredictionLoop._predict_step
         if (
-            self._shares is None
+            self._padding is None
             or dataloader_iter is not None
-            or not self._shares.is_padding(batch_idx, dataloader_idx)
+            or not self._padding.is_padding(batch_idx, dataloader_idx)
         ):
             super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
@@ -64,14 +64,14 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
         if not self.return_predictions or ranks.size == 1:
             return results
         predictions = ranks.all_gather_object(self._predictions)
-        self._predictions = [_in_order(of_ranks) for of_ranks in zip(*predictions, strict=True)]
+        self._predictions = [_interleaved(outputs_by_rank) for outputs_by_rank in zip(*predictions, strict=True)]
         return self.predictions
 
 
-def _in_order(of_ranks: tuple[list[Any], ...]) -> list[Any]:
+def _interleaved(outputs_by_rank: tuple[list[Any], ...]) -> list[Any]:
     """Returns the outputs of one loader's batches: the first of each rank, then the second; some may lack the last."""
-    rounds = itertools.zip_longest(*([(output,) for output in outputs] for outputs in of_ranks), fillvalue=())
-    return [output for of_round in rounds for outputs in of_round for output in outputs]
+    rounds = itertools.zip_longest(*([(output,) for output in outputs] for outputs in outputs_by_rank), fillvalue=())
+    return [output for outputs_of_round in rounds for outputs in outputs_of_round for output in outputs]
 
 
 PredictionLoop.__name__ = _PredictionLoop.__name__  # the name of its entries in a profile

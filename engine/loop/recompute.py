@@ -23,23 +23,23 @@ class RecomputeBlocks(Callback):
         kind: ``"full"`` or ``"selective"``.
     """
 
-    _kept = KEPT  # of the class: spawned workers are sent the callback, and can't be sent operators
+    _kept_operators = KEPT  # of the class: spawned workers are sent the callback, and can't be sent operators
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._wrapped: dict[nn.Module, Recomputed] = {}
-        self._is_seen = False
+        self._is_checked = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives the strategy the function that wraps a block."""
         if stage == "fit":
             if self.kind == "selective":
-                self._kept = kept_operators(pl_module)
+                self._kept_operators = kept_operators(pl_module)
             adapt(trainer.strategy).recompute = self.wrap
 
     def wrap(self, block: nn.Module) -> None:
         """Makes a block recompute its activations."""
-        self._wrapped[block] = Recomputed(block, self.kind, self._kept)
+        self._wrapped[block] = Recomputed(block, self.kind, self._kept_operators)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the blocks that the strategy has not wrapped."""
@@ -56,7 +56,7 @@ class RecomputeBlocks(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resets the check after the sanity check, which has called the blocks."""
-        self._is_seen = bool(trainer.flags["compile"])  # type: ignore[attr-defined]  # which hides the calls
+        self._is_checked = bool(trainer.flags["compile"])  # type: ignore[attr-defined]  # which hides the calls
         for recomputed in self._wrapped.values():
             recomputed.was_called = False
 
@@ -66,9 +66,9 @@ class RecomputeBlocks(Callback):
         Raises:
             RuntimeError: no block has run its forward.
         """
-        if self._is_seen:
+        if self._is_checked:
             return
-        self._is_seen = True
+        self._is_checked = True
         if self._wrapped and not any(recomputed.was_called for recomputed in self._wrapped.values()):
             raise RuntimeError(
                 f"activation_checkpointing={self.kind!r} saves no memory: training_step has not called the forward"

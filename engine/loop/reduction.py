@@ -21,7 +21,7 @@ from torch import Tensor
 from .._compat.lightning import _Metadata, _ResultCollection, _ResultMetric, _Sync
 from ..distributed.object_group import ObjectGroup
 
-__all__ = ["as_numbers", "is_waiting", "reduce_results"]
+__all__ = ["as_numbers", "has_unreduced", "reduce_results"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +44,13 @@ def _is_synced(item: _ResultMetric) -> bool:
     return bool(item.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None)
 
 
-def _waiting(results: _ResultCollection) -> dict[str, _ResultMetric]:
+def _unreduced(results: _ResultCollection) -> dict[str, _ResultMetric]:
     return {key: item for key, item in results.valid_items() if item.meta.on_epoch and item._computed is None}
 
 
-def is_waiting(results: _ResultCollection) -> bool:
+def has_unreduced(results: _ResultCollection) -> bool:
     """Whether there are values that are not reduced yet."""
-    return any(map(_is_synced, _waiting(results).values()))
+    return any(map(_is_synced, _unreduced(results).values()))
 
 
 def reduce_results(
@@ -73,22 +73,22 @@ def reduce_results(
     Raises:
         ValueError: a name was logged on some ranks only, or with different arguments.
     """
-    mine = {k: item for k, item in _waiting(results).items() if some_are_idle or _is_synced(item)}
-    everyones = ranks.all_gather_object((is_idle, _packed(mine, with_meta=some_are_idle)))
-    busy = [messages for idle, messages in everyones if not idle] or [messages for _, messages in everyones]
-    _compare(everyones)
+    local_items = {k: item for k, item in _unreduced(results).items() if some_are_idle or _is_synced(item)}
+    by_rank = ranks.all_gather_object((is_idle, _messages_of(local_items, with_meta=some_are_idle)))
+    busy = [messages for idle, messages in by_rank if not idle] or [messages for _, messages in by_rank]
+    _compare(by_rank)
     for key, message in busy[0].items():
-        item = mine.get(key)
+        item = local_items.get(key)
         if item is None and is_idle:
             item = results[key] = _item_of(message, results.get(key), module)
         if item is None or message.value is None:
             continue  # logged by this rank alone, or reduced by torchmetrics
         if message.is_synced or is_idle:
-            found = [messages[key] for _, messages in everyones if key in messages] if message.is_synced else [message]
+            found = [messages[key] for _, messages in by_rank if key in messages] if message.is_synced else [message]
             item._computed = _reduced(message.op, found).to(item.value)  # type: ignore[assignment]
 
 
-def _packed(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[str, _Message]:
+def _messages_of(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[str, _Message]:
     tensors = {
         (key, name): getattr(item, name) for key, item in items.items() if item.is_tensor for name in _states(item)
     }
@@ -99,7 +99,7 @@ def _packed(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[str, _M
             value=found.get((key, "value")),
             weight=found.get((key, "cumulated_batch_size")),
             is_synced=_is_synced(item),
-            meta=_described(item.meta) if with_meta else None,
+            meta=_fields_of(item.meta) if with_meta else None,
         )
         for key, item in items.items()
     }
@@ -109,7 +109,7 @@ def _states(item: _ResultMetric) -> tuple[str, ...]:
     return ("value", "cumulated_batch_size") if item.meta.is_mean_reduction else ("value",)
 
 
-def _described(meta: _Metadata) -> dict[str, Any]:
+def _fields_of(meta: _Metadata) -> dict[str, Any]:
     fields = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
     del fields["_sync"], fields["reduce_fx"]
     return fields
@@ -131,19 +131,19 @@ def _item_of(message: _Message, earlier: _ResultMetric | None, module: Lightning
     return item
 
 
-def _compare(everyones: list[tuple[bool, dict[str, _Message]]]) -> None:
-    names = {key: message.op for _, messages in everyones for key, message in messages.items() if message.is_synced}
+def _compare(by_rank: list[tuple[bool, dict[str, _Message]]]) -> None:
+    names = {key: message.op for _, messages in by_rank for key, message in messages.items() if message.is_synced}
     for key, op in names.items():
-        have = [rank for rank, (_, messages) in enumerate(everyones) if key in messages]
-        lack = [rank for rank, (idle, messages) in enumerate(everyones) if key not in messages and not idle]
+        ranks_with = [rank for rank, (_, messages) in enumerate(by_rank) if key in messages]
+        ranks_without = [rank for rank, (idle, messages) in enumerate(by_rank) if key not in messages and not idle]
         hook, _, name = key.partition(".")
-        if lack:
+        if ranks_without:
             raise ValueError(
-                f"self.log({name!r}, ..., sync_dist=True) was called in `{hook}` on rank(s) {have}, but not on rank(s)"
-                f" {lack}: log the same names on all ranks, or leave out sync_dist."
+                f"self.log({name!r}, ..., sync_dist=True) was called in `{hook}` on rank(s) {ranks_with}, but not on"
+                f" rank(s) {ranks_without}: log the same names on all ranks, or leave out sync_dist."
             )
-        ops = {rank: everyones[rank][1][key].op for rank in have}
-        if set(ops.values()) != {op} or not all(everyones[rank][1][key].is_synced for rank in have):
+        ops = {rank: by_rank[rank][1][key].op for rank in ranks_with}
+        if set(ops.values()) != {op} or not all(by_rank[rank][1][key].is_synced for rank in ranks_with):
             raise ValueError(
                 f"self.log({name!r}, ..., sync_dist=True) was called in `{hook}` with other arguments on some ranks:"
                 f" reduce_fx is {ops} by rank. Log it in the same way on all of them."

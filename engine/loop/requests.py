@@ -18,7 +18,7 @@ from .._compat.torch import OptimizedModule
 from ..data import check_made_for, check_script_makes_none
 from ..errors import NoModuleError, RefusedError
 from ..strategies import adapt
-from .noise import making_loaders
+from .noise import hide_tree_warnings
 
 __all__ = ["check_request", "why_empty"]
 
@@ -39,10 +39,10 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
         NoModuleError: the model is no `LightningModule`.
         RefusedError: the model has no step, or there is no data, or it is empty or was made for other ranks.
     """
-    given = inspect.signature(method).bind(trainer, *args, **kwargs).arguments
+    arguments = inspect.signature(method).bind(trainer, *args, **kwargs).arguments
     command = method.__name__
-    model, datamodule = given.get("model"), given.get("datamodule")
-    loaders = given.get("train_dataloaders" if command == "fit" else "dataloaders")
+    model, datamodule = arguments.get("model"), arguments.get("datamodule")
+    loaders = arguments.get("train_dataloaders" if command == "fit" else "dataloaders")
     if isinstance(loaders, LightningDataModule):
         loaders, datamodule = None, loaders
     if command != "fit" and model is None:
@@ -64,7 +64,7 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
 def _check_model(command: str, model: Any) -> None:
     if isinstance(model, (LightningModule, OptimizedModule)) or (model is None and command != "fit"):
         return  # Lightning raises the error that no former run has had a model
-    others = [each for each in type(model).__mro__ if each.__name__ == "LightningModule"]
+    others = [cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule"]
     hint = f"; {command} needs one"
     if others:
         hint = f" of another package, {others[0].__module__}: import it from lightning.pytorch"
@@ -76,12 +76,12 @@ def _check_streams(trainer: Any, loaders: Any, datamodule: LightningDataModule |
     environment = adapt(trainer.strategy).cluster_environment
     if environment is None or environment.creates_processes_externally:
         return  # each rank checks its loaders itself
-    with making_loaders():
-        together = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    with hide_tree_warnings():
+        combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     made = vars(datamodule).values() if isinstance(datamodule, LightningDataModule) else ()
     if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
         check_script_makes_none(trainer.num_nodes * trainer.num_devices)
-    check_made_for([*together.flattened, *made], trainer.data_size)
+    check_made_for([*combined.flattened, *made], trainer.data_size)
 
 
 def _check_data(command: str, model: LightningModule, loaders: Any, datamodule: LightningDataModule | None) -> None:

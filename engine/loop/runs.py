@@ -12,7 +12,7 @@ from ..errors import refusing
 from ..reliability.uncaught import Failure, failure_of, forget_failures, on_uncaught
 from .requests import check_request
 
-__all__ = ["checked", "says_how_it_ends"]
+__all__ = ["checked", "reports_uncaught"]
 
 _MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
 
@@ -33,7 +33,7 @@ def checked(method: _MethodT) -> _MethodT:
     return run  # type: ignore[return-value]
 
 
-def says_how_it_ends(method: _MethodT) -> _MethodT:
+def reports_uncaught(method: _MethodT) -> _MethodT:
     """Decorates a function that runs an engine: an uncaught exception is printed short, and Ctrl-C exits with 130."""
 
     @functools.wraps(method)

@@ -25,8 +25,8 @@ _DDP_STRATEGY = "lightning.pytorch.strategies.ddp"
 _MODULE = "lightning.pytorch.core.module"
 _OPTIMIZER = "lightning.pytorch.core.optimizer"
 _PRECISION = "lightning.pytorch.plugins.precision.precision"
-_FABRICS_PRECISION = "lightning.fabric.plugins.precision.precision"
-_OURS = plugins.__name__
+_FABRIC_PRECISION = "lightning.fabric.plugins.precision.precision"
+_ENGINE_PRECISION = plugins.__name__
 
 
 def _is_from(owner: Any, name: str, *modules: str) -> bool:
@@ -50,24 +50,28 @@ class Shortcuts:
         self._skips_forward = (
             strategy.model is module
             and _is_from(strategy, "training_step", _STRATEGY)
-            and _is_from(precision, "train_step_context", _OURS)
-            and _is_from(precision, "forward_context", _FABRICS_PRECISION)
+            and _is_from(precision, "train_step_context", _ENGINE_PRECISION)
+            and _is_from(precision, "forward_context", _FABRIC_PRECISION)
         )
         self._skips_backward = (
             _is_from(strategy, "backward", _STRATEGY)
-            and _is_from(precision, "pre_backward", _OURS)
+            and _is_from(precision, "pre_backward", _ENGINE_PRECISION)
             and _is_from(precision, "backward", _PRECISION)
-            and _is_from(precision, "post_backward", _OURS)
+            and _is_from(precision, "post_backward", _ENGINE_PRECISION)
         )
         self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, _DDP_STRATEGY)
         self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGY)
         self._skips_zero_grad = _is_from(module, "optimizer_zero_grad", _MODULE)
-        self._first_of_step: Literal["module", "strategy", "precision"] = "module"
+        self._step_entry: Literal["module", "strategy", "precision"] = "module"
         # Lightning: LightningOptimizer.step calls these two first and last, for manual optimization.
-        is_told = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
-        if _is_from(module, "optimizer_step", _MODULE) and _is_from(wrapped, "step", _OPTIMIZER) and not is_told:
+        has_step_callbacks = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
+        if (
+            _is_from(module, "optimizer_step", _MODULE)
+            and _is_from(wrapped, "step", _OPTIMIZER)
+            and not has_step_callbacks
+        ):
             skips_strategy = _is_from(strategy, "optimizer_step", _STRATEGY)
-            self._first_of_step = "precision" if skips_strategy else "strategy"
+            self._step_entry = "precision" if skips_strategy else "strategy"
 
     @property
     def training_step(self) -> Callable[..., Any]:
@@ -106,9 +110,9 @@ class Shortcuts:
         hooks = self._hooks
         wrapped = hooks.strategy._lightning_optimizers[0]
         # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step
-        if self._first_of_step == "precision":
+        if self._step_entry == "precision":
             hooks.in_hook("optimizer_step", hooks.precision.optimizer_step, wrapped.optimizer, hooks.module, closure)
-        elif self._first_of_step == "strategy":
+        elif self._step_entry == "strategy":
             hooks.in_hook("optimizer_step", hooks.strategy.optimizer_step, wrapped.optimizer, closure)
         else:
             step, epoch = hooks.module.optimizer_step, hooks.trainer.current_epoch

@@ -30,29 +30,33 @@ class Transfer:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        own = {
+        overridden_hooks = {
             name
             for name in _HOOKS
             if overridden(trainer.lightning_module, LightningModule, name)
             or (data is not None and overridden(data, LightningDataModule, name))
         }
-        moves_itself = "transfer_batch_to_device" in own or overridden(trainer.strategy, Strategy, "batch_to_device")
-        self._is_plain = not (own or moves_itself or overridden(trainer.precision_plugin, Precision, "convert_input"))
+        moves_itself = "transfer_batch_to_device" in overridden_hooks or overridden(
+            trainer.strategy, Strategy, "batch_to_device"
+        )
+        self._is_plain = not (
+            overridden_hooks or moves_itself or overridden(trainer.precision_plugin, Precision, "convert_input")
+        )
         self._stream = None if moves_itself else _stream(self._device)
 
     def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Returns the batch on the device."""
-        if self._is_plain and self._is_there(batch):
+        if self._is_plain and self._is_on_device(batch):
             return batch
         trainer = self._trainer
         batch = trainer.precision_plugin.convert_input(batch)
         # Lightning: LightningModule._on_before_batch_transfer and Strategy.batch_to_device call the three hooks.
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
         if self._stream is not None:
-            batch = self._copied(batch)
+            batch = self._copy(batch)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
 
-    def _copied(self, batch: Any) -> Any:
+    def _copy(self, batch: Any) -> Any:
         """Returns the batch with its plain tensors on the device; the hooks handle all other values."""
         module, copies = module_of(self._device), []
 
@@ -67,13 +71,13 @@ class Transfer:
 
         with module.stream(self._stream):
             batch = copied(batch)
-        computes = module.current_stream(self._device)
-        computes.wait_stream(self._stream)
+        compute_stream = module.current_stream(self._device)
+        compute_stream.wait_stream(self._stream)
         for copy in copies:
-            copy.record_stream(computes)  # otherwise its memory would go back to the copying stream too early
+            copy.record_stream(compute_stream)  # otherwise its memory would go back to the copying stream too early
         return batch
 
-    def _is_there(self, batch: Any) -> bool:
+    def _is_on_device(self, batch: Any) -> bool:
         kind = type(batch)
         items = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
         # Exactly Tensor: other types may have their own `to` method. (A loop takes half the time of `all`.)

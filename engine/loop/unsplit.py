@@ -31,7 +31,7 @@ from .._compat.torch import TorchDispatchMode, tree_flatten, tree_unflatten
 from ..checkpoint import get_random_state, set_random_state
 from ..distributed.equal_ranks import move_module
 
-__all__ = ["SETTINGS", "MicroBatch", "NeedsOthers", "Replay", "Step", "UnfitError", "loss_of", "parts_of"]
+__all__ = ["SETTINGS", "MicroBatch", "NeedsOtherRanks", "Replay", "Step", "UnfitError", "loss_of", "paired_submodules"]
 
 SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 """The settings of an optimizer's groups that schedulers and callbacks may change."""
@@ -41,7 +41,7 @@ class UnfitError(Exception):
     """The steps can't be repeated in one process, or not in a comparable way; the message has the reason."""
 
 
-class NeedsOthers(Exception):  # noqa: N818
+class NeedsOtherRanks(Exception):  # noqa: N818
     """The step gathers values of other ranks, so their batches have to be joined."""
 
 
@@ -81,21 +81,21 @@ class Replay:
         module: an unsplit copy with the weights before the first step, which is trained.
         trainer: of the run.
         device: to compute on.
-        joins: whether the ranks' batches are joined, rather than run one after the other.
-        draws_alike: whether a rank draws the same random numbers as one process with the same random state.
+        joins_batches: whether the ranks' batches are joined, rather than run one after the other.
+        draws_same_numbers: whether a rank draws the same random numbers as one process with the same random state.
     """
 
     module: LightningModule
     trainer: Any
     device: torch.device
-    joins: bool
-    draws_alike: bool
+    joins_batches: bool
+    draws_same_numbers: bool
 
     def __post_init__(self) -> None:
         self.losses: list[tuple[str, Any, Any]] = []
         """The name of each loss, its value in the run, and its value here."""
         self.norms: list[tuple[str, float, float]] = []
-        self.is_certain: dict[str, Tensor] = {}
+        self.above_rounding: dict[str, Tensor] = {}
         """For each parameter, by name: where its gradients were larger than the rounding error of zero."""
 
     def run(self, steps: Sequence[Sequence[Step]]) -> None:
@@ -109,19 +109,24 @@ class Replay:
         """
         random = get_random_state()
         try:
-            with contextlib.ExitStack() as silence, warnings.catch_warnings(), _Alone(), torch.enable_grad():
+            with (
+                contextlib.ExitStack() as silence,
+                warnings.catch_warnings(),
+                _RefuseCollectives(),
+                torch.enable_grad(),
+            ):
                 for stream in (contextlib.redirect_stdout, contextlib.redirect_stderr):
                     silence.enter_context(stream(io.StringIO()))
                 warnings.simplefilter("ignore")
                 self._prepare()
                 for number, step in enumerate(steps, start=1):
                     self._stand_in.__dict__.update(global_step=step[0].global_step, current_epoch=step[0].epoch)
-                    self._groups, self._ends = list(step[0].groups), list(step[0].norms)
-                    self._said = f"step {number}"
+                    self._groups, self._expected_norms = list(step[0].groups), list(step[0].norms)
+                    self._step_label = f"step {number}"
                     run = self._step if self.module.automatic_optimization else self._step_by_hand
                     run(step)
-        except NeedsOthers:
-            if self.joins:
+        except NeedsOtherRanks:
+            if self.joins_batches:
                 raise UnfitError("its step reaches other ranks") from None
             raise
         finally:
@@ -145,12 +150,12 @@ class Replay:
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
             raise UnfitError("LBFGS runs a step several times")
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(self._before)
-            optimizer.register_step_post_hook(self._after)
-        by_hand = [_Optimizer(optimizer, self._stand_in.strategy, module) for optimizer in self._optimizers]
+            optimizer.register_step_pre_hook(self._load_settings)
+            optimizer.register_step_post_hook(self._record_norm)
+        by_hand = [_ManualOptimizer(optimizer, self._stand_in.strategy, module) for optimizer in self._optimizers]
         self._stand_in.__dict__["optimizers"] = self._optimizers
         module.optimizers = lambda use_pl_optimizer=True: by_hand[0] if len(by_hand) == 1 else by_hand
-        own = [each["scheduler"] if isinstance(each, dict) else each for each in schedulers]
+        own = [config["scheduler"] if isinstance(config, dict) else config for config in schedulers]
         module.lr_schedulers = lambda: (own or [None])[0] if len(own) <= 1 else own
         self._has_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
@@ -160,8 +165,8 @@ class Replay:
         self.module.on_after_backward()
 
     def _all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        if not self.joins:
-            raise NeedsOthers
+        if not self.joins_batches:
+            raise NeedsOtherRanks
         return apply_to_collection(data, Tensor, lambda tensor: tensor.unsqueeze(0))
 
     def _step(self, step: Sequence[Step]) -> None:
@@ -170,28 +175,32 @@ class Replay:
         if len(self._optimizers) != 1:
             raise UnfitError("automatic optimization has one optimizer")
         [optimizer] = self._optimizers
-        windows = list(zip(*(each.micro_batches for each in step), strict=True))
+        windows = list(zip(*(rank_step.micro_batches for rank_step in step), strict=True))
         module.on_before_zero_grad(optimizer)
         optimizer.zero_grad()
-        num_samples = sum(part.samples for window in windows for part in window)
+        num_samples = sum(micro_batch.samples for window in windows for micro_batch in window)
         total, ends = torch.zeros((), device=self.device), []
         for window in windows:
-            batch, batch_idx = self._moved(window[0]), window[0].batch_idx
+            batch, batch_idx = self._on_device(window[0]), window[0].batch_idx
             module.on_train_batch_start(batch, batch_idx)
             first = None
-            for rank, part in enumerate([self._joined(window)] if self.joins else window):
-                if part.samples == 0:
+            for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
+                if micro_batch.samples == 0:
                     continue
                 buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if rank else []
-                output = self._call(part)
+                output = self._call(micro_batch)
                 for buffer, value in buffers:  # as in DDP, rank 0's buffers count
                     buffer.data.copy_(value)
                 loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
                 if loss is None:
                     raise UnfitError("a step without a loss is left out")
-                where = f"loss of {self._said}" + ("" if self.joins or len(window) == 1 else f", rank {rank}")
-                self.losses.append((where, part.loss, loss.detach()))
-                counts = torch.as_tensor(part.samples if weight is None else weight, dtype=loss.dtype).to(self.device)
+                where = f"loss of {self._step_label}" + (
+                    "" if self.joins_batches or len(window) == 1 else f", rank {rank}"
+                )
+                self.losses.append((where, micro_batch.loss, loss.detach()))
+                counts = torch.as_tensor(micro_batch.samples if weight is None else weight, dtype=loss.dtype).to(
+                    self.device
+                )
                 total += counts
                 extra = output if isinstance(output, dict) else {}
                 first = {**extra, "loss": loss.detach()} if first is None else first  # as hooks get it
@@ -213,49 +222,51 @@ class Replay:
             module.on_train_batch_end(output, batch, batch_idx)
 
     def _step_by_hand(self, step: Sequence[Step]) -> None:
-        for window in zip(*(each.micro_batches for each in step), strict=True):
-            part = self._joined(window)
-            batch = self._moved(part)
-            self.module.on_train_batch_start(batch, part.batch_idx)
-            output = self._call(part)
-            self.losses.append((f"loss of {self._said}", part.loss, loss_of(output)))
-            self.module.on_train_batch_end(output, batch, part.batch_idx)
+        for window in zip(*(rank_step.micro_batches for rank_step in step), strict=True):
+            micro_batch = self._joined(window)
+            batch = self._on_device(micro_batch)
+            self.module.on_train_batch_start(batch, micro_batch.batch_idx)
+            output = self._call(micro_batch)
+            self.losses.append((f"loss of {self._step_label}", micro_batch.loss, loss_of(output)))
+            self.module.on_train_batch_end(output, batch, micro_batch.batch_idx)
 
-    def _call(self, part: MicroBatch) -> Any:
-        set_random_state(part.random)
-        self._stand_in.__dict__["global_rank"] = part.rank
+    def _call(self, micro_batch: MicroBatch) -> Any:
+        set_random_state(micro_batch.random)
+        self._stand_in.__dict__["global_rank"] = micro_batch.rank
         before = get_random_state()
         with self.trainer.precision_plugin.forward_context():
-            batch = self._moved(part)
-            output = self.module.training_step(*((batch, part.batch_idx) if self._has_idx else (batch,)))
-        if not (self.draws_alike and not self.joins) and not _is_same(before, get_random_state()):
+            batch = self._on_device(micro_batch)
+            output = self.module.training_step(*((batch, micro_batch.batch_idx) if self._has_idx else (batch,)))
+        if not (self.draws_same_numbers and not self.joins_batches) and not _are_equal_states(
+            before, get_random_state()
+        ):
             raise UnfitError("its step draws random numbers, which are others where it is split")
         return output
 
-    def _moved(self, part: MicroBatch) -> Any:
-        return move_data_to_device(part.batch, self.device)  # the module's own hooks have transferred it before
+    def _on_device(self, micro_batch: MicroBatch) -> Any:
+        return move_data_to_device(micro_batch.batch, self.device)  # the module's own hooks have transferred it before
 
     def _joined(self, window: Sequence[MicroBatch]) -> MicroBatch:
         if len(window) == 1:
             return window[0]
-        leaves = [tree_flatten(part.batch) for part in window]
+        leaves = [tree_flatten(micro_batch.batch) for micro_batch in window]
         columns = list(zip(*(values for values, _ in leaves), strict=True))
-        samples = [part.samples for part in window]
+        samples = [micro_batch.samples for micro_batch in window]
         if min(samples) != max(samples) or any(isinstance(c[0], Tensor) and c[0].dim() == 0 for c in columns):
             raise UnfitError("the batches of the ranks can't be joined")
         joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-        losses = [part.loss for part in window]
+        losses = [micro_batch.loss for micro_batch in window]
         loss = None if losses[0] is None else sum(losses) / len(losses)
         batch = tree_unflatten(joined, leaves[0][1])
         return dataclasses.replace(window[0], batch=batch, samples=sum(samples), loss=loss)
 
-    def _before(self, optimizer: Any, *_: Any) -> None:
+    def _load_settings(self, optimizer: Any, *_: Any) -> None:
         if not self._groups:
             raise UnfitError("its optimizers were called another number of times")
         for group, settings in zip(optimizer.param_groups, self._groups.pop(0), strict=True):
             group.update(settings)
 
-    def _after(self, optimizer: Any, *_: Any) -> None:
+    def _record_norm(self, optimizer: Any, *_: Any) -> None:
         gradients = {
             name: p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach()
             for name, p in self.module.named_parameters()
@@ -266,13 +277,13 @@ class Replay:
         }
         names = {id(p): name for name, p in self.module.named_parameters()}
         norm = _norm([gradients[name] for key, name in names.items() if key in own and name in gradients])
-        self.norms.append((f"gradient norm of {self._said}", self._ends.pop(0), norm))
+        self.norms.append((f"gradient norm of {self._step_label}", self._expected_norms.pop(0), norm))
         num = sum(gradient.numel() for gradient in gradients.values())
         largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
         least = max(1e-3 * _norm(list(gradients.values())) / max(num, 1) ** 0.5, 1e-6 * largest)
         for name, gradient in gradients.items():
             above = gradient.abs() > least
-            self.is_certain[name] = self.is_certain[name] & above if name in self.is_certain else above
+            self.above_rounding[name] = self.above_rounding[name] & above if name in self.above_rounding else above
 
 
 class _StandIn:
@@ -290,7 +301,7 @@ class _StandIn:
         return value
 
 
-class _Optimizer(LightningOptimizer):
+class _ManualOptimizer(LightningOptimizer):
     """The optimizer that Lightning gives to a module with manual optimization."""
 
     def __init__(self, optimizer: Any, strategy: Any, module: Any) -> None:
@@ -305,12 +316,12 @@ class _Optimizer(LightningOptimizer):
         return loss
 
 
-class _Alone(TorchDispatchMode):
+class _RefuseCollectives(TorchDispatchMode):
     """Refuses collectives: the other ranks wait for the end of the check, and would not take part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
-            raise NeedsOthers
+            raise NeedsOtherRanks
         return func(*args, **(kwargs or {}))
 
 
@@ -333,14 +344,14 @@ def _norm(tensors: list[Tensor]) -> float:
     return float(sum(torch.linalg.vector_norm(t, dtype=None).double().square() for t in tensors)) ** 0.5
 
 
-def _is_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+def _are_equal_states(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return all(
         torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
         for name, value in before.items()
     )
 
 
-def parts_of(module: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def paired_submodules(module: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yields the sub-modules of `module`, each with the one of the same name in `copy`."""
     copies = dict(copy.named_modules())
     for name, part in module.named_modules():

@@ -19,11 +19,11 @@ PRECISIONS = {
 """Precisions by the name of their flag, and what each means."""
 
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-float16")
-"""Lightning's: float8 by NVIDIA's package of that name, which replaces layers; under single and ddp."""
+"""Lightning's precisions in float8: NVIDIA's package of that name replaces layers; under single and ddp."""
 
 
 def canonical_precision(flag: Any) -> str:
-    """The full name of a precision flag: 16 -> ``"16-mixed"``, None -> ``"32-true"``.
+    """Returns the full name of a precision flag: 16 -> ``"16-mixed"``, None -> ``"32-true"``.
 
     Raises:
         ValueError: no such precision.

@@ -1,9 +1,9 @@
 """Precision by flag, the same under every strategy and on every device.
 
 Lightning's plugins, with two differences: clipping is that of `clipping.py`, which knows sharded gradients and keeps
-the norm, and `16-mixed` is what it says on the CPU too (Lightning quietly takes bf16 there) and under FSDP2 (refused
-there). GradScaler's check for infinities agrees over all ranks: averaged gradients carry an infinity to everyone, and
-for sharded ones torch reduces the finding over the mesh.
+the norm, and `16-mixed` uses float16 on the CPU, too (Lightning silently uses bfloat16), and under FSDP2 (where
+Lightning refuses it). GradScaler's check for infinities agrees over all ranks: averaged gradients carry an infinity to
+all of them, and for sharded gradients torch reduces the result over the mesh.
 """
 
 from collections import defaultdict
@@ -31,9 +31,9 @@ class _Clipping(Precision):
 
     grad_norm: Tensor | None = None
     norm_of: Callable[[Iterable[Tensor]], Tensor] | None = None
-    """A strategy's, where other ranks have gradients of other parameters; None where none has."""
+    """The strategy's norm, if other ranks have gradients of other parameters; None if no rank has."""
     clipper: Callable[[str, float], None] | None = None
-    """Told how to clip, "norm" or "value", and to how much, where that is done elsewhere; None: here."""
+    """Called with "norm" or "value" and the limit, if something else clips; None: this plugin clips."""
 
     # Lightning: Precision.train_step_context and .val_step_context do the same by way of a generator.
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -56,13 +56,13 @@ class _Clipping(Precision):
 
 
 class _Hooked(Precision):
-    """Calls the hooks around backward and step by way of `hooks`, where a loop has put some there.
+    """Calls the hooks around backward and step through `hooks`, if a loop has set it.
 
-    Comes last in a class's bases: what the others do to the loss or the gradients, they do around it.
+    It is the last base of a class: the other bases change the loss or the gradients around it.
     """
 
     hooks: Any = None
-    """The loop's, see `engine/loop/hooks.py`; None: Lightning calls the hooks."""
+    """The hooks of the loop, see `engine/loop/hooks.py`; None: Lightning calls the hooks."""
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if self.hooks is None:
@@ -89,7 +89,7 @@ class _Hooked(Precision):
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's, that also takes gradients which are whole beside others that are cut, over one mesh or several."""
+    """torch's scaler, which also takes whole gradients beside sharded ones, over one mesh or several."""
 
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         # torch: GradScaler._unscale_grads_, which hands all gradients to one operation.

@@ -230,15 +230,15 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             asked = self._accumulation_asked
             trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, engine_state)
         trainer.fit_loop.epoch_loop.pending_batch_work = pending
-        places, fit_loop = trainer._data_connector.places, trainer.fit_loop
-        fit_loop.loaders_of_epoch = engine_state.get("loaders_of_epoch")
+        data_position, fit_loop = trainer._data_connector.data_position, trainer.fit_loop
+        fit_loop.loaders_made_in_epoch = engine_state.get("loaders_of_epoch")
         fit_loop.resumes_between_epochs = engine_state["between_epochs"]
-        fit_loop.epoch_loop.val_loop.loaders_of_epoch = engine_state.get("validation_loaders_of_epoch")
+        fit_loop.epoch_loop.val_loop.loaders_made_in_epoch = engine_state.get("validation_loaders_of_epoch")
         # A hook makes new loaders, without the state of the former ones; a loader that was given to `fit` stays.
         are_new = engine_state["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
         states = [ranks[rank]["data"] for rank in with_samples(engine_state)]
-        self.knows_place = places.load_state_dict(states, are_new=are_new)
-        fit_loop.begins_elsewhere = True
+        self.knows_data_position = data_position.load_state_dict(states, are_new=are_new)
+        fit_loop.has_restored_position = True
         self._restore_compression([rank["compression"] for rank in ranks], engine_state.get("layout", {}))
         drawing, here = with_samples(engine_state), trainer.data_rank
         if engine_state.get("layout", {}) == self._layout:

@@ -24,8 +24,6 @@ from ..data import (
     WithWorkers,
     Workers,
     controlling_sampler,
-    digest_of_generators,
-    loses_its_buffer,
     order_of,
     restore_sampler,
     state_of_seed,
@@ -34,9 +32,16 @@ from ..data import (
 from ..data.batch_sizes import BatchSizes
 from ..environment import global_seed
 from .data_generators import DataDraws
+from .data_set_epochs import DataSetEpochs, state_of_data
 from .epoch_lengths import set_lengths, set_limits
+from .position_checks import (
+    check_data_set,
+    check_has_position,
+    check_same_batch_size,
+    check_sharing,
+    refuse_without_order,
+)
 from .stream_position import resume_stream, stateful
-from .told_epochs import ToldEpochs, state_of_data
 
 __all__ = ["DataPosition"]
 
@@ -47,7 +52,7 @@ class DataPosition:
     Args:
         trainer: whose data it is.
         sizes: of the batches.
-        deals_itself: takes a loader and returns whether each rank has its own sampler in it.
+        brings_own_sampler: takes a loader and returns whether each rank has its own sampler in it.
         seeds_samples: the random draws of each sample are seeded by its index.
     """
 
@@ -58,23 +63,23 @@ class DataPosition:
         self,
         trainer: Trainer,
         sizes: BatchSizes,
-        deals_itself: Callable[[DataLoader], bool],
+        brings_own_sampler: Callable[[DataLoader], bool],
         *,
         seeds_samples: bool = False,
     ) -> None:
         self.trainer: Any = trainer
         self.sizes = sizes
-        self._deals_itself = deals_itself
+        self._brings_own_sampler = brings_own_sampler
         self._seeds_samples = seeds_samples
-        self._resumed: dict[DataLoader, EpochPosition] = {}
+        self._resumed_positions: dict[DataLoader, EpochPosition] = {}
         self._watched: dict[DataLoader, Watched] = {}
         self._num_passes: dict[DataLoader, int] = {}
-        self._of_workers: dict[DataLoader, Any] = {}
-        self._begun: list[tuple[DataLoader, dict[str, Any]]] = []
+        self._worker_states: dict[DataLoader, Any] = {}
+        self._epoch_starts: list[tuple[DataLoader, dict[str, Any]]] = []
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = self._is_in_mid_epoch = False
-        self._saved = self._counted = 0
-        self.draws, self.told = DataDraws(trainer), ToldEpochs(trainer)
+        self._saved_batches = self._counted_batches = 0
+        self.draws, self.data_epochs = DataDraws(trainer), DataSetEpochs(trainer)
 
     @property
     def epoch(self) -> int:
@@ -85,7 +90,7 @@ class DataPosition:
         """Resets all state when a run begins: a tuner may have ended the last run before it has used its states."""
         self._is_resuming, self._to_resume, self.sample_seed = False, [], None
         self.draws.begin_run()
-        self._begun.clear()
+        self._epoch_starts.clear()
 
     def begin(self) -> None:
         """Called before a training loader is prepared."""
@@ -121,7 +126,7 @@ class DataPosition:
         """Tracks the loaders that stay the user's own objects; called before their first iterators are made."""
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
-        self.told.watch(combined)
+        self.data_epochs.watch(combined)
         watched = {}
         for loader in combined.flattened:
             if not isinstance(loader, DataLoader) or order_of(loader) is not None or tracks_own_position(loader):
@@ -134,7 +139,7 @@ class DataPosition:
             if loader in self._num_passes:
                 watched[loader].passes.resume(self._num_passes.pop(loader))
             if (workers := watched[loader].workers) is not None:
-                workers.resume(loader, self._of_workers.pop(loader, None))
+                workers.resume(loader, self._worker_states.pop(loader, None))
         self._watched = watched
         combined_watched: Any = combined
         combined_watched.__class__ = WatchedLoaders
@@ -148,18 +153,18 @@ class DataPosition:
         watched = self._watched.get(loader) if isinstance(loader, DataLoader) else None
         return None if watched is None else watched.size_of_batch(index)
 
-    def settle(self) -> None:
+    def restore_states(self) -> None:
         """Restores the samplers' states; called when the first iterators of a resumed epoch exist."""
-        for loader, begun in self._begun:
+        for loader, start in self._epoch_starts:
             restore_sampler(
                 controlling_sampler(loader) if (order := order_of(loader)) is None else order.sampler,
                 0,
-                begun["sampler"],
+                start["sampler"],
             )
-            torch.set_rng_state(begun["begun"])
-        self._begun.clear()
+            torch.set_rng_state(start["begun"])
+        self._epoch_starts.clear()
         self.draws.settle()
-        for loader in self._resumed:
+        for loader in self._resumed_positions:
             if (order := order_of(loader)) is not None:
                 order.settle()
 
@@ -197,19 +202,21 @@ class DataPosition:
             return {**stateful(loader), "state": loader.state_dict()}
         if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
             return {"unit": None}
-        place = self._resumed.get(loader)
-        if place is None:
-            deals_itself = order_of(loader) is None and self._deals_itself(loader)
+        position = self._resumed_positions.get(loader)
+        if position is None:
+            brings_own_sampler = order_of(loader) is None and self._brings_own_sampler(loader)
             watched = self._watched.get(loader)
             if order_of(loader) is None and watched is None and not _is_known(controlling_sampler(loader)):
                 return {"unit": None}
-            place = EpochPosition(loader, 1 if deals_itself else self.trainer.data_size, watched=watched)
+            position = EpochPosition(loader, 1 if brings_own_sampler else self.trainer.data_size, watched=watched)
         # Lightning: CombinedLoader's mode.
         mode = self.trainer.fit_loop._combined_loader._mode
-        place.cycles = mode == "max_size_cycle" and not isinstance(loader, UnevenTrainLoader)
-        state = place.state_dict(epoch, batches, begins=begins)
-        workers = loader.workers if isinstance(loader, WithWorkers) else getattr(place.watched, "workers", None)
-        return state if workers is None else {**state, "workers": workers.state_after(epoch, batches - place.batches)}
+        position.cycles = mode == "max_size_cycle" and not isinstance(loader, UnevenTrainLoader)
+        state = position.state_dict(epoch, batches, begins=begins)
+        workers = loader.workers if isinstance(loader, WithWorkers) else getattr(position.watched, "workers", None)
+        return (
+            state if workers is None else {**state, "workers": workers.state_after(epoch, batches - position.batches)}
+        )
 
     def load_state_dict(self, states: list[dict[str, Any]], *, are_new: bool = False) -> bool:
         """Sets the positions at which the loaders that are prepared next begin.
@@ -221,7 +228,7 @@ class DataPosition:
         Returns:
             Whether there are loaders, and all of them have a position.
         """
-        self._saved = self._counted = states[0]["batches"]
+        self._saved_batches = self._counted_batches = states[0]["batches"]
         seed = states[0].get("sample_seed")
         if self._seeds_samples:
             self.sample_seed = seed
@@ -231,7 +238,7 @@ class DataPosition:
                 " another. Give seed_samples=True to go on with the same."
             )
         progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: as the checkpoint has it
-        self._is_in_mid_epoch = self._saved > 0 and not progress.is_last_batch
+        self._is_in_mid_epoch = self._saved_batches > 0 and not progress.is_last_batch
         self.sizes.fitted = states[0]["micro_batch_size"]
         own_state = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
         self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in own_state["loaders"]]
@@ -261,94 +268,58 @@ class DataPosition:
             )
         state = self._to_resume.pop(0)
         self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)
-        if state["unit"] is None and self._is_in_mid_epoch:
-            raise ValueError(
-                f"The checkpoint was saved after {self._saved} batches of the epoch, where this run's"
-                f" {_name_of(loader)} can't continue: neither it nor its order says where it was. Give its sampler a"
-                " `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load the"
-                " weights alone to begin an epoch."
-            )
+        if self._is_in_mid_epoch:
+            check_has_position(loader, state, self._saved_batches)
         if isinstance(loader, DataLoader):
-            self._resume_data(loader, state)
+            check_data_set(loader, state, in_mid_epoch=self._is_in_mid_epoch)
+            self.data_epochs.resume(loader, state.get("data_epoch"))
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
-            self._begun.append((loader, order))  # the seed of its workers was drawn before that
+            self._epoch_starts.append((loader, order))  # the seed of its workers was drawn before that
         if state["unit"] == "stateful":
-            self._count(resume_stream(loader, state, self.trainer, self.epoch, self._saved))
+            self._set_progress(resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
         elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
             self._resume_order(loader, order.num_replicas, state)
         elif not state.get("position") and state.get("order") and isinstance(loader, DataLoader):
             sampler, num_passes = controlling_sampler(loader), state["order"]["num_passes"]
             restore_sampler(sampler, num_passes, state["order"]["sampler"])
             if self._is_dealt_alike(state, EpochPosition(loader, state["num_sharing"])):
-                self._of_workers[loader] = state.get("workers")
+                self._worker_states[loader] = state.get("workers")
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(state["epoch"])  # Lightning's own call comes after workers have got their first indices
             self._num_passes[loader] = num_passes
         elif state.get("position"):
-            raise ValueError(
-                f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
-                f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
-                " DataLoader of that run, or load the weights alone to begin an epoch."
-            )
-
-    def _resume_data(self, loader: DataLoader, state: dict[str, Any]) -> None:
-        dataset: Any = loader.dataset
-        if self._is_in_mid_epoch and not isinstance(loader, ShardedLoader) and loses_its_buffer(dataset):
-            raise ValueError(
-                f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
-                " Hugging Face data set within: it can't continue in mid-epoch. Give the DataLoader that data"
-                " set itself, shuffle without a buffer, save at the end of an epoch, or load the weights alone."
-            )
-        if state.get("generators") not in (None, digest_of_generators(dataset)):
-            raise ValueError(
-                "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
-                " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
-                " None, or load the weights alone."
-            )
-        self.told.resume(loader, state.get("data_epoch"))
+            refuse_without_order(loader, state)
 
     def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
-        world_size, then = self.trainer.data_size, state["saved_by"]
-        is_whole = state["num_sharing"] == then and sharing == world_size
-        if state["position"] and not is_whole and (then, state["num_sharing"]) != (world_size, sharing):
-            raise ValueError(
-                f"The checkpoint has the place of {then} rank(s), each in the order of its own that a distributed"
-                f" sampler or `use_distributed_sampler=False` gave it, where this run, of {world_size}, can't continue:"
-                f" resume with {then} and the same flag, let the engine deal the samples from the start, or load the"
-                " weights alone to begin an epoch."
-            )
-        place = EpochPosition.resumed(loader, sharing, state)
-        if state["per_step"] == list(place.per_step):
-            place.count(self._saved)
-        elif state["position"] and isinstance(loader, UnevenTrainLoader):
-            raise ValueError(
-                "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with samplers of"
-                " their own, of different lengths, can't continue there. Resume with the same batch size, or load the"
-                " weights alone to begin an epoch."
-            )
-        self._resumed[loader] = place
-        if isinstance(loader, WithWorkers) and self._is_dealt_alike(state, place):
+        check_sharing(state, sharing, self.trainer.data_size)
+        position = EpochPosition.resumed(loader, sharing, state)
+        if state["per_step"] == list(position.per_step):
+            position.count(self._saved_batches)
+        elif state["position"]:
+            check_same_batch_size(loader)
+        self._resumed_positions[loader] = position
+        if isinstance(loader, WithWorkers) and self._is_dealt_alike(state, position):
             loader.workers.resume(loader, state.get("workers"))
         # All loaders advance equally, even one that has restarted or is exhausted.
-        batches = max(place.batches for place in self._resumed.values())
-        for place in self._resumed.values():
-            place.count(batches)
-        self._count(batches)
+        batches = max(position.batches for position in self._resumed_positions.values())
+        for position in self._resumed_positions.values():
+            position.count(batches)
+        self._set_progress(batches)
 
-    def _is_dealt_alike(self, state: dict[str, Any], place: EpochPosition) -> bool:
+    def _is_dealt_alike(self, state: dict[str, Any], position: EpochPosition) -> bool:
         """Whether each worker gets the samples that the worker of its number had in the saved run."""
-        return state["saved_by"] == self.trainer.data_size and state["per_step"] == list(place.per_step)
+        return state["saved_by"] == self.trainer.data_size and state["per_step"] == list(position.per_step)
 
-    def _count(self, batches: int | None) -> None:
+    def _set_progress(self, batches: int | None) -> None:
         """Corrects the loops' progress to `batches` of this run's size; None leaves it as it is."""
-        batches = self._counted if batches is None else batches
+        batches = self._counted_batches if batches is None else batches
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        shift = batches - self._counted
+        shift = batches - self._counted_batches
         for tracker in (progress.current, progress.total):
             for field, value in vars(tracker).items():
                 setattr(tracker, field, value + shift)
-        self._counted = batches
+        self._counted_batches = batches
 
     def resplit(self, done: int, micro_batch_size: int) -> int:
         """Splits the rest of the epoch into micro-batches of another size, between two optimizer steps.
@@ -363,13 +334,13 @@ class DataPosition:
         trainer, loader = self.trainer, self.sizes.loader
         assert loader is not None
         batches: Any = loader.batch_sampler
-        place = self._resumed.get(loader) or EpochPosition(loader, self.trainer.data_size)
-        steps, since = done // batches.per_step, place.batches // batches.per_step
+        position = self._resumed_positions.get(loader) or EpochPosition(loader, self.trainer.data_size)
+        steps, since = done // batches.per_step, position.batches // batches.per_step
         self.sizes.resplit(micro_batch_size)
-        done, place.batches = steps * batches.per_step, since * batches.per_step
-        batches.sampler.seek(place.position + (steps - since) * batches.size, done)
+        done, position.batches = steps * batches.per_step, since * batches.per_step
+        batches.sampler.seek(position.position + (steps - since) * batches.size, done)
         if isinstance(loader, WithWorkers):
-            loader.workers.recount(done - place.batches)
+            loader.workers.recount(done - position.batches)
         fetcher = trainer.fit_loop._data_fetcher
         set_limits(trainer)
         iter(fetcher)  # makes it use the new limits
@@ -380,7 +351,7 @@ class DataPosition:
         fetcher._stop_profiler = trainer.fit_loop.epoch_loop._on_after_fetch
         return done
 
-    def begin_again(self) -> None:
+    def restart_loaders(self) -> None:
         """Resets the loaders before an epoch's second iterator is made: workers may have read ahead for the first."""
         combined = self.trainer.fit_loop._combined_loader
         for loader in (loader for loader in combined.flattened if isinstance(loader, DataLoader)):
@@ -391,15 +362,15 @@ class DataPosition:
             elif loader in self._watched:
                 self._watched[loader].begin_again()
 
-    def forget(self) -> None:
+    def begin_next_epoch(self) -> None:
         """Drops the resumed positions; called when the next epoch begins, which has its own number of batches."""
         trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
-            self.begin_again()
-        if not self._resumed:
+            self.restart_loaders()
+        if not self._resumed_positions:
             return
-        self._resumed.clear()
+        self._resumed_positions.clear()
         set_limits(trainer)
         set_lengths(trainer)
 
@@ -407,8 +378,3 @@ class DataPosition:
 def _is_known(sampler: Any) -> bool:
     """Whether a sampler that the engine does not control gives the same order when an epoch is repeated."""
     return type(sampler) is SequentialSampler or hasattr(sampler, "set_epoch")
-
-
-def _name_of(loader: Any) -> str:
-    over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
-    return f"{type(loader).__name__}{over}"

@@ -67,7 +67,7 @@ class SavingConnector(_CheckpointConnector):
         self._accumulation_asked: int = trainer.accumulate_grad_batches
         self._random_state: dict[str, Any] | None = None
         self._draws_alone = False
-        self.knows_place = False
+        self.knows_data_position = False
         """Whether the checkpoint that was opened has the position in the data."""
         strategy: Any = trainer.strategy
         self._strategy = adapt(strategy)
@@ -295,13 +295,15 @@ class SavingConnector(_CheckpointConnector):
         begins = self._between_epochs
         batches = 0 if begins else loop.batches_done()
         hook = self._strategy.comm_hook
-        random_state = loop.random_before_validation if self._stopped_in_validation else None
+        random_state = loop.rng_state_before_validation if self._stopped_in_validation else None
         if random_state is None and not self._between_epochs:
-            random_state = loop.random_of_window
+            random_state = loop.rng_state_of_window
         return {
             STRATEGY: self._strategy.state_of_rank(),
             "random": random_state or get_random_state(),
-            "data": trainer._data_connector.places.state_dict(batches, begins=begins, is_cut_short=self._is_cut_short),
+            "data": trainer._data_connector.data_position.state_dict(
+                batches, begins=begins, is_cut_short=self._is_cut_short
+            ),
             "compression": hook.state_dict() if hook is not None else {},
         }
 

@@ -36,7 +36,7 @@ def resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int, 
     if saved and isinstance(loader, ShardedLoader):
         return _resume_shards(loader, state, is_same, epoch, saved, world_size, trainer.accumulate_grad_batches)
     is_new = isinstance(loader, StateTrackingLoader) and not (
-        loader.has_cross_epoch_state or (loader.goes_on and is_same)
+        loader.has_cross_epoch_state or (loader.continues_across_epochs and is_same)
     )
     if (saved == 0 and is_new) or all(rank["state"] is None for rank in state["of_ranks"]):
         return None

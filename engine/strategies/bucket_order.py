@@ -17,7 +17,7 @@ __all__ = ["BucketOrder"]
 
 
 class BucketOrder:
-    """The order in which the first backward that is synchronised makes the gradients.
+    """The order in which the first synchronised backward makes the gradients.
 
     Args:
         model: before its first backward.
@@ -45,14 +45,14 @@ class BucketOrder:
             self.close()
 
     def close(self) -> None:
-        """Takes its hooks from the parameters."""
+        """Removes the hooks of the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     @property
     def names(self) -> list[str] | None:
-        """Names of the parameters in that order; None as long as it is not known."""
+        """The names of the parameters in that order; None until it is known."""
         return list(self._seen) if len(self._seen) == len(self._parameters) and not self._hooks else None
 
     def begin_with(self, names: Sequence[str]) -> None:
@@ -81,6 +81,6 @@ def _of_zero(parameter: Tensor) -> Tensor:
 
 
 def _never_rebuilds(model: DistributedDataParallel) -> bool:
-    """Whether the buckets stay as they are, or zeros can't stand for gradients."""
+    """Whether torch never rebuilds the buckets, or a backward of zeros can't make it."""
     has_sparse = any(getattr(module, "sparse", False) for module in model.modules())
     return model.find_unused_parameters or model.static_graph or has_sparse

@@ -13,7 +13,7 @@ class Capabilities:
     """
 
     engine_checkpoints: bool = False
-    """Whether the engine writes its checkpoints; else Lightning or the strategy does, in a format of its own."""
+    """Whether the engine writes its checkpoints; if not, Lightning or the strategy does, in a format of its own."""
     state_is_sharded: bool = False
     """Whether ranks hold parts of tensors or of the module; what is not gathered is saved as a directory."""
     gathers_state: bool = True

@@ -66,7 +66,7 @@ def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
 
 
 def _add_up(parameter: Tensor) -> None:
-    """Adds up a gradient of which each rank has a summand: that of a split layer behind a whole one in its block."""
+    """Sums a gradient of which each rank has a summand: that of a split layer behind a whole one in its block."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         assert isinstance(parameter, DTensor)

@@ -49,7 +49,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
     """Mixin that tells a comm hook when a step is over, and whether it counts."""
 
     def may_repeat(self) -> None:
-        """Called before training where steps may be done again because a rank ran out of memory."""
+        """Called before training if steps may be repeated because a rank ran out of memory."""
         self.counts_traffic = True  # then all collectives are ours
         if self.comm_hook is not None:
             self.comm_hook.may_repeat = True
@@ -111,7 +111,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
         model: LightningModule | Any | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps, and lets the comm hook keep what it has in store for the next step, unless this one overflowed."""
+        """Steps; unless the step overflowed, the comm hook keeps its staged state for the next one."""
         hook = self.comm_hook
         if hook is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -158,7 +158,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
             hook.raise_if_bad()
 
     def on_train_end(self) -> None:
-        """Reads what no logged step has."""
+        """Checks the steps since the last logged one."""
         super().on_train_end()
         if self.comm_hook is not None:
             self.comm_hook.raise_if_bad()

@@ -49,7 +49,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._order_to_begin_with: list[str] | None = None
 
     def derive_layout(self, world_size: int) -> Layout:
-        """One replica per process."""
+        """Returns the layout: one replica per process."""
         return Layout.derive(world_size, rest="replicate")
 
     def setup_environment(self) -> None:
@@ -59,7 +59,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         end_group_at_exit()
 
     def configure_ddp(self) -> None:
-        """Wraps the module; each run does so anew, whose first backward is torch's first, too."""
+        """Wraps the module again in each run, so that a run's first backward is the wrapper's first."""
         self._checks_unused = not (self.options.find_unused_parameters or self.options.static_graph)
         self._has_run_backward = False
         assert self.lightning_module is not None
@@ -80,26 +80,26 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         return wrapped
 
     def shared_state(self) -> dict[str, Any]:
-        """The order of the buckets."""
+        """Returns the order of the buckets."""
         names = None if self._bucket_order is None else self._bucket_order.names
         return {} if names is None else {"bucket_order": names}
 
     def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
-        """Begins with the buckets of the run that is gone on with."""
+        """Begins with the buckets that the saved run had."""
         if "bucket_order" in shared and isinstance(self.model, DistributedDataParallel):
             self._order_to_begin_with = list(shared["bucket_order"])
             try:
-                self._wrap_anew()
+                self._wrap_again()
             finally:
                 self._order_to_begin_with = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step; where parameters were frozen or unfrozen since the last one, the module is wrapped anew."""
+        """Runs the step; wraps the module again if parameters were frozen or unfrozen since the last one."""
         module, is_wrapped = self.lightning_module, isinstance(self.model, DistributedDataParallel)
         assert module is not None
         # DistributedDataParallel averages the gradients of those that it found trainable when it was built.
         if is_wrapped and self._requires_grad != [p.requires_grad for p in self._parameters]:
-            self._wrap_anew()
+            self._wrap_again()
         try:
             if not is_wrapped or not module.automatic_optimization:
                 return super().training_step(*args, **kwargs)
@@ -111,7 +111,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             raise
 
     def _name_unused(self, error: RuntimeError) -> None:
-        """Puts the parameters' names into torch's message, which has their numbers."""
+        """Puts the names of the parameters into torch's message, which has their numbers only."""
         numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if "finished reduction in the prior iteration" in str(error) and numbers:
             assert self.lightning_module is not None
@@ -120,7 +120,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             names = [name for (name, _), is_trained in everyones if is_trained]
             error.args = (self._unused_message([names[int(number)] for number in numbers[1].split()]),)
 
-    def _wrap_anew(self) -> None:
+    def _wrap_again(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         hook = self.averaging
         state = hook.state_dict() if hook is not None else {}
@@ -141,7 +141,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     @property
     def averaging(self) -> CommHook | None:
-        """The comm hook, or the plain all-reduces where they are counted."""
+        """The comm hook; the plain all-reduces if they are counted."""
         return self.comm_hook or self._counted
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -165,7 +165,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
                 raise RuntimeError(self._unused_message(unused))
 
     def on_train_end(self) -> None:
-        """No forward follows the last backward of a run, which would find that it has left parameters out."""
+        """Checks the last backward of a run: no forward follows that would report parameters without a gradient."""
         super().on_train_end()
         if self._bucket_order is not None:
             self._bucket_order.close()
@@ -214,19 +214,19 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self.post_backward(nothing)
 
     def begin_again(self) -> None:
-        """The ranks shall agree on the order of the buckets once more."""
+        """Makes the ranks agree on the order of the buckets again."""
         super().begin_again()
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        # torch: what DistributedDataParallel._update_process_group does to go on after a backward that failed.
+        # torch: DistributedDataParallel._update_process_group does this to continue after a backward that failed.
         assert isinstance(self.model, DistributedDataParallel)
         self.model._has_rebuilt_buckets = False
         self.model.reducer._reset_state()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Around an inner micro-batch: nothing is sent."""
+        """Context of an inner micro-batch: nothing is sent."""
         if self.options.static_graph and not self._has_run_backward:
             yield  # torch learns the graph from the first backward, and needs it synchronised
         else:
@@ -242,7 +242,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         )
 
     def _trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters in the order by which `DistributedDataParallel` counts them."""
+        """Returns the parameters in the order in which `DistributedDataParallel` numbers them."""
         assert self.lightning_module is not None
         return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
 
@@ -250,7 +250,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 def _run_as_forward(
     wrapped: torch.nn.Module | None, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs `training_step` of `module` in place of its `forward`, by way of what it is wrapped in."""
+    """Runs `training_step` of `module` in place of its `forward`, through the wrapper around it."""
     # Lightning: _ForwardRedirection.__call__, which assigns by way of the `__setattr__` of a module.
     assert wrapped is not None
     own = vars(module)

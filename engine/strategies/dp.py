@@ -30,7 +30,7 @@ _LOG = inspect.signature(LightningModule.log)
 
 
 def make_dp(device_type: str, num_devices: int, num_nodes: int, sync_batchnorm: bool) -> "DP":
-    """The strategy for several devices.
+    """Returns the strategy for several devices.
 
     Raises:
         ValueError: not several GPUs of one machine, or what needs a process for each.
@@ -47,10 +47,10 @@ def make_dp(device_type: str, num_devices: int, num_nodes: int, sync_batchnorm: 
 
 
 class DP(SingleDeviceStrategy):
-    """`single` on the first device, whose training steps are shared out to all of them."""
+    """`single` on the first device, whose training steps are divided among all devices."""
 
     parallel_devices: tuple[torch.device, ...] = ()
-    """Lightning fills them in."""
+    """Set by Lightning."""
     _parallel: nn.Module | None = None
 
     @property
@@ -102,7 +102,7 @@ class DP(SingleDeviceStrategy):
         return merged_outputs(outputs, counts, self.root_device)
 
     def teardown(self) -> None:
-        """Lets go of the wrapped module."""
+        """Releases the wrapped module."""
         self._parallel = None
         super().teardown()
 
@@ -151,7 +151,7 @@ class _Step(nn.Module):
 
 
 def _first_tensor(batch: Any) -> Tensor | None:
-    """The first in there that has a dimension."""
+    """Returns the first tensor in a nested value that has a dimension."""
     if isinstance(batch, Tensor):
         return batch if batch.dim() else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -159,7 +159,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
 
 
 def merged_logs(logs: list[list[dict[str, Any]]], counts: list[int], device: torch.device) -> list[dict[str, Any]]:
-    """One list of the calls of `log` that several copies made.
+    """Merges the calls of `log` that several copies made into one list.
 
     Args:
         logs: arguments by name, of each call, of each copy.
@@ -199,7 +199,7 @@ _REDUCTIONS = {
 
 
 def merged_outputs(outputs: list[Any], counts: list[int], device: torch.device) -> Any:
-    """One output of `training_step` from those of several copies, on `device`.
+    """Merges the outputs of `training_step` of several copies into one, on `device`.
 
     Losses are averaged by `counts`, numbers of samples, or by the weights that the copies return; of what else they
     return tensors are joined along the first dim, all else is listed.

@@ -1,7 +1,7 @@
-"""All that the rest of the engine asks of a strategy, the engine's own, Lightning's or a user's.
+"""The interface by which the rest of the engine asks any strategy: the engine's own, Lightning's or a user's.
 
-`capabilities_of` and `adapt` answer for every strategy, so that nobody outside of this folder looks at a strategy's
-class, or tries whether it has an attribute.
+`capabilities_of` and `adapt` answer for every strategy, so that no code outside of this folder looks at a strategy's
+class, or probes its attributes.
 """
 
 import functools
@@ -32,10 +32,10 @@ class EngineStrategy:
     """
 
     capabilities = Capabilities()
-    """The facts that hold for the whole run."""
+    """The facts that hold for a whole run."""
     root_device: Any
     cluster_environment: Any = None
-    """Says who has started the processes; None where there is one."""
+    """Knows how the processes were started; None with one process."""
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -48,69 +48,69 @@ class EngineStrategy:
         """Called before any process starts; raises ValueError if `module` can't be run in this way."""
 
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
-        """The same of how it is trained, compiled or not, and with which callbacks."""
+        """Called before any process starts; raises ValueError if it can't be compiled, or has unfit callbacks."""
 
     def check_loader(self, dataloader: Any) -> None:
-        """The same of what it is trained on; called again with each loader of the module's or a data module's."""
+        """Raises ValueError if a loader does not fit; also called for the loaders of modules and data modules."""
 
     before_split: Callable[[Any], None] | None = None
-    """Called on all ranks with a module that is to be trained, while it is whole; None: nothing is."""
+    """Called on all ranks with the whole module before it is split for training; None: nothing is called."""
     compile: Callable[..., Any] | None = None
     """Compiles a function; None for no compilation."""
     compiles_units = False
-    """Whether the units are compiled, so that whole steps need not be; known once the module is set up."""
+    """Whether units are compiled rather than whole steps; known once the module is set up."""
     recompute: Callable[[nn.Module], None] | None = None
-    """Has a block's forward computed again in backward; None: not so."""
+    """Makes a block recompute its activations in backward; None: no block does."""
 
     # --- communication
 
     data_ranks: ObjectGroup = WORLD
-    """The ranks that have samples of their own, for plain values."""
+    """The group of the ranks that have samples of their own, for collectives of plain values."""
 
     @property
     def data_size(self) -> int:
-        """Number of those ranks, connected or not: as a distributed sampler is told."""
+        """The number of ranks that have samples of their own, connected or not."""
         return (getattr(self, "distributed_sampler_kwargs", None) or {}).get("num_replicas", 1)
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among them."""
+        """The index of this rank among the ranks that have samples of their own."""
         return (getattr(self, "distributed_sampler_kwargs", None) or {}).get("rank", 0)
 
     comm_hook: "CommHook | None" = None
-    """How gradients are sent; None: as torch does."""
+    """The comm hook that sends gradients; None: torch sends them."""
     counts_traffic = False
-    """Whether what is sent for gradients and parameters is to be counted without a comm hook, too."""
+    """Whether the bytes of gradients and parameters are counted even without a comm hook."""
 
     @property
     def averaging(self) -> "CommHook | None":
-        """The comm hook that averages the gradients and counts; None where torch does, uncounted."""
+        """The comm hook that averages and counts gradients; None if torch averages them uncounted."""
         return None
 
     @property
     def wires(self) -> "list[CountingGroup]":
-        """The wires of all that is counted; empty before training."""
+        """The groups that count what they send; empty before training."""
         return []
 
     averages_gradients = True
-    """Whether a step's gradients are now the mean over all ranks; else each rank steps by its own."""
+    """Whether the gradients of the current step are averaged over all ranks; if not, each rank steps by its own."""
 
     @property
     def expects_parity(self) -> bool:
-        """Whether a run, which is over, was to compute what one process does."""
+        """Whether a run that is over should have computed the result of one process."""
         return self.averages_gradients
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
-        """Begins to add up what the ranks have that have samples of their own; call what is returned for the sum.
+        """Begins a sum over the ranks that have samples of their own; returns a function that waits for the sum.
 
         Args:
-            make: returns what this rank has, a tensor that nobody else uses.
-            needs_device: whether that is computed from what an accelerator is still computing.
+            make: returns this rank's summand, a tensor that nothing else uses.
+            needs_device: whether the summand depends on work that an accelerator has not finished.
         """
         raise NotImplementedError
 
     def sync_weights(self) -> None:
-        """Gives all ranks the same weights, where they may differ between steps; all call it after the same step."""
+        """Gives all ranks the same weights, if they may differ between steps; all ranks call it after the same step."""
 
     def end_evaluation(self) -> None:
         """Called after the last batch of an evaluation, before the hooks at its end."""
@@ -123,15 +123,15 @@ class EngineStrategy:
     """The ranks that agree on a checkpoint of which rank 0 has all; None: a gloo group in which each has its part."""
 
     def consolidated_weights(self) -> AbstractContextManager[None]:
-        """Around a save, on all ranks: has the module be what the run would end with, where ranks have others now."""
+        """Context of a save on all ranks: the module has the weights that the run would end with."""
         return nullcontext()
 
     def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns what this rank saves of a state dict of the module: what another one saves is on the meta device."""
+        """Returns the module's state dict for a save; tensors that another rank saves are on the meta device."""
         return state
 
     def keeps_state_of(self, parameter: Tensor) -> bool:
-        """Whether this rank's optimizers have the state of a parameter, or are to have it from a checkpoint."""
+        """Whether this rank's optimizers have, or get from a checkpoint, the state of a parameter."""
         return True
 
     def shared_state(self) -> dict[str, Any]:
@@ -152,28 +152,28 @@ class EngineStrategy:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that it holds of the model, beside the module and its optimizers."""
+        """The bytes of the model that the strategy holds beside the module and its optimizers."""
         return 0
 
     # --- failures
 
     @property
     def place_in_units(self) -> dict[str, Any] | None:
-        """Which unit this rank gathers or has gathered last; None where there are none."""
+        """The unit that this rank gathered last, for reports; None without units."""
         return None
 
     @property
     def lost_ranks(self) -> frozenset[int]:
-        """Ranks whose processes have ended, and without which the run goes on."""
+        """Ranks whose processes have ended, and without which the run continues."""
         return frozenset()
 
     def can_lose(self, rank: int) -> bool:
-        """Whether the run can go on without a rank."""
+        """Whether the run can continue without a rank."""
         return False
 
     @property
     def can_exit_alone(self) -> bool:
-        """Whether the others go on if this rank fails now."""
+        """Whether the other ranks continue if this rank fails now."""
         return False
 
     def go_on_without(self, ranks: list[int]) -> bool:
@@ -182,7 +182,7 @@ class EngineStrategy:
 
 
 class _LightningAdapter(EngineStrategy):
-    """Answers for a strategy that knows nothing of the engine; what is assigned to it has no effect.
+    """Answers for a strategy of Lightning's, or of a user's; attributes that are set on it have no effect.
 
     Args:
         strategy: Lightning's own or a user's; None: there is none, one process runs by itself.
@@ -231,7 +231,7 @@ class _LightningAdapter(EngineStrategy):
 
 
 def adapt(strategy: Any) -> EngineStrategy:
-    """Returns `strategy` itself if it is an `EngineStrategy`, else what answers for it."""
+    """Returns `strategy` itself if it is an `EngineStrategy`, and an adapter of it otherwise."""
     return strategy if isinstance(strategy, EngineStrategy) else _LightningAdapter(strategy)
 
 
@@ -241,7 +241,7 @@ def capabilities_of(strategy: Any) -> Capabilities:
 
 
 def without_sync(strategy: Strategy) -> AbstractContextManager[None]:
-    """Around an inner micro-batch of an accumulation window: gradients are not averaged."""
+    """Context of an inner micro-batch of an accumulation window: gradients are not averaged."""
     return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Base of all multi-process strategies: a layout, who has which samples, and what else the engine asks them."""
+"""The base of all multi-process strategies: their layout, which rank has which samples, and the process groups."""
 
 import warnings
 from collections.abc import Callable
@@ -27,7 +27,7 @@ __all__ = ["DistributedStrategy", "share_random_state"]
 
 
 def share_random_state() -> None:
-    """Has all ranks draw the numbers that rank 0 is to draw, but for those of accelerators."""
+    """Gives all ranks the random state of rank 0, except that of accelerators."""
     here = get_random_state()
     set_random_state({**here, **WORLD.broadcast_object(host_state(here))})
 
@@ -47,7 +47,7 @@ class DistributedStrategy(EngineStrategy):
     random_state_at_launch: dict[str, Any] | None = None
     """The random state of the process that started this one as a worker."""
     connects_devices = True
-    """Whether devices of the ranks send each other anything."""
+    """Whether the ranks' devices send each other anything."""
 
     def __repr__(self) -> str:  # as a flag, in Lightning's messages
         suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
@@ -60,7 +60,7 @@ class DistributedStrategy(EngineStrategy):
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among them."""
+        """The index of this rank among the ranks that have samples of their own."""
         return self.global_rank // self.layout.tp % self.data_size  # type: ignore[attr-defined]
 
     @property
@@ -108,7 +108,7 @@ class DistributedStrategy(EngineStrategy):
                 part.process_group = self.data_group
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces what the ranks have that have samples of their own, unless another group is named."""
+        """Reduces a value over the ranks that have samples of their own, unless another group is named."""
         return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -126,20 +126,20 @@ class DistributedStrategy(EngineStrategy):
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks decide so, or any, those that share samples included."""
+        """Returns whether all ranks decide so, or any; ranks that share samples take part, too."""
         votes = sum(WORLD.all_gather_bools(decision))
         return votes == WORLD.size if all else votes > 0
 
     # Lightning: DDPStrategy.setup_distributed and ModelParallelStrategy._setup_distributed, which seed each rank anew.
     def setup_distributed(self) -> None:
-        """Ends what `meet` began."""
+        """Completes the connection that `meet` began."""
         self._with_rank_0s_numbers(super().setup_distributed)  # type: ignore[misc]
 
     def _setup_distributed(self) -> None:
         self._with_rank_0s_numbers(super()._setup_distributed)  # type: ignore[misc]
 
     def _with_rank_0s_numbers(self, connect: Callable[[], None]) -> None:
-        """Rank 0 draws the random numbers of a run in one process, and the others begin where it does."""
+        """Gives rank 0 the random state of a run in one process, and the other ranks that of rank 0."""
         state = self.random_state_at_launch or get_random_state()
         connect()
         if self.global_rank == 0:  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ class DistributedStrategy(EngineStrategy):
         return open_store(place or address, port, rank, timeout, is_local=place is not None)
 
     def derive_layout(self, world_size: int) -> Layout:
-        """The layout of `world_size` processes.
+        """Returns the layout of `world_size` processes.
 
         Raises:
             ValueError: the flag's sizes don't multiply to `world_size`.

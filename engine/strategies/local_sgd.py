@@ -1,4 +1,4 @@
-"""`local_sgd` and `diloco`: each rank trains by itself for H optimizer steps, then the ranks' weights become one.
+"""`local_sgd` and `diloco`: each rank trains by itself for H optimizer steps, then the ranks' weights are averaged.
 
 Post-local SGD (Lin et al. 2018, arXiv:1808.07217) and DiLoCo (Douillard et al. 2023, arXiv:2311.08105), which differ in
 numbers only. Let a be the anchor, the weights that all ranks had after the last exchange, and x_i those of rank i now.
@@ -12,8 +12,9 @@ In a local step the gradient is that of the mean over the rank's own samples. Cl
 state are the rank's own, too. For the first `warmup` steps the ranks train as under `ddp`.
 
 Within H steps the module has other weights on each rank. What is evaluated, saved and, at the end, kept is their mean,
-which takes an all-reduce; then each rank goes on with its own. A checkpoint has those as well, and the ranks' optimizer
-states: the same layout goes on bit for bit, another one from the mean, with rank 0's optimizer state.
+which takes an all-reduce; then each rank continues with its own. A checkpoint has these too, and the optimizer state
+of each rank: a run of the same layout continues bit for bit, one of another layout from the mean, with rank 0's
+optimizer state.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD(DDP):
-    """`ddp` for the warm-up; then ranks of their own, whose weights become one every H steps.
+    """`ddp` during the warm-up; then ranks that train alone, and average their weights every H steps.
 
     Args:
         options: `DiLoCoOptions` for an outer SGD with momentum, `LocalSGDOptions` for the mean.
@@ -85,7 +86,7 @@ class LocalSGD(DDP):
 
     @property
     def wires(self) -> list[CountingGroup]:
-        """Those of the warm-up's gradients, of the exchanges, and of means that are formed beside them."""
+        """The groups that count the warm-up's gradients, the exchanges, and the means for evaluation and saves."""
         hooks = [hook.wire for hook in (self._warmup, self._hook) if hook is not None]
         return [wire for wire in (*hooks, self._means) if wire is not None]
 
@@ -117,7 +118,7 @@ class LocalSGD(DDP):
         return self.lightning_module.trainer.global_step
 
     def _part(self) -> None:
-        """From now on each rank trains alone."""
+        """Begins the phase in which each rank trains alone."""
         module = self.lightning_module
         assert module is not None
         assert self._hook is not None
@@ -146,7 +147,7 @@ class LocalSGD(DDP):
         model: LightningModule | Any | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A step as it is everywhere, and an exchange after every H-th."""
+        """Steps the optimizer, and exchanges weights after every H-th step."""
         step = self._num_steps + 1
         # Not CommHookMixin's, since the comm hook has no part in this.
         output = super(CommHookMixin, self).optimizer_step(optimizer, closure, model, **kwargs)
@@ -214,7 +215,7 @@ class LocalSGD(DDP):
             self._average(weights)
 
     def _become_apart(self) -> None:
-        """Puts the rank's own weights back."""
+        """Restores the rank's own weights."""
         if self._own is not None:
             copy(self._own, self._weights())
             self._own = None
@@ -242,14 +243,14 @@ class LocalSGD(DDP):
         self._become_apart()
 
     def on_train_end(self) -> None:
-        """All ranks end with the mean."""
+        """Gives all ranks the mean of their weights."""
         super().on_train_end()
         self._load_average()
         self._own, self._is_apart = None, False
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of the anchor, and of its momentum."""
+        """The bytes of the anchor and its momentum."""
         return 0 if self._anchor is None else self._anchor.held_bytes
 
     # --- checkpoints

@@ -25,7 +25,7 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """Their names, outermost first, those of one rank included."""
+        """The names of the axes, outermost first, including those of size 1."""
         raise NotImplementedError
 
     def setup_environment(self) -> None:

@@ -20,7 +20,7 @@ __all__ = ["choose_offload"]
 
 
 def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, compiles: bool) -> bool:
-    """Has `strategy` offload parameters if that is asked for; whether activations are to be offloaded.
+    """Makes `strategy` offload parameters if the flag names them; returns whether activations are offloaded.
 
     Raises:
         ValueError: the strategy can't offload what the flag names.

@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """For a strategy that has none."""
+    """The options of a strategy that has none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

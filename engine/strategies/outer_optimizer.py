@@ -1,4 +1,4 @@
-"""Weights that ranks have in common, and go away from and come back to: the mathematics of `local_sgd.py`."""
+"""The weights after the last exchange, and the outer step that moves them: the mathematics of `local_sgd.py`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -60,7 +60,7 @@ class OuterOptimizer:
         return {"anchor": self._by_name(self._flats), "momentum": self._by_name(momenta)}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Goes on with a `state_dict`, whatever its buckets were; what it lacks stays as it is."""
+        """Restores a `state_dict`, whatever its buckets were; values that it lacks stay as they are."""
         momenta = [torch.zeros_like(flat) for flat in self._flats] if state["momentum"] else [None] * len(self._flats)
         for to, saved in ((self._flats, state["anchor"]), (momenta, state["momentum"])):
             for name, part in self._by_name(to).items():

@@ -153,7 +153,7 @@ def _splits_backward(strategy: Any) -> bool:
 
 
 class Recomputed:
-    """In the place of a block's forward.
+    """Replaces a block's forward.
 
     Args:
         block: whose `forward` it becomes.
@@ -200,7 +200,7 @@ class Recomputed:
         return output
 
     def detach(self) -> bool:
-        """Ends it; whether the block has its own forward back, which is not so where something else is around it."""
+        """Restores the block's own forward; returns False if another wrapper is around this one."""
         self.is_on = False
         if self._block.__dict__.get("forward") is not self:
             return False
@@ -235,12 +235,12 @@ class _State:
         self._present: tuple[Any, list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]] = (None, [])
 
     def forget_unchanged(self) -> None:
-        """Called after a forward: lets go of the copies of tensors that it has not written into."""
+        """Called after a forward: releases the copies of tensors that it has not written to."""
         for part in self._parts:
             part.forget_unchanged()
 
     def __enter__(self) -> None:
-        """Has all of it be as it was then."""
+        """Restores the state that was recorded."""
         parts = [(part.part, _attributes(part.part), dict(part.part._buffers)) for part in self._parts]
         self._present = _random_state(), parts
         _set_random_state(self._random)
@@ -248,7 +248,7 @@ class _State:
             part.put()
 
     def __exit__(self, *unused: object) -> None:
-        """Has all of it be as it was before that."""
+        """Restores the state before `__enter__`."""
         numbers, parts = self._present
         for part, attributes, buffers in parts:
             _put(part, attributes, buffers)
@@ -311,7 +311,7 @@ def _put(part: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -
 
 
 def _copied(value: Any) -> Any:
-    """A container with what is in it, to any depth, or a generator of random numbers; else the same object."""
+    """Returns a copy of a container, to any depth, or of a random generator; any other object itself."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if type(value) not in _CONTAINERS:

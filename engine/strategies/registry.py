@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..compression.registry import ROWS as HOOKS
-from ..compression.registry import HookRow
 from ..flags import (
     LAUNCHERS,
     choose,
@@ -38,6 +37,7 @@ from .options import (
     PSOptions,
     TPOptions,
 )
+from .strategy_spec import StrategySpec, all_but_auto, compressions_of_shards, every_compression
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -52,56 +52,6 @@ __all__ = [
     "import_all",
     "register_strategy",
 ]
-
-
-def _none(name: str, hook: HookRow) -> bool:
-    return False
-
-
-def _every(name: str, hook: HookRow) -> bool:
-    return True
-
-
-def _those_for_shards(name: str, hook: HookRow) -> bool:
-    return hook.reduces_shards
-
-
-def _all_but_auto(name: str, hook: HookRow) -> bool:
-    return name != "auto"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StrategySpec:
-    """One way of running, and what it can do."""
-
-    description: str
-    """In a few words, for one line of the terminal."""
-    traffic: str
-    """The collectives of a step: these and no more, see `tests/engine/loop/test_costs_integration.py`."""
-    choose_when: str = ""
-    """For whom it is."""
-    options: type
-    """Frozen dataclass of what may follow the colon."""
-    make: "Callable[..., Strategy] | None"
-    """From the options, the launcher's suffix and the comm hook; None for one process on one device, where Lightning's
-    own strategy serves."""
-    make_for_several: "Callable[..., Strategy] | None" = None
-    """For one process on several devices: from their type, their number, that of nodes, and `sync_batchnorm`."""
-    note: str = ""
-    """Said once, when it is chosen."""
-    takes_compression: Callable[[str, HookRow], bool] = _none
-    """Whether it can do the compression of that name and row."""
-    why_not: str = ""
-    """Why it can't do the others."""
-    precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """Names of the precisions it can do."""
-    why_not_precision: str = ""
-    """Why it can't do the others."""
-
-    @property
-    def compressions(self) -> tuple[str, ...]:
-        """Names of the compressions it can do, `none` aside."""
-        return tuple(name for name, hook in HOOKS.items() if self.takes_compression(name, hook))
 
 
 def _from(path: str) -> Reference:
@@ -155,7 +105,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the model, its gradients and its optimizer's state fit on one device: the first choice",
         options=DDPOptions,
         make=_from(".ddp:DDP"),
-        takes_compression=_every,
+        takes_compression=every_compression,
     ),
     "zero1": StrategySpec(
         description="as ddp, with each optimizer's state dealt to the devices (ZeRO, stage 1)",
@@ -163,7 +113,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as ddp, where the optimizer's state is what does not fit",
         options=DDPOptions,
         make=_from(".zero1:Zero1"),
-        takes_compression=_every,
+        takes_compression=every_compression,
     ),
     "fsdp": StrategySpec(
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
@@ -171,7 +121,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the model does not fit on one device as it is trained, and the devices are connected fast",
         options=FSDPOptions,
         make=_from(".fsdp:FSDP"),
-        takes_compression=_those_for_shards,
+        takes_compression=compressions_of_shards,
         why_not=_SHARDED,
     ),
     "hsdp": StrategySpec(
@@ -180,7 +130,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as fsdp on several nodes: shards within a node, averages between them",
         options=HSDPOptions,
         make=_from(".fsdp:FSDP"),
-        takes_compression=_every,
+        takes_compression=every_compression,
     ),
     "pp": StrategySpec(
         description="blocks in stages, micro-batches in all of them at once (pipeline)",
@@ -219,7 +169,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the connection is too slow for ddp with compression; the result is another than ddp's",
         options=LocalSGDOptions,
         make=_from(".local_sgd:LocalSGD"),
-        takes_compression=_all_but_auto,
+        takes_compression=all_but_auto,
         why_not=_UNEVEN,
     ),
     "diloco": StrategySpec(
@@ -228,7 +178,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as local_sgd, with hundreds of steps between exchanges, between data centres",
         options=DiLoCoOptions,
         make=_from(".local_sgd:LocalSGD"),
-        takes_compression=_all_but_auto,
+        takes_compression=all_but_auto,
         why_not=_UNEVEN,
     ),
     "tp": StrategySpec(
@@ -287,7 +237,7 @@ LIGHTNINGS_OWN = (
 
 
 def find_strategy(name: str) -> StrategySpec | None:
-    """The row of a flag's name, which an installed package may bring; None if there is none."""
+    """Returns the row of a flag's name, which an installed package may bring; None if there is none."""
     if name not in STRATEGIES:
         load_plugin(STRATEGY_GROUP, name)
     return STRATEGIES.get(name)
@@ -319,7 +269,7 @@ def check_strategy(text: str) -> None:
 
 
 def current_strategy(text: str) -> str:
-    """The flag `text` with the current names of its options; warns, once and on rank 0, of names that it had before."""
+    """Returns the flag `text` with the current names of its options; warns of old names, once and on rank 0."""
     if not isinstance(text, str) or ":" not in text:
         return text
     name, _ = split_launcher(text.partition(":")[0].strip().lower())
@@ -409,7 +359,7 @@ def register_strategy(
         choose_when=choose_when,
         options=options,
         make=make,
-        takes_compression=_every if compressions == "all" else lambda hook_name, _: hook_name in named,
+        takes_compression=every_compression if compressions == "all" else lambda hook_name, _: hook_name in named,
         why_not=f"{name} was registered without it",
         precisions=tuple(precisions),
         why_not_precision=f"{name} was registered without it",

@@ -1,4 +1,4 @@
-"""From the flags to the parts of Lightning that honour them; every contradiction is an error here."""
+"""Turns flags into the arguments of Lightning's Trainer; flags that contradict each other are an error."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ class TrainerArgs:
 
 
 def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[Any]) -> TrainerArgs:
-    """The parts for a set of flags.
+    """Returns the arguments for a set of flags.
 
     Args:
         config: the flags.
@@ -185,7 +185,7 @@ def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
 
 
 def _known(flag: Flag) -> str:
-    """The name if Lightning's registry has it."""
+    """Returns the name if Lightning's registry has it."""
     if flag.name != "auto" and flag.name not in StrategyRegistry.available_strategies():
         raise ValueError(_unknown_strategy(flag.name))
     if flag.value or flag.options:

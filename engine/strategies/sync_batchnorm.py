@@ -29,7 +29,7 @@ class CPUSyncBatchNorm(TorchSyncBatchNorm):
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Gives them their own class back."""
+        """Restores the classes of the layers."""
         for module in model.modules():
             if isinstance(module, _SyncBatchNorm):
                 module.__class__ = module.__dict__.pop("_local_class")
@@ -40,7 +40,7 @@ class _SyncBatchNorm(_BatchNorm):
     """Batch norm over all ranks, by differentiable all-reduces. Input: [batch, channels, ...]."""
 
     process_group: Any = None
-    """The process group of the ranks that have samples of their own; None: all have."""
+    """The process group of the ranks that have samples of their own; None: all ranks."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         self.__dict__["_local_class"]._check_input_dim(self, input)

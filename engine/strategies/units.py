@@ -1,4 +1,4 @@
-"""Which parts of a module are sharded, checkpointed or moved as one: its repeated blocks."""
+"""Finds the units of a module, which are sharded, checkpointed or moved as one: its repeated blocks."""
 
 import re
 from collections import Counter
@@ -25,7 +25,7 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
 
 
 def named_blocks(module: nn.Module) -> list[nn.Module]:
-    """The same, with those that share parameters.
+    """Returns the blocks of `module` as `shard_units` does, those that share parameters included.
 
     Raises:
         ValueError: as above.
@@ -38,7 +38,7 @@ def named_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def untied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of `units` that share no parameter with what of `module` is outside of them."""
+    """Returns those `units` that share no parameter with the rest of `module`."""
     owners = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     return [unit for unit in units if _owns_its_parameters(unit, owners)]
 
@@ -69,7 +69,7 @@ def repeated_blocks(module: nn.Module) -> tuple[str, list[nn.Module]]:
 def block_lists(
     module: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.Sequential)
 ) -> list[tuple[str, list[nn.Module]]]:
-    """All such containers with more than one child, of these kinds, in the order of their registration."""
+    """Returns all such containers with more than one child, in the order of their registration."""
     candidates = (
         (name, list(part.values()) if isinstance(part, nn.ModuleDict) else list(part))  # type: ignore[call-overload]
         for name, part in module.named_modules()
@@ -86,7 +86,7 @@ def block_lists(
 
 
 def _is_called(block: nn.Module) -> bool:
-    """Whether it is more than a container of the parts of a block, which has no forward."""
+    """Whether a module has a forward, and is not only a container of the parts of a block."""
     is_container = isinstance(block, (nn.ModuleList, nn.ModuleDict))
     return not is_container or getattr(block.forward, "__func__", None) is not nn.Module.forward
 

@@ -29,11 +29,11 @@ from .options import DDPOptions
 __all__ = ["Owners", "Zero1"]
 
 _NUM_IN_FLIGHT = 2
-"""Broadcasts at a time: one is on the wire while the next one is packed."""
+"""The number of broadcasts at a time: one is sent while the next one is packed."""
 
 
 class Owners:
-    """Which rank steps with which parameter, known to all of them alike.
+    """Maps each parameter to the rank that steps with it; the same on all ranks.
 
     Args:
         num_ranks: W.
@@ -44,7 +44,7 @@ class Owners:
         self._owners: dict[Tensor, int] = {}
 
     def deal(self, parameters: list[Tensor]) -> None:
-        """Gives those that have no owner yet, the largest first, to the rank that has the fewest values so far."""
+        """Assigns parameters without an owner, the largest first, each to the rank with the fewest values so far."""
         new = dict.fromkeys(parameter for parameter in parameters if parameter not in self._owners)
         for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
             owner = self._num_values.index(min(self._num_values))
@@ -97,11 +97,11 @@ class Zero1(DDP):
 
     @property
     def wires(self) -> list[CountingGroup]:
-        """That of the gradients, and that of the parameters."""
+        """The groups that count the gradients and the parameters."""
         return [*super().wires, *([] if self._updates is None else [self._updates])]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Creates the optimizers, and stands before and behind each of their steps.
+        """Creates the optimizers, and adds hooks before and after their steps.
 
         Raises:
             ValueError: an optimizer whose update of one parameter depends on the others.
@@ -118,7 +118,7 @@ class Zero1(DDP):
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def teardown(self) -> None:
-        """Leaves the optimizers as they came."""
+        """Removes the hooks of the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -169,7 +169,7 @@ class Zero1(DDP):
             yield from (_Bucket(owner, bucket) for bucket in in_buckets(parameters, self.options.bucket_cap_mb))
 
     def _start(self, index: int, bucket: _Bucket) -> Callable[[], None]:
-        """Sends a bucket, or begins to wait for it; what is returned finishes that."""
+        """Begins to send or to receive a bucket; returns the function that finishes it."""
         assert self._updates is not None
         owner, parameters = bucket
         is_mine = owner == self.global_rank

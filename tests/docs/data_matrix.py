@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.distributed import ROOT
 from tests.engine.data.runs import train
 from tests.engine.data.test_replayed import Buffered
-from tests.engine.tiny import Positions, SavesIn, Stream
+from tests.engine.tiny import CountingStream, Positions, SavesIn, Stream
 
 from .data_ranks import RANKS, rank_table, stop_table
 from .data_ranks import STOP as RANK_STOP
@@ -48,24 +48,6 @@ class Endless:
 
 class Batches(BatchSampler):
     """A batch sampler of the user's own."""
-
-
-class Counts(Stream):
-    """A stream that says where it is."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < self.size:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Shards(Stream):
@@ -128,7 +110,7 @@ KINDS: dict[str, Callable[..., Any]] = {
         Positions(SIZE), size, shuffle=True, **how
     ),
     "`IterableDataset`": _stream(lambda: Stream(SIZE)),
-    "`IterableDataset` with `state_dict`": _stream(lambda: Counts(SIZE)),
+    "`IterableDataset` with `state_dict`": _stream(lambda: CountingStream(SIZE)),
     "`IterableDataset` with a shuffle buffer of Hugging Face's": _stream(Buffered),
     "`IterableDataset` with shards": _stream(Shards),
     "an iterable of batches": lambda size, **_: Iterable(size),

@@ -22,7 +22,7 @@ COMMANDS = [
     if one.command.split()[1] not in ("verify", "bench-comm")
 ]
 SOURCES = [path for name in ("engine", "callbacks") for path in (ROOT / name).rglob("*.py")]
-INTERNAL = {"NativeError", "NeedsOthers", "RetryStep", "RunError", "UnfitError"}
+INTERNAL = {"NativeError", "NeedsOtherRanks", "RetryStep", "RunError", "UnfitError"}
 """Exceptions that no user sees: they end something within the engine, which catches them."""
 
 

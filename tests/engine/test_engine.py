@@ -1,7 +1,6 @@
 """The engine is a Trainer: same arguments, same defaults, same loggers; and what it adds to one."""
 
 import inspect
-import re
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from polyphase.engine import Engine, fit
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.flags import Layout
 from polyphase.engine.old_names import warn_of_old_name
-from polyphase.engine.strategies import adapt
 
 from .tiny import QUIET, Positions, Regression, Seen, engine, rows
 
@@ -191,157 +189,6 @@ def test_barebones_runs():
     assert bars(run) == []
 
 
-# --- verify
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-        {"max_epochs": 1, "callbacks": Callback()},
-    ],
-    ids=lambda flags: re.sub(" object at 0x[0-9a-f]+", "", str(flags)),  # the same in each run
-)
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_one_process_under_the_engine_equals_one_process_of_lightnings(flags, shuffle):
-    module = Regression()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    run = engine(**flags)
-    certificate = run.verify(module, rows(18, shuffle=shuffle), steps=6)
-    assert certificate.equal, certificate
-    assert certificate is run.certificate
-    assert len(certificate.differences) == 6
-    assert max(certificate.differences) <= certificate.tolerance
-    assert str(certificate).startswith("equal to one process within 1e-05")
-    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items()), "left as it is"
-
-
-@pytest.mark.parametrize(
-    "flags", [{"global_batch_size": 6, "micro_batch_size": 4}, {"accumulate_grad_batches": 3}, {"global_batch_size": 7}]
-)
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("ddp_fork", 2)])
-def test_verify_knows_how_much_short_batches_count(strategy, devices, flags):
-    run = Engine(strategy=strategy, devices=devices, **QUIET, **flags)
-    assert run.verify(Regression(), rows(17, shuffle=True), steps=5).equal
-
-
-class SeesHowItComputes(Regression):
-    """Learns more where numbers may be rounded, or summed in another order."""
-
-    def training_step(self, batch, batch_idx):
-        cudnn = torch.backends.cudnn
-        flags = cudnn.allow_tf32, cudnn.benchmark, not cudnn.deterministic
-        assert not any(flags), flags
-        assert torch.get_float32_matmul_precision() == "highest"
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.usefixtures("warm_workers")
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("ddp_spawn", 2)])
-def test_verify_computes_exactly_on_gpus_and_leaves_the_flags_as_they_are(strategy, devices):
-    cudnn = torch.backends.cudnn
-
-    def flags():
-        return cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_float32_matmul_precision()
-
-    torch.set_float32_matmul_precision("high")
-    try:
-        before = flags()
-        run = Engine(strategy=strategy, devices=devices, benchmark=True, **QUIET)
-        before = (before[0], cudnn.benchmark, *before[2:])  # which the engine's flag has set
-        assert run.verify(SeesHowItComputes(), rows(8), steps=2).equal
-        assert flags() == before == (True, True, False, "high")
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        cudnn.benchmark = False
-
-
-def test_verify_with_a_data_module():
-    assert engine().verify(Regression(), datamodule=Rows()).equal
-
-
-class DiffersUnderTheEngine(Regression):
-    """In its third step and under the engine only, one bias gets another gradient."""
-
-    def on_before_optimizer_step(self, optimizer):
-        if isinstance(self.trainer, Engine) and self.trainer.global_step == 2:
-            self.net[2].bias.grad += 5.0
-
-
-def test_a_difference_is_reported_by_step_and_first_tensor():
-    certificate = engine().verify(DiffersUnderTheEngine(), rows(), steps=4)
-    assert (certificate.equal, certificate.step, certificate.tensor) == (False, 3, "net.2.bias")
-    assert certificate.differences[:3] == (0.0, 0.0, pytest.approx(0.5, abs=1e-6))  # the learning rate is 0.1
-    assert "differs from one process: first 'net.2.bias', after step 3, by 5.00e-01, more than 1e-05" in str(
-        certificate
-    )
-
-
-class AddsToABuffer(Regression):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("other", torch.zeros(()))
-
-    def training_step(self, batch, batch_idx):
-        self.other += 1
-        self.count += 1 + (isinstance(self.trainer, Engine) and self.trainer.global_step == 2)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_buffer_that_differs_is_the_first_tensor_where_the_weights_agree():
-    certificate = engine().verify(AddsToABuffer(), rows(), steps=4)
-    assert (certificate.equal, certificate.step, certificate.tensor) == (False, 3, "count")
-    assert certificate.differences == (0.0, 0.0, 1.0, 1.0)
-
-
-def test_not_a_number_is_a_difference():
-    class Nan(Regression):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 1 else 1.0)
-
-    certificate = engine(nonfinite="ignore").verify(Nan(), rows(), steps=2)
-    assert (certificate.equal, certificate.step) == (False, 2)
-
-
-def test_a_tolerance_of_the_users_decides():
-    assert engine().verify(AddsToABuffer(), rows(), steps=4, tolerance=1.0).equal
-
-
-def test_a_lower_precision_shows():
-    class Cast(Regression):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch.to(self.net[0].weight.dtype), batch_idx)
-
-    certificate = engine(precision="bf16-true").verify(Cast(), rows(), steps=2)
-    assert not certificate.equal
-    assert "so does a precision below float32" in str(certificate)
-    assert engine(precision="bf16-true").verify(Cast(), rows(), steps=2, tolerance=0.1).equal
-
-
-@pytest.mark.parametrize(
-    ("strategy", "equals"),
-    [
-        *(("ddp", True), ("fsdp", True), ("ps", True), ("single", True)),
-        *(("ps:staleness=1", False), ("local_sgd:sync_every=2", False), ("diloco", False)),
-    ],
-)
-def test_which_strategies_are_to_equal_one_process(strategy, equals):
-    made = engine(strategy=strategy, devices=1 if strategy == "single" else 2).strategy
-    assert adapt(made).expects_parity is equals
-
-
-def test_a_strategy_that_is_made_to_differ_is_the_reason():
-    flag = "local_sgd_fork:sync_every=2"
-    certificate = engine(strategy=flag, devices=2).verify(Regression(), rows(), steps=1)
-    assert not certificate.equal
-    assert f"(strategy '{flag}' is made to compute something else)" in str(certificate)
-    assert "dropout" not in str(certificate)
-
-
 @pytest.mark.parametrize("strategy", ["fsdp_fork", "local_sgd_fork"])
 def test_bench_comm_names_the_strategies_that_it_can_forecast_under(strategy):
     message = f"bench-comm can't forecast under strategy '{strategy}': choose ddp, zero1 or hsdp"
@@ -360,46 +207,3 @@ def test_bench_comm_can_be_called_by_its_old_name():
 def test_a_strategy_that_can_not_repeat_steps_says_so_before_sizes_are_asked_for():
     with pytest.raises(ValueError, match="micro_batch_size='auto' can't repeat a step under tensor parallelism"):
         engine(strategy="tp", devices=2, micro_batch_size="auto")
-
-
-@pytest.mark.parametrize("steps", [0, -1, 2.0, True])
-def test_the_number_of_steps_is_a_count(steps):
-    with pytest.raises(ValueError, match="steps must be a whole number of at least 1"):
-        engine().verify(Regression(), rows(), steps=steps)
-
-
-def test_verify_needs_a_batch_size():
-    with pytest.raises(ValueError, match=r"verify needs a DataLoader with a batch_size"):
-        engine().verify(Regression(), DataLoader(torch.randn(5, 4, 4), batch_size=None))
-
-
-def test_verify_equals_with_a_generator_of_the_users():
-    loader = rows(18, shuffle=True, generator=torch.Generator().manual_seed(5))
-    certificate = engine().verify(Regression(), loader)
-    assert certificate.equal, certificate
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"limit_train_batches": 2},
-        {"overfit_batches": 2},
-        {"fast_dev_run": True},
-        {"detect_anomaly": True},
-        {"reload_dataloaders_every_n_epochs": 1},
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly")
-def test_verify_equals_under_each_flag_that_says_which_batches_are_seen(flags):
-    certificate = engine(**flags).verify(Regression(), rows(18))
-    assert certificate.equal, certificate
-
-
-def test_verify_leaves_the_engine_as_it_was():
-    run = engine(max_epochs=2)
-    run.verify(Regression(), rows(), steps=2)
-    assert run.global_step == 0
-    module = Regression()
-    run.fit(module, rows())
-    assert run.global_step == 8

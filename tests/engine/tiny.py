@@ -55,6 +55,24 @@ class Stream(IterableDataset[int]):
         return iter(range(self.size))
 
 
+class CountingStream(Stream):
+    """A stream that says where it is, and continues there."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.size:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 class Seen(LightningModule):
     """Its loss is its one weight, whose gradient is therefore 1; notes the batches it sees, epoch by epoch."""
 

@@ -32,7 +32,7 @@ def called_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class ByHand:
-    """Keeps a sharded module in order while its step goes forward, backward and on, as often as it likes.
+    """Gathers and frees a module's parameters while its step calls forward, backward and optimizers in any order.
 
     Args:
         model: with units and the root sharded by `fully_shard`, each of which is freed after its forward.
@@ -53,16 +53,16 @@ class ByHand:
         ]
         self._is_in_step = False
         self._handles = [optimizer.register_step_post_hook(self._renew) for optimizer in optimizers]
-        model.set_reshard_after_backward(False, recurse=False)  # the step goes on
+        model.set_reshard_after_backward(False, recurse=False)  # the step continues
 
     def end(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around `training_step`, the root's parameters being gathered.
+        """Context of `training_step`, in which the root's parameters are gathered.
 
         Raises:
             RuntimeError: one of those was written to, which would be lost.
@@ -81,13 +81,13 @@ class ByHand:
             )
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Called before a backward within the step: has it end with the reduction of all gradients."""
+        """Called before a backward within the step, which then ends with the reduction of all gradients."""
         if loss.requires_grad:
             # torch: FSDPState._pre_backward, which the outputs of a forward call; that of the root is not over yet.
             loss.register_hook(self._root._get_fsdp_state()._pre_backward)
 
     def _renew(self, *_: Any) -> None:
-        """After an optimizer's step: what was gathered is what the weights were before."""
+        """Gathers again after an optimizer's step, since the gathered weights are those before it."""
         if self._is_in_step:  # outside of it these are the shards, whose gradients are due
             left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
             if left:
@@ -101,7 +101,7 @@ class ByHand:
             self._root.unshard()
 
     def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The root's, as they are now: gathered or not."""
+        """Returns the root's parameters as they are now, gathered or not."""
         for path, owner, name in self._own:
             yield path, getattr(owner, name)
 

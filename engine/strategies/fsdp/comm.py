@@ -34,7 +34,7 @@ class ReplicaAverage:
 
     def __init__(self, hook: CommHook, index: int, members: tuple[ParamSlice, ...]) -> None:
         self.is_held = False
-        """Within an accumulation window: keep what comes, and send nothing."""
+        """Whether gradients are kept and not sent: within an accumulation window."""
         self._hook = hook
         self._index = index
         self._members = members
@@ -71,7 +71,7 @@ class _Allocates:
 
 
 class CountedAllGather(_Allocates, AllGather):
-    """FSDP2's own, through a wire that counts."""
+    """FSDP2's collective, through a group that counts its bytes."""
 
     def __init__(self, wire: CountingGroup, unit: int) -> None:
         self._wire, self._unit = wire, unit
@@ -85,7 +85,7 @@ class CountedAllGather(_Allocates, AllGather):
 
 
 class CountedReduceScatter(_Allocates, ReduceScatter):
-    """FSDP2's own, through a wire that counts."""
+    """FSDP2's collective, through a group that counts its bytes."""
 
     def __init__(self, wire: CountingGroup, unit: int) -> None:
         self._wire, self._unit = wire, unit
@@ -115,7 +115,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
 
 
 def fsdp_units(model: nn.Module, num_shards: int) -> Iterator[tuple[FSDPModule, tuple[ParamSlice, ...]]]:
-    """Each unit with the shards of it that have gradients, in FSDP2's order, filled up to equal sizes as there."""
+    """Yields each unit with its trained shards, in FSDP2's order, padded to equal sizes as FSDP2 does."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -125,7 +125,7 @@ def fsdp_units(model: nn.Module, num_shards: int) -> Iterator[tuple[FSDPModule, 
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Children before their parent, without those that are units of their own."""
+    """Yields the parameters of a unit, those of children first, without those of other units."""
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _own_parameters(child)

@@ -21,7 +21,7 @@ __all__ = ["KeptWhole", "kept_whole", "members_by_unit", "refuse_fused"]
 
 
 def kept_whole(model: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters, by name, that can't be sharded: without a dim, complex, or of a rarer dtype in their unit.
+    """Returns the parameters that can't be sharded, by name: without a dim, complex, or of a rarer dtype in a unit.
 
     Warns of the last two, since every rank has the memory for them and their optimizer state.
 
@@ -100,7 +100,7 @@ class KeptWhole:
 
     def __init__(self, parameters: dict[str, nn.Parameter], wire: CountingGroup, order: UnitOrder | None) -> None:
         self.is_held = False
-        """Within an accumulation window: send nothing."""
+        """Whether gradients are kept and not sent: within an accumulation window."""
         self.wire = wire
         self._order = order
         self._handles: list[Any] = []
@@ -116,7 +116,7 @@ class KeptWhole:
             parameter.requires_grad_(trained)
 
     def end(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -18,7 +18,7 @@ _NUM_BUFFERS = 2
 
 
 def overlap_more(model: nn.Module, units: Sequence[nn.Module], timeout: timedelta) -> None:
-    """Has each unit ask for the next one before it computes, and reductions go by connections of their own.
+    """Makes each unit gather the next one before it computes, and reductions use connections of their own.
 
     Args:
         model: sharded by `fully_shard`, as its units are; all ranks call it.

@@ -55,7 +55,7 @@ _FORWARDS = {
 
 
 class Rounded(Tensor):
-    """A float32 tensor of which the 16-bit values are at hand, and the others are gathered where they are asked for.
+    """A float32 tensor that has its 16-bit values, and gathers its float32 values when an operation needs them.
 
     Args:
         values: the 16-bit ones; memory that is freed and filled again.
@@ -143,7 +143,7 @@ def _views(base: Rounded, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gather_rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Has all blocks of `model` gather what autocast would round to `dtype` in `dtype`; None: nothing is rounded.
+    """Makes all blocks of `model` gather in `dtype` the weights that autocast would cast to it; None: no weights.
 
     What is outside of blocks is gathered as it is, since a step may use it in any way.
 
@@ -202,7 +202,7 @@ def _gather_as(dtype: torch.dtype | None, parameter: Any, group: Any) -> None:
 
 @torch.no_grad()
 def _gather_whole(parameter: Any, group: Any) -> Tensor:
-    """The float32 values of a parameter, from all ranks' shards."""
+    """Returns the float32 values of a parameter, from all ranks' shards."""
     # torch: FSDPParam._sharded_param_data, _orig_size, _contiguous_orig_stride; FSDPParamGroup._all_gather_comm,
     # _all_gather_process_group
     shard = parameter._sharded_param_data.to(parameter.device)

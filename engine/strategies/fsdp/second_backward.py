@@ -35,7 +35,7 @@ class SecondBackward:
         return pre_backward(gradient)
 
     def release(self) -> None:
-        """Called after the last backward of a step: frees them."""
+        """Frees the units; called after the last backward of a step."""
         for unit in self._kept:
             unit.set_reshard_after_backward(True, recurse=False)
             unit.reshard()

@@ -1,4 +1,4 @@
-"""Refuses modules, losses and callbacks that `fsdp` and `hsdp` can't shard, by name and with a way out."""
+"""Refuses modules, losses and callbacks that `fsdp` and `hsdp` can't shard; each message names a remedy."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def check_parameters(model: nn.Module, flag: str) -> None:
     """Checks that the gradients of all parameters can be averaged, before any is sharded.
 
     Raises:
-        ValueError: those of one are sparse.
+        ValueError: a parameter has sparse gradients.
     """
     for name, part in model.named_modules():
         for key, parameter in part.named_parameters(recurse=False):

@@ -12,15 +12,13 @@ happens once per accumulation window.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import (
@@ -28,13 +26,12 @@ from torch.distributed.fsdp import (
     FSDPModule,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
 
 from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...compression.int8 import Int8
-from ...distributed.equal_ranks import equalise, share_buffers, tell_device
+from ...distributed.equal_ranks import equalise, tell_device
 from ...flags import Layout
 from ...initialization.materialize import materialize
 from ...initialization.stored_weights import read_stored
@@ -44,23 +41,22 @@ from ..mesh import MeshStrategy
 from ..options import FSDPOptions, HSDPOptions
 from ..units import named_blocks, untied
 from .by_hand import ByHand, called_parts, optimizes_by_hand
-from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units, reshard
+from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .overlap import overlap_more
 from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
 from .shard_checks import check_callbacks, check_loss, check_parameters, check_tensor_parallel, explained
-from .unit_order import UnitOrder, watch_units
+from .unit_order import watch_units
 from .unit_plan import Unit, plan_units
+from .unit_steps import UnitSteps
 from .whole_numbers import give_back_numbers, read_whole_numbers
-from .written_parameters import forget_data, keep_data, no_writes
+from .written_parameters import forget_data, keep_data
 
 __all__ = ["FSDP"]
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-
-class FSDP(MeshStrategy):
+class FSDP(UnitSteps):
     """`fully_shard` on a mesh with the axes `replicate` (hsdp only) and `shard`, for any `LightningModule`.
 
     Args:
@@ -84,15 +80,10 @@ class FSDP(MeshStrategy):
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
-        self._is_in_step = self._has_trained = False
-        self._by_hand: ByHand | None = None
         self._second_backward: SecondBackward | None = None
-        self._order: UnitOrder | None = None
-        self._synchronises = True
         self._counted: AllReduceHook | None = None
         self._wires: list[CountingGroup] = []
         self._replica_averages: list[ReplicaAverage] = []
-        self._names_of_whole: list[str] = []
         self._kept_whole: KeptWhole | None = None
         if isinstance(comm_hook, Int8) and comm_hook.feedback and not self._compresses_replicas:
             raise ValueError(
@@ -106,7 +97,7 @@ class FSDP(MeshStrategy):
 
     @property
     def averaging(self) -> CommHook | None:
-        """The comm hook, or what averages over the replicas as it is where that is counted."""
+        """The comm hook; the plain average over the replicas if it is counted."""
         return self.comm_hook or self._counted
 
     @property
@@ -115,15 +106,15 @@ class FSDP(MeshStrategy):
 
     @property
     def wires(self) -> list[CountingGroup]:
-        """The comm hook's, and those of FSDP2's own collectives where they are counted."""
+        """The groups that count: the comm hook's, and FSDP2's collectives if they are counted."""
         return [*super().wires, *self._wires]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of an optimizer, for a checkpoint."""
+        """Returns the state of an optimizer for a checkpoint."""
         return optimizer.state_dict() if self.hands_out_shards else super().optimizer_state(optimizer)
 
     def derive_layout(self, world_size: int) -> Layout:
-        """All processes on the axis `shard`, or as the options of hsdp have it."""
+        """Returns the layout: all processes on the axis `shard`; under hsdp, the sizes of the options."""
         if not isinstance(self.options, HSDPOptions):
             return Layout.derive(world_size, rest="shard")
         replicate, shard = self.options.replicate, self.options.shard
@@ -174,13 +165,13 @@ class FSDP(MeshStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Around `configure_model()`: nothing is allocated there with `meta_init`, or on rank 0 alone."""
+        """Context of `configure_model()`: with `meta_init` it allocates nothing; with `rank0_init`, only on rank 0."""
         with super().tensor_init_context(self.options.meta_init or self._receives_weights):
             yield
 
     @property
     def _receives_weights(self) -> bool:
-        """Whether rank 0 alone draws this rank's weights."""
+        """Whether this rank gets its weights from rank 0."""
         return self.options.rank0_init and self.global_rank != 0
 
     def setup(self, trainer: Trainer) -> None:
@@ -228,7 +219,7 @@ class FSDP(MeshStrategy):
             self._wires += [self._kept_whole.wire] if self.counts_traffic and whole else []
 
     def teardown(self) -> None:
-        """Puts torch's settings back."""
+        """Restores torch's settings."""
         if self._kept_whole is not None:
             self._kept_whole.end()
         give_back_numbers()
@@ -281,29 +272,16 @@ class FSDP(MeshStrategy):
             self._fully_shard(part, is_kept=part in kept)
             read_stored(part, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
-        before = {*model._forward_pre_hooks, *model._forward_hooks}
+        hooks_before = {*model._forward_pre_hooks, *model._forward_hooks}
         materialize(model, on_complete=shard, draws=not self._receives_weights)
         if self.options.rank0_init:
             share_random_state()  # of a run in one process, which has drawn the weights
         if self._shards and self.options.extra_overlap:
             overlap_more(model, [unit.module for unit in plan], self._timeout or default_pg_timeout)
-        # Lightning calls these rather than `forward`, whose hooks gather the parameters.
-        for step in _STEPS:
-            if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
-                continue
-            method = getattr(model, step)
-            method = self._trained_by_hand(method) if step == "training_step" else method
-            setattr(model, step, self._marked(method))
-            if isinstance(model, FSDPModule):
-                register_fsdp_forward_method(model, step)
-                setattr(model, step, self._followed(getattr(model, step), step))
-        # A step that calls `self(batch)` would have these hooks run in each other, and gather all once more.
-        for hooks in (model._forward_pre_hooks, model._forward_hooks):
-            for key in hooks.keys() - before:
-                hooks[key] = functools.partial(self._unless_in_step, hooks[key])
+        self._wrap_steps(model, hooks_before)
 
     def _planned(self, model: nn.Module, *, by_hand: bool) -> list[Unit]:
-        """The units, as `model` is now. Steps by hand, and layers that are split, want all else whole."""
+        """Returns the units of `model`. With manual optimization, or tensor parallelism, large layers are no units."""
         takes_layers = self._shards and self.options.large_layers and self.layout.tp == 1 and not by_hand
         return plan_units(model, takes_layers=takes_layers)
 
@@ -323,12 +301,12 @@ class FSDP(MeshStrategy):
         )
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
-        """Along which dim a parameter is sharded; None: the first."""
+        """Returns the dim along which a parameter is sharded; None: the first."""
         return None
 
     @property
     def _keeps_whole_gradients(self) -> bool:
-        """Whether inner micro-batches send nothing: no, where the wire is fast and the memory is what is short."""
+        """Whether inner micro-batches keep whole gradients and send nothing; not if the ranks are on one node."""
         if self.options.no_sync is not None:
             return bool(self.options.no_sync)
         is_within_a_node = self.layout.shard * self.layout.tp <= self.num_processes
@@ -336,7 +314,7 @@ class FSDP(MeshStrategy):
         return self.root_device.type == "cpu" or not is_within_a_node or rounds
 
     def _hook_units(self) -> None:
-        """Puts in place what compresses, or counts, the collectives of each unit."""
+        """Replaces the collectives of each unit by those that compress or count."""
         hook, model = self.averaging, self.model
         assert model is not None
         mesh = self.device_mesh
@@ -361,67 +339,8 @@ class FSDP(MeshStrategy):
             if self.counts_traffic:
                 unit.set_custom_all_gather(CountedAllGather(shards, index))
 
-    def _trained_by_hand(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self._by_hand.step() if self._by_hand is not None else nullcontext():
-                return step(*args, **kwargs)
-
-        return watched
-
-    def _marked(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_step = True
-            looks = step.__name__ == "training_step" and not self._has_trained and self._by_hand is None
-            looks &= isinstance(self.model, FSDPModule)
-            self._has_trained |= looks  # once: a step writes each time, or not at all
-            try:
-                with no_writes(self.model, self._names_of_whole, repr(self)) if looks else nullcontext():
-                    return step(*args, **kwargs)
-            finally:
-                self._is_in_step = False
-
-        return marked
-
-    def _followed(self, step: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            order = None if self._is_in_step else self._order  # a step may call another one
-            if order is not None:
-                order.begin((name, self._synchronises))
-            with explained(self.model, repr(self)):
-                result = step(*args, **kwargs)
-            if name == "training_step":
-                check_loss(result.get("loss") if isinstance(result, dict) else result, repr(self))
-            if order is not None and (name != "training_step" or self._by_hand is not None):
-                order.begin(None)
-            return result
-
-        return followed
-
-    def _unless_in_step(self, hook: Callable[..., Any], *arguments: Any) -> Any:
-        return None if self._is_in_step else hook(*arguments)
-
-    def on_validation_start(self) -> None:
-        """Called before each validation, the sanity check included."""
-        share_buffers(self.model)
-
-    def on_test_start(self) -> None:
-        """Called before each test."""
-        share_buffers(self.model)
-
-    def on_predict_start(self) -> None:
-        """Called before each prediction."""
-        share_buffers(self.model)
-
-    def end_evaluation(self) -> None:
-        """Frees what forward has gathered and no backward frees: hooks see the parameters that are trained."""
-        assert self.model is not None
-        reshard(self.model)
-
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
-        """Runs the module on the smallest batch, for each unit's collectives; those it has made are left out."""
+        """Runs the module on the smallest batch for the collectives of each unit that are still to be made."""
         assert isinstance(self.model, FSDPModule)
         self._mute_what_was_sent()
         self.model.reset_iter_state()
@@ -431,7 +350,7 @@ class FSDP(MeshStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Around an inner micro-batch: gradients stay where they are."""
+        """Context of an inner micro-batch: gradients are not averaged."""
         model = self.model
         assert isinstance(model, FSDPModule)
         # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.

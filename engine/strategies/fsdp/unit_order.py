@@ -37,7 +37,7 @@ _WORD: Fields = {"rank": int, "what": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
 """The largest number of remembered calls; all are forgotten when a module has made more different ones."""
 _POLL_S = (0.0002, 0.05)
-"""The seconds between two looks for the others' answers: at first, and in the end."""
+"""The seconds between two reads of the others' answers: at first, and later."""
 _BEAT_S = 1.0
 
 _runs = itertools.count()
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     unit: int = -1
     """Its number."""
     trained: int = 0
-    """Which of its parameters have a gradient: a bit for each."""
+    """The parameters of the unit that have a gradient, a bit for each."""
 
 
 READ = Call("read")
@@ -234,7 +234,7 @@ class UnitOrder:
 
 
 class _Checked(AllGather):
-    """An all-gather that is checked first."""
+    """An all-gather that is checked before it runs."""
 
     def __init__(self, inner: AllGather, order: UnitOrder, unit: int) -> None:
         self.inner = inner
@@ -251,7 +251,7 @@ class _Checked(AllGather):
 
 
 def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> UnitOrder:
-    """Has the collectives of all units of `model` checked.
+    """Makes all units of `model` check their collectives.
 
     Args:
         model: sharded by `fully_shard`.
@@ -262,7 +262,7 @@ def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> 
     heartbeat = trainer.heartbeat
 
     def known() -> dict[int, dict[str, Any]]:
-        return {} if heartbeat.known is None else heartbeat.known()
+        return {} if heartbeat.positions_of_all is None else heartbeat.positions_of_all()
 
     units: list[tuple[str, Callable[[], list[str]]]] = []
     order = UnitOrder(flag, units, known, timeout_s)

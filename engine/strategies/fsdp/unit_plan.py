@@ -1,4 +1,4 @@
-"""Which parts of a module `fsdp` and `hsdp` gather as one, and how long each of them is whole.
+"""Plans the units that `fsdp` and `hsdp` gather as one, and how long each of them stays whole.
 
 As torchtitan's `apply_fsdp` (https://github.com/pytorch/torchtitan): each repeated block is a unit, and so are a large
 embedding and a large output layer, which the last unit, all else, would hold whole throughout a step. The unit that
@@ -37,7 +37,7 @@ class Unit:
 
     @property
     def until(self) -> str:
-        """How long it is whole, in words."""
+        """How long the unit stays whole, in words."""
         return "kept until its backward" if self.is_kept else "freed after its forward"
 
 

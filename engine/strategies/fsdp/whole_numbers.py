@@ -25,7 +25,7 @@ _dispatcher: Any = DTensor._op_dispatcher  # torch: DTensor._op_dispatcher
 
 
 def read_whole_numbers(order: UnitOrder | None) -> None:
-    """Has `item` of a DTensor reduce it first, and checks what torch reduces by itself, until `give_back_numbers`.
+    """Makes `item` of a DTensor reduce it first, and checks torch's own reductions, until `give_back_numbers`.
 
     Args:
         order: by which it is checked that all ranks do so; None where that is not known.
@@ -61,7 +61,7 @@ def _communicates(operation: Any, wanted: Any) -> bool:
 
 
 def give_back_numbers() -> None:
-    """Puts torch's functions back."""
+    """Restores torch's functions."""
     _dispatcher._custom_op_handlers.pop(_ITEM, None)
     vars(_dispatcher).pop("redistribute_local_args", None)
     grad_norm.__code__ = _LIGHTNINGS

@@ -18,12 +18,12 @@ _data: Any = Tensor.data
 
 
 def keep_data() -> None:
-    """Has ``p.data = values`` write the values of a DTensor, until `forget_data`."""
+    """Makes ``p.data = values`` write the values of a DTensor, until `forget_data`."""
     DTensor.data = property(_data.__get__, _set)  # type: ignore[assignment]
 
 
 def forget_data() -> None:
-    """Puts torch's attribute back."""
+    """Restores torch's attribute."""
     if "data" in vars(DTensor):
         del DTensor.data
 
@@ -40,7 +40,7 @@ def _set(tensor: Any, value: Any) -> None:
 
 @contextmanager
 def no_writes(module: nn.Module | None, kept: Collection[str], flag: str) -> Iterator[None]:
-    """Around a step with whole copies of parameters.
+    """Context of a step with whole copies of parameters.
 
     Args:
         module: whose parameters they are.

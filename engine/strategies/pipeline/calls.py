@@ -26,7 +26,7 @@ class ValueSignature(NamedTuple):
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Describes the value in words."""
         return f"what {self.call} returned, {list(self.shape)} of {self.dtype},"
 
 

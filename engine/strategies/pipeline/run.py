@@ -26,10 +26,11 @@ from .loans import lend, loans_between, loans_text, return_gradients
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
 from .micro_batches import batch_norm_warning, buffers_warning, loss_warning
+from .partitioned_module import PartitionedModule, StepJob
 from .remote_values import CutError
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
 from .shapes import Shapes
-from .stage_module import PartitionedModule, StageModule, StepJob
+from .stage_module import StageModule
 from .tree_broadcast import TreeBroadcast, flatten_tree
 
 __all__ = ["Runner"]
@@ -179,7 +180,7 @@ class Runner:
         return self._share(work, warning)
 
     def _record_writes(self, name: str) -> bool:
-        """Has the attributes that a step writes recorded, if they are not known yet; returns whether they are not."""
+        """Begins to record the attributes that a step writes, unless they are known; returns whether it does."""
         kind = name, self.module.training
         is_new = kind not in self._recorded and self.partitioned.plan.num_stages > 1
         self._recorded.add(kind)

@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 
 from ...checkpoint.rng import get_random_state, set_random_state
 from ...choices import Axis
@@ -40,8 +39,10 @@ from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..units import named_blocks, shard_units
 from .gradients import StageGradients
 from .optimizers import check_optimizer
-from .plan import StagePlan, plan_stages, replace_absent
-from .stage_module import PartitionedModule, StageModule
+from .partitioned_module import PartitionedModule
+from .plan import plan_stages, replace_absent
+from .stage_checks import check_batch_size, check_flags, check_optimization, check_plan, check_schedule
+from .stage_module import StageModule
 from .state import buffer_stages, gather_state
 
 __all__ = ["Pipeline"]
@@ -106,12 +107,7 @@ class Pipeline(MeshStrategy):
             stages = min(2, world_size) if size is None and options.pipeline_size is None else options.pipeline_size
             rest: Axis = "pp" if stages is None else axis
             layout = Layout.derive(world_size, rest=rest, **{"pp": stages, axis: size})
-        microbatches = options.microbatches
-        if options.schedule == "1f1b" and microbatches is not None and microbatches < layout.pp:
-            raise ValueError(
-                f"schedule=1f1b keeps {layout.pp} stages busy with at least as many micro-batches, but"
-                f" microbatches={microbatches}: ask for {layout.pp} or more, or for schedule=gpipe."
-            )
+        check_schedule(options, layout.pp)
         return layout
 
     def __repr__(self) -> str:
@@ -152,13 +148,9 @@ class Pipeline(MeshStrategy):
         Raises:
             ValueError: it optimizes manually, or can't be cut into stages.
         """
-        if not getattr(module, "automatic_optimization", True):
-            raise ValueError(
-                f"{type(module).__name__} optimizes by hand, but a pipeline runs forward and backward of several"
-                " micro-batches at once: use automatic optimization, or choose another strategy, such as 'fsdp'."
-            )
+        check_optimization(module)
         if not is_overridden("configure_model", module):  # which may add blocks
-            self._check_plan(module, plan_stages(module, self.num_stages))
+            check_plan(module, plan_stages(module, self.num_stages), self.options)
 
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
         """Checks the flags against the strategy.
@@ -167,41 +159,16 @@ class Pipeline(MeshStrategy):
             ValueError: a flag can't be honoured in stages.
         """
         super().check_run(compiles=compiles, callbacks=callbacks)
-        if self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm=True can't be honoured in a pipeline, where each micro-batch is normalised by itself:"
-                " leave it out, or choose 'ddp' or 'fsdp'."
-            )
-        if not hasattr(self.precision_plugin, "norm_of"):
-            raise ValueError(
-                f"{type(self.precision_plugin).__name__}, a precision plugin of your own, can't clip gradients that are"
-                " spread over pipeline stages: name the precision by its flag."
-            )
-        if compiles and self.options.schedule == "zero-bubble":
-            raise ValueError(
-                "schedule=zero-bubble can't be honoured with compile, whose backward is one piece: leave one of them"
-                " out, or choose another schedule."
-            )
+        check_flags(
+            self.options,
+            self.precision_plugin,
+            syncs_batchnorm=self._layer_sync is not None,
+            compiles=compiles,
+        )
 
     def check_loader(self, dataloader: Any) -> None:
         """See `DistributedStrategy`."""
-        size, number = getattr(dataloader, "batch_size", None), self.options.microbatches
-        if isinstance(dataloader, DataLoader) and isinstance(size, int) and number is not None and size % number:
-            raise ValueError(
-                f"pp:microbatches={number} does not divide the DataLoader's batch_size={size}: change one of them, or"
-                " leave out microbatches."
-            )
-
-    def _check_plan(self, module: nn.Module, plan: StagePlan) -> None:
-        if not isinstance(self.options, PPFSDPOptions):
-            return
-        for name, part in module.named_modules():
-            own = [name for name, _ in part.named_parameters(recurse=False)]
-            if own and len(plan.modules[part]) > 1:
-                raise ValueError(
-                    f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(part).__name__!r}, around the"
-                    " blocks: put them into a sub-module of their own, or choose 'pp+ddp'."
-                )
+        check_batch_size(dataloader, self.options.microbatches)
 
     # --- the module
 
@@ -234,7 +201,7 @@ class Pipeline(MeshStrategy):
         """Partitions the module: each rank gets rank 0's values of what it holds, and shapes for the rest."""
         materialize(model)
         plan = plan_stages(model, self.num_stages)
-        self._check_plan(model, plan)
+        check_plan(model, plan, self.options)
         size, rank = self.layout.pp, self._stage_rank
         on_rank = {p: tuple(sorted({stage % size for stage in stages})) for p, stages in plan.holders.items()}
         # Tied parameters under each of their names, as in a state dict.

@@ -48,7 +48,7 @@ class _Share(NamedTuple):
 
 
 class Worker:
-    """Has the servers do the steps of this rank's optimizers.
+    """Makes the servers do the steps of this rank's optimizers.
 
     Args:
         connection: to the other ranks.

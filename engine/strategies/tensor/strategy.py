@@ -211,8 +211,8 @@ class TensorParallel(FSDP):
         has_blocks = any(hasattr(p, "split_factor") and getattr(p, "dim", None) == 0 for p in placements)
         return Shard(1) if has_blocks else None
 
-    def _marked(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        marked = super()._marked(step)
+    def _mark_in_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        marked = super()._mark_in_step(step)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             with _implicit_replication(self.options.sequence_parallel):

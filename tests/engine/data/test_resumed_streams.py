@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.pairs import alternating
 
-from ..tiny import Positions, SavesIn, Stream, engine
+from ..tiny import CountingStream, Positions, SavesIn, Stream, engine
 from .runs import Trains, assert_goes_on, combined, train
 
 SIZE = 14
@@ -128,37 +128,18 @@ def test_a_state_in_workers_that_stay_is_refused(tmp_path):
         train(loader, tmp_path / "s")
 
 
-class Counting(IterableDataset[int]):
-    """Goes on where it was left, and says where that is."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < SIZE:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def _anew(dataset: Any) -> Callable[[], LightningDataModule]:
     """Asks for a loader in each epoch, over a new data set or over the same one."""
 
     def make() -> LightningDataModule:
-        data, kept = LightningDataModule(), Counting()
-        data.train_dataloader = lambda: DataLoader(kept if dataset is None else dataset(), batch_size=3)
+        data, kept = LightningDataModule(), CountingStream(SIZE)
+        data.train_dataloader = lambda: DataLoader(kept if dataset is None else dataset(SIZE), batch_size=3)
         return data
 
     return make
 
 
-@pytest.mark.parametrize("dataset", [Counting, None])
+@pytest.mark.parametrize("dataset", [CountingStream, None])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(
     ("at", "hook"), [(7, "on_train_batch_end"), (1, "on_train_epoch_end"), (2, "on_train_epoch_end")]

@@ -249,7 +249,7 @@ def _two_machines(rank: int) -> None:
     peers.beat({**report(1), "phase": LEFT})
     torch.distributed.barrier()
     assert peers.silent(99.0, 10.0) == {}  # whose run is over may be silent
-    assert peers.gone() == []
+    assert peers.ended_ranks() == []
 
 
 def test_silence_is_measured_by_the_listeners_own_clock():

@@ -279,11 +279,11 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path, num_workers):
 
 
 def test_a_stream_of_other_ranks_is_refused():
-    places = engine()._data_connector.places
+    data_position = engine()._data_connector.data_position
     loaders = [{"unit": "stateful", "state": {}}]
-    places.load_state_dict([{"batches": 0, "micro_batch_size": None, "loaders": loaders}] * 2)
+    data_position.load_state_dict([{"batches": 0, "micro_batch_size": None, "loaders": loaders}] * 2)
     with pytest.raises(ValueError, match=r"places of 2 rank\(s\) in an IterableDataset .* which 1 can't share"):
-        places.resume(DataLoader([1]))
+        data_position.resume(DataLoader([1]))
 
 
 class Saves(Callback):

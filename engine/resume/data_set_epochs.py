@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..data import StateTrackingLoader, digest_of_generators, epoch_of, epoch_setter, set_epoch
 
-__all__ = ["ToldEpochs", "state_of_data"]
+__all__ = ["DataSetEpochs", "state_of_data"]
 
 
 def state_of_data(loader: Any, *, begins: bool) -> dict[str, Any]:
@@ -21,11 +21,13 @@ def state_of_data(loader: Any, *, begins: bool) -> dict[str, Any]:
     if not isinstance(loader, DataLoader):
         return {}
     # A stream that counts epochs itself counts the current one again when it is resumed.
-    told = loader.data_epoch if isinstance(loader, StateTrackingLoader) and not begins else epoch_of(loader.dataset)
-    return {"data_epoch": told, "generators": digest_of_generators(loader.dataset)}
+    saved_epoch = (
+        loader.data_epoch if isinstance(loader, StateTrackingLoader) and not begins else epoch_of(loader.dataset)
+    )
+    return {"data_epoch": saved_epoch, "generators": digest_of_generators(loader.dataset)}
 
 
-class ToldEpochs:
+class DataSetEpochs:
     """The epochs that were set on the data sets of one rank's training loaders.
 
     Args:
@@ -34,28 +36,33 @@ class ToldEpochs:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Any = trainer
-        self._told: dict[DataLoader, int | None] = {}
+        self._by_loader: dict[DataLoader, int | None] = {}
 
     def watch(self, combined: CombinedLoader) -> None:
         """Notes the data sets' epochs; called before the loaders' first iterator starts their workers."""
-        self._told = {loader: epoch_of(loader.dataset) for loader in combined.flattened if _has_copies(loader)}
+        self._by_loader = {loader: epoch_of(loader.dataset) for loader in combined.flattened if _has_copies(loader)}
 
-    def resume(self, loader: DataLoader, told: int | None) -> None:
+    def resume(self, loader: DataLoader, saved_epoch: int | None) -> None:
         """Sets the epoch of the saved run on a data set.
 
         Raises:
             ValueError: the workers of that run may have had another epoch.
         """
         dataset: Any = loader.dataset
-        if told is not None and told != epoch_of(dataset) and _has_copies(loader) and loader.persistent_workers:
+        if (
+            saved_epoch is not None
+            and saved_epoch != epoch_of(dataset)
+            and _has_copies(loader)
+            and loader.persistent_workers
+        ):
             raise ValueError(
-                f"{type(dataset).__name__} was set to epoch {told} by {epoch_setter(dataset)}, but workers that stay"
-                " (persistent_workers=True) do not get it, and their epoch is unknown. Resume with"
+                f"{type(dataset).__name__} was set to epoch {saved_epoch} by {epoch_setter(dataset)}, but workers that"
+                " stay (persistent_workers=True) do not get it, and their epoch is unknown. Resume with"
                 " persistent_workers=False, or num_workers=0."
             )
-        set_epoch(dataset, told)
+        set_epoch(dataset, saved_epoch)
 
-    def begin_again(self, fetcher: Any, epoch: int) -> None:
+    def restart_changed_streams(self, fetcher: Any, epoch: int) -> None:
         """Restarts streams if a hook has set another epoch since `watch`; called before the first batch of an epoch.
 
         Args:
@@ -66,13 +73,13 @@ class ToldEpochs:
             ValueError: workers were started before the hook was called.
         """
         loaders = self.trainer.fit_loop._combined_loader.flattened  # Lightning: as _prepare_dataloader left them
-        for loader, then in self._told.items():
+        for loader, earlier in self._by_loader.items():
             now = epoch_of(loader.dataset)
-            if now != then and not loader.persistent_workers:
+            if now != earlier and not loader.persistent_workers:
                 raise ValueError(
                     f"{type(loader.dataset).__name__} was set to epoch {now} by {epoch_setter(loader.dataset)} in the"
                     " first hook of the resumed epoch, when the DataLoader's workers had been started with epoch"
-                    f" {then}, and would yield that epoch's samples. Resume with num_workers=0, or from a checkpoint"
+                    f" {earlier}, and would yield that epoch's samples. Resume with num_workers=0, or from a checkpoint"
                     " that was saved in mid-epoch."
                 )
         if not all(isinstance(loader, StateTrackingLoader) and not loader.has_cross_epoch_state for loader in loaders):

@@ -1,0 +1,99 @@
+"""The JSON report of a failed run: which rank failed, the position of each rank, and collectives that differ."""
+
+import json
+import os
+import platform
+import socket
+import time
+from typing import Any
+
+import lightning
+import torch
+from fsspec.core import url_to_fs
+
+from ..version import __version__
+from .flight_recorder import describe_differences, mismatches
+from .lost_hosts import HOST_LOST
+
+__all__ = ["Report"]
+
+
+class Report:
+    """The JSON report of a run that failed; it is made and written without a collective.
+
+    Args:
+        folder: local path or fsspec URL, created if need be.
+        failure: the record of the first failure: rank, kind, message and by whom.
+        ranks: what is known of each rank.
+        resume_from: path of the newest checkpoint; None if there is none.
+        details: type, message and traceback of the exception.
+        run_id: the one in the manifests of the run's checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        failure: dict[str, Any],
+        ranks: dict[int, dict[str, Any]],
+        resume_from: str | None,
+        details: dict[str, Any] | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        now = time.time()
+        self._content = {
+            "first_failing_rank": None if failure["kind"] == HOST_LOST else failure["rank"],
+            "kind": failure["kind"],
+            "message": failure["message"],
+            "exception": details or None,
+            "resume_from": resume_from,
+            "run": run_id,
+            "collectives": describe_differences(_collectives(ranks)),
+            "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
+            "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),
+            "versions": {
+                "polyphase": __version__,
+                "torch": torch.__version__,
+                "lightning": lightning.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-rank{failure['by']}-{os.getpid()}.json"
+        self._folder, self._name = folder, name
+        self.where = f"{folder}/{name}"
+        """Its path; or why there is none, once that is known."""
+        self.mismatches = mismatches(_collectives(ranks))
+        """Those of `collectives` in which operations, sizes or types differ."""
+
+    def add(self, failures: dict[int, dict[str, Any]]) -> None:
+        """Writes it once more, with the messages and tracebacks of other ranks that failed as well."""
+        ranks: dict[str, Any] = self._content["ranks"]
+        for rank, failure in failures.items():
+            ranks[str(rank)] = {**ranks.get(str(rank), {}), **failure}
+        records = _collectives({int(rank): failure for rank, failure in ranks.items()})
+        self._content["collectives"] = describe_differences(records)
+        self.mismatches = mismatches(records)
+        self.write()
+
+    @property
+    def collectives(self) -> list[str]:
+        """Sentences about the collectives in which the ranks differ."""
+        return list(self._content["collectives"])
+
+    def write(self) -> str:
+        """Writes it; returns `where`."""
+        try:
+            files, path = url_to_fs(self._folder)
+            files.makedirs(path, exist_ok=True)
+            with files.open(f"{path}/{self._name}.part", "w") as stream:
+                json.dump(self._content, stream, indent=2, default=str)
+            files.mv(
+                f"{path}/{self._name}.part", f"{path}/{self._name}"
+            )  # whole, where this process is ended meanwhile
+        except Exception as error:  # a run that fails is not to fail once more over its report
+            self.where = f"not written: {type(error).__name__}: {error}"
+        return self.where
+
+
+def _collectives(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any] | None]:
+    return {rank: record.get("collectives") for rank, record in ranks.items()}

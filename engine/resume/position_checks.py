@@ -1,0 +1,95 @@
+"""Refusals of training loaders that can't continue where a checkpoint was saved, each with its remedy."""
+
+from typing import Any, NoReturn
+
+from torch.utils.data import DataLoader
+
+from ..data import ShardedLoader, UnevenTrainLoader, digest_of_generators, loses_its_buffer
+
+__all__ = ["check_data_set", "check_has_position", "check_same_batch_size", "check_sharing", "refuse_without_order"]
+
+
+def check_has_position(loader: Any, state: dict[str, Any], num_batches: int) -> None:
+    """Checks that a state saved in mid-epoch, after `num_batches` batches, has a position.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if state["unit"] is None:
+        over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
+        raise ValueError(
+            f"The checkpoint was saved after {num_batches} batches of the epoch, where this run's"
+            f" {type(loader).__name__}{over} can't continue: neither it nor its order says where it was. Give its"
+            " sampler a `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load"
+            " the weights alone to begin an epoch."
+        )
+
+
+def check_data_set(loader: DataLoader, state: dict[str, Any], *, in_mid_epoch: bool) -> None:
+    """Checks that a data set yields the samples that it yielded in the saved run.
+
+    Raises:
+        ValueError: its state lacks a shuffle buffer, or it is shuffled with other random numbers.
+    """
+    dataset: Any = loader.dataset
+    if in_mid_epoch and not isinstance(loader, ShardedLoader) and loses_its_buffer(dataset):
+        raise ValueError(
+            f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
+            " Hugging Face data set within: it can't continue in mid-epoch. Give the DataLoader that data"
+            " set itself, shuffle without a buffer, save at the end of an epoch, or load the weights alone."
+        )
+    if state.get("generators") not in (None, digest_of_generators(dataset)):
+        raise ValueError(
+            "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
+            " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
+            " None, or load the weights alone."
+        )
+
+
+def check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> None:
+    """Checks that so many ranks can continue in an order which the saved run's ranks shared, or each had for itself.
+
+    Args:
+        state: of the loader, in mid-epoch or not.
+        num_sharing: number of ranks that share the loader's order in this run.
+        num_ranks: number of this run's ranks with samples of their own.
+
+    Raises:
+        ValueError: ranks with orders of their own are more or fewer now.
+    """
+    num_saved = state["saved_by"]
+    is_whole = state["num_sharing"] == num_saved and num_sharing == num_ranks
+    if state["position"] and not is_whole and (num_saved, state["num_sharing"]) != (num_ranks, num_sharing):
+        raise ValueError(
+            f"The checkpoint has the place of {num_saved} rank(s), each in the order of its own that a distributed"
+            f" sampler or `use_distributed_sampler=False` gave it, where this run, of {num_ranks}, can't continue:"
+            f" resume with {num_saved} and the same flag, let the engine deal the samples from the start, or load"
+            " the weights alone to begin an epoch."
+        )
+
+
+def check_same_batch_size(loader: DataLoader) -> None:
+    """Called for a loader in mid-epoch whose batches have another size now.
+
+    Raises:
+        ValueError: the ranks have samplers of their own, of different lengths.
+    """
+    if isinstance(loader, UnevenTrainLoader):
+        raise ValueError(
+            "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with samplers of"
+            " their own, of different lengths, can't continue there. Resume with the same batch size, or load the"
+            " weights alone to begin an epoch."
+        )
+
+
+def refuse_without_order(loader: Any, state: dict[str, Any]) -> NoReturn:
+    """Refuses a loader without an order, where the saved run was amid one.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
+        f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
+        " DataLoader of that run, or load the weights alone to begin an epoch."
+    )

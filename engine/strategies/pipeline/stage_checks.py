@@ -1,0 +1,92 @@
+"""Refusals of modules, flags and loaders that can't be trained in pipeline stages, each with its remedy."""
+
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..options import PPFSDPOptions, PPOptions
+from .plan import StagePlan
+
+__all__ = ["check_batch_size", "check_flags", "check_optimization", "check_plan", "check_schedule"]
+
+
+def check_optimization(module: nn.Module) -> None:
+    """Checks that a module uses automatic optimization.
+
+    Raises:
+        ValueError: it optimizes manually.
+    """
+    if not getattr(module, "automatic_optimization", True):
+        raise ValueError(
+            f"{type(module).__name__} optimizes by hand, but a pipeline runs forward and backward of several"
+            " micro-batches at once: use automatic optimization, or choose another strategy, such as 'fsdp'."
+        )
+
+
+def check_plan(module: nn.Module, plan: StagePlan, options: PPOptions) -> None:
+    """Checks that FSDP2 can shard each parameter of a module within one stage.
+
+    Raises:
+        ValueError: under `pp+fsdp`, a module around the blocks has parameters of its own.
+    """
+    if not isinstance(options, PPFSDPOptions):
+        return
+    for name, part in module.named_modules():
+        own = [name for name, _ in part.named_parameters(recurse=False)]
+        if own and len(plan.modules[part]) > 1:
+            raise ValueError(
+                f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(part).__name__!r}, around the"
+                " blocks: put them into a sub-module of their own, or choose 'pp+ddp'."
+            )
+
+
+def check_flags(options: PPOptions, precision_plugin: Any, *, syncs_batchnorm: bool, compiles: bool) -> None:
+    """Checks the flags of a run.
+
+    Raises:
+        ValueError: a flag can't be honoured in stages.
+    """
+    if syncs_batchnorm:
+        raise ValueError(
+            "sync_batchnorm=True can't be honoured in a pipeline, where each micro-batch is normalised by itself:"
+            " leave it out, or choose 'ddp' or 'fsdp'."
+        )
+    if not hasattr(precision_plugin, "norm_of"):
+        raise ValueError(
+            f"{type(precision_plugin).__name__}, a precision plugin of your own, can't clip gradients that are"
+            " spread over pipeline stages: name the precision by its flag."
+        )
+    if compiles and options.schedule == "zero-bubble":
+        raise ValueError(
+            "schedule=zero-bubble can't be honoured with compile, whose backward is one piece: leave one of them"
+            " out, or choose another schedule."
+        )
+
+
+def check_schedule(options: PPOptions, num_ranks: int) -> None:
+    """Checks that there are enough micro-batches for the schedule on so many ranks of a pipeline.
+
+    Raises:
+        ValueError: there are fewer than ranks.
+    """
+    number = options.microbatches
+    if options.schedule == "1f1b" and number is not None and number < num_ranks:
+        raise ValueError(
+            f"schedule=1f1b keeps {num_ranks} stages busy with at least as many micro-batches, but"
+            f" microbatches={number}: ask for {num_ranks} or more, or for schedule=gpipe."
+        )
+
+
+def check_batch_size(dataloader: Any, number: int | None) -> None:
+    """Checks that a loader's batches can be cut into `number` micro-batches.
+
+    Raises:
+        ValueError: the batch size is no multiple of it.
+    """
+    size = getattr(dataloader, "batch_size", None)
+    if isinstance(dataloader, DataLoader) and isinstance(size, int) and number is not None and size % number:
+        raise ValueError(
+            f"pp:microbatches={number} does not divide the DataLoader's batch_size={size}: change one of them, or"
+            " leave out microbatches."
+        )

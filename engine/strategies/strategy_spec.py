@@ -1,0 +1,69 @@
+"""The row of a strategy in the table of strategies, and which compressions a row accepts; read without torch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..compression.registry import ROWS as HOOKS
+from ..compression.registry import HookRow
+from ..precision.names import PRECISIONS
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+__all__ = ["StrategySpec", "all_but_auto", "compressions_of_shards", "every_compression", "no_compression"]
+
+
+def no_compression(name: str, hook: HookRow) -> bool:
+    """No compression: gradients can only be sent as they are."""
+    return False
+
+
+def every_compression(name: str, hook: HookRow) -> bool:
+    """Every compression, those included that are registered later."""
+    return True
+
+
+def compressions_of_shards(name: str, hook: HookRow) -> bool:
+    """Compressions that can work on a reduce-scatter of shards."""
+    return hook.reduces_shards
+
+
+def all_but_auto(name: str, hook: HookRow) -> bool:
+    """Every compression but `auto`, which chooses by the length of steps that are all alike."""
+    return name != "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategySpec:
+    """One way of running, and what it can do."""
+
+    description: str
+    """A few words, for one line of the terminal."""
+    traffic: str
+    """The collectives of a step: these and no more, see `tests/engine/loop/test_costs_integration.py`."""
+    choose_when: str = ""
+    """The case that it is for."""
+    options: type
+    """Frozen dataclass of what may follow the colon."""
+    make: "Callable[..., Strategy] | None"
+    """Makes the strategy from the options, the launcher's suffix and the comm hook; None for one process on one device,
+    which uses Lightning's own strategy."""
+    make_for_several: "Callable[..., Strategy] | None" = None
+    """Makes the strategy for one process on several devices, from the type and number of devices, the number of nodes
+    and `sync_batchnorm`."""
+    note: str = ""
+    """A note that is printed once, when it is chosen."""
+    takes_compression: Callable[[str, HookRow], bool] = no_compression
+    """Takes the name and row of a compression; returns whether the strategy can use it."""
+    why_not: str = ""
+    """Why it can't do the others."""
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    """Names of the precisions that it can use."""
+    why_not_precision: str = ""
+    """Why it can't do the others."""
+
+    @property
+    def compressions(self) -> tuple[str, ...]:
+        """Names of the compressions it can do, `none` aside."""
+        return tuple(name for name, hook in HOOKS.items() if self.takes_compression(name, hook))
