@@ -24,7 +24,7 @@ __all__ = ["main", "watch"]
 LONGEST_S = 60.0
 """The longest silence of the host; ranks have found out by then, and have written their reports."""
 _PERIOD_S = 2.0
-_LAST_WORDS_S = 10.0
+_END_TIMEOUT_S = 10.0
 """The time that the ranks have between SIGTERM and SIGKILL."""
 
 
@@ -69,7 +69,7 @@ def watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
 def _end_children() -> None:
     children = psutil.Process().children(recursive=True)
     _send(children, signal.SIGTERM)
-    _send(psutil.wait_procs(children, timeout=_LAST_WORDS_S)[1], signal.SIGKILL)
+    _send(psutil.wait_procs(children, timeout=_END_TIMEOUT_S)[1], signal.SIGKILL)
 
 
 def _send(processes: list[psutil.Process], number: int) -> None:

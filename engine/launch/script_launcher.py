@@ -16,7 +16,7 @@ from .._compat.lightning import _ChildProcessObserver, _SubprocessScriptLauncher
 from ..distributed.ports import reserve_port
 from ..environment import child_environment, keep_job_secret, owns_master_port
 from ..reliability.failure import print_rank
-from ..reliability.hard_exit import LAST_WORDS_S, await_ranks, end_tree, hard_exit, started_ranks
+from ..reliability.hard_exit import END_TIMEOUT_S, await_ranks, end_tree, hard_exit, started_ranks
 from ..reliability.parent import watch_parent
 
 __all__ = ["RefusedLaunchError", "ScriptLauncher"]
@@ -32,7 +32,7 @@ task, or give devices=1. See docs/clusters.md."""
 _RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
 """Ray: the end of the path of the script that its workers run."""
 
-_LAST_WORDS_S = 8.0
+_END_TIMEOUT_S = 8.0
 """The time that a rank has to find the cause and to write the report, before or after its parent ends."""
 
 _reservations: list[socket.socket] = []
@@ -64,7 +64,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         trainer = kwargs.get("trainer")
         self._hang_timeout_s = getattr(trainer, "hang_timeout_s", None)
         self._can_lose = self._strategy.can_lose
-        watch_parent(self._first_rank + self.cluster_environment.local_rank(), _LAST_WORDS_S)
+        watch_parent(self._first_rank + self.cluster_environment.local_rank(), _END_TIMEOUT_S)
         return super().launch(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
@@ -96,18 +96,18 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         with child_environment():
             super()._call_children_scripts()
         started_ranks.update(enumerate(self.procs, self._first_rank + 1))
-        atexit.register(self._see_out)
+        atexit.register(self._await_ranks_at_exit)
 
     def _longest_s(self) -> float | None:
         # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs: it comes first.
-        return None if self._hang_timeout_s is None else self._hang_timeout_s + _LAST_WORDS_S
+        return None if self._hang_timeout_s is None else self._hang_timeout_s + _END_TIMEOUT_S
 
-    def _see_out(self) -> None:
+    def _await_ranks_at_exit(self) -> None:
         for thread in threading.enumerate():
             if isinstance(thread, _ChildProcessObserver):
                 thread._child_processes = []  # Lightning: it would kill this process, too
         has_failed = getattr(sys, "last_value", None) is not None  # CPython: by which exception the program has ended
-        longest_s = LAST_WORDS_S if has_failed or self._has_ended_them else self._longest_s()
+        longest_s = END_TIMEOUT_S if has_failed or self._has_ended_them else self._longest_s()
         late = await_ranks(longest_s)
         for rank in late:
             end_tree(started_ranks[rank].pid)

@@ -19,12 +19,8 @@ In a process without other ranks Python prints the exception, if nobody catches 
 
 import contextlib
 import ctypes
-import json
-import os
-import platform
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -33,10 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning
-import torch
 import torch.distributed as dist
-from fsspec.core import url_to_fs
 
 # Lightning: by which its tuner ends a run that went well.
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -44,16 +37,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from .._compat.lightning import _TunerExitException
 from .._compat.torch import _engine_run_backward
 from ..distributed.job_store import FIRST_FAILURE, CausedByRank, JobStore
-from ..version import __version__
-from .flight_recorder import mismatches, recorded, told
-from .lost_hosts import DIED, HOST_LOST, because, blame, connection_lost
+from .flight_recorder import recorded
+from .lost_hosts import DIED, because, blame, connection_lost
 from .observer import note_own_end
 from .rank_registry import in_words
 from .rendezvous import current_job
+from .report import Report
 from .tracebacks import shown
 from .uncaught import Failure, on_uncaught
 
-__all__ = ["DONE", "Report", "print_rank", "report_failure"]
+__all__ = ["DONE", "print_rank", "report_failure"]
 
 DONE = f"{FIRST_FAILURE}/done"
 """Counter of the ranks that know of the failure, an exception, and make no further call of the store. It only says for
@@ -116,7 +109,7 @@ def report_failure(
     job = None if is_alone else current_job()
     if job is None:  # alone; or the ranks are not connected yet
         finish()
-        on_uncaught(exception, Failure(is_interrupt=is_interrupt, say=partial(_say_where, rank, report)))
+        on_uncaught(exception, Failure(is_interrupt=is_interrupt, print_details=partial(_say_where, rank, report)))
         return
     if is_first:
         finish()
@@ -124,7 +117,7 @@ def report_failure(
         _tell(job, first, exception, report, print_traceback=print_traceback)
     else:
         _follow(job, rank, first, exception, finish, watchdog)
-    on_uncaught(exception, Failure(is_said=True, is_interrupt=is_interrupt))
+    on_uncaught(exception, Failure(is_printed=True, is_interrupt=is_interrupt))
 
 
 def _this_rank(watchdog: Any) -> tuple[int, bool]:
@@ -137,7 +130,7 @@ def _this_rank(watchdog: Any) -> tuple[int, bool]:
 def _leave(rank: int, exception: BaseException, finish: Callable[[], Any]) -> None:
     """Prints the failure of a rank that the others do not need, and ends its group."""
     print_rank(rank, f"failed, and leaves the other ranks to go on:\n{shown(exception).rstrip()}")
-    on_uncaught(exception, Failure(is_said=True))
+    on_uncaught(exception, Failure(is_printed=True))
     finish()
     _end_group(exception)  # its watchdog runs until the process ends, so it does not report that it is done
 
@@ -169,7 +162,7 @@ def _tell(
     job: JobStore,
     first: dict[str, Any],
     exception: BaseException,
-    report: "Report | None",
+    report: Report | None,
     *,
     print_traceback: bool,
 ) -> None:
@@ -256,7 +249,7 @@ def _has_told(job: JobStore) -> bool:
     return True
 
 
-def _say_where(rank: int, report: "Report | None") -> None:
+def _say_where(rank: int, report: Report | None) -> None:
     """Prints where the report is, for a rank that has not met the others, before Python prints the traceback."""
     if report is not None:
         report.write()
@@ -304,7 +297,7 @@ def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone:
 
 
 def _gone(watchdog: Any) -> list[int]:
-    return watchdog.peers.gone() if watchdog is not None and watchdog.peers is not None else []
+    return watchdog.peers.ended_ranks() if watchdog is not None and watchdog.peers is not None else []
 
 
 def _cause(job: JobStore, watchdog: Any, rank: int) -> dict[str, Any] | None:
@@ -327,9 +320,9 @@ def _death(culprit: int, by: int) -> dict[str, Any]:
     return {"rank": culprit, "kind": "death", "by": by, "message": DIED}
 
 
-def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> "Report":
+def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> Report:
     details = {}
-    reports = watchdog.known(exception=exception)
+    reports = watchdog.positions_of_all(exception=exception)
     if first["kind"] == "exception":
         details = {
             "type": type(exception).__name__,
@@ -339,87 +332,6 @@ def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> "
     else:  # of another rank, which this one has found
         reports[first["by"]] |= {"message": _message(exception), "traceback": _traceback(exception)}
     return Report(watchdog.folder, first, reports, watchdog.heartbeat.resume_from, details, watchdog.heartbeat.run_id)
-
-
-class Report:
-    """The JSON report of a run that failed; it is made and written without a collective.
-
-    Args:
-        folder: local path or fsspec URL, created if need be.
-        failure: the record of the first failure: rank, kind, message and by whom.
-        ranks: what is known of each rank.
-        resume_from: path of the newest checkpoint; None if there is none.
-        details: type, message and traceback of the exception.
-        run_id: the one in the manifests of the run's checkpoints.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        failure: dict[str, Any],
-        ranks: dict[int, dict[str, Any]],
-        resume_from: str | None,
-        details: dict[str, Any] | None = None,
-        run_id: str | None = None,
-    ) -> None:
-        now = time.time()
-        self._content = {
-            "first_failing_rank": None if failure["kind"] == HOST_LOST else failure["rank"],
-            "kind": failure["kind"],
-            "message": failure["message"],
-            "exception": details or None,
-            "resume_from": resume_from,
-            "run": run_id,
-            "collectives": told(_collectives(ranks)),
-            "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
-            "written_by": {"rank": failure["by"], "host": socket.gethostname(), "pid": os.getpid()},
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now)),
-            "versions": {
-                "polyphase": __version__,
-                "torch": torch.__version__,
-                "lightning": lightning.__version__,
-                "python": platform.python_version(),
-            },
-        }
-        name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-rank{failure['by']}-{os.getpid()}.json"
-        self._folder, self._name = folder, name
-        self.where = f"{folder}/{name}"
-        """Its path; or why there is none, once that is known."""
-        self.mismatches = mismatches(_collectives(ranks))
-        """Those of `collectives` in which operations, sizes or types differ."""
-
-    def add(self, said: dict[int, dict[str, Any]]) -> None:
-        """Writes it once more, with the messages and tracebacks of other ranks that failed as well."""
-        ranks: dict[str, Any] = self._content["ranks"]
-        for rank, failure in said.items():
-            ranks[str(rank)] = {**ranks.get(str(rank), {}), **failure}
-        records = _collectives({int(rank): failure for rank, failure in ranks.items()})
-        self._content["collectives"] = told(records)
-        self.mismatches = mismatches(records)
-        self.write()
-
-    @property
-    def collectives(self) -> list[str]:
-        """Sentences about the collectives in which the ranks differ."""
-        return list(self._content["collectives"])
-
-    def write(self) -> str:
-        """Writes it; returns `where`."""
-        try:
-            files, path = url_to_fs(self._folder)
-            files.makedirs(path, exist_ok=True)
-            with files.open(f"{path}/{self._name}.part", "w") as stream:
-                json.dump(self._content, stream, indent=2, default=str)
-            files.mv(
-                f"{path}/{self._name}.part", f"{path}/{self._name}"
-            )  # whole, where this process is ended meanwhile
-        except Exception as error:  # a run that fails is not to fail once more over its report
-            self.where = f"not written: {type(error).__name__}: {error}"
-        return self.where
-
-
-def _collectives(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any] | None]:
-    return {rank: each.get("collectives") for rank, each in ranks.items()}
 
 
 def _message(exception: BaseException) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .._compat.torch import _distributed_c10d
 from .rank_registry import in_words
 
-__all__ = ["mismatches", "recorded", "told"]
+__all__ = ["describe_differences", "mismatches", "recorded"]
 
 _NUM_CALLS = 20
 """The number of last calls of each group that are kept."""
@@ -74,7 +74,7 @@ def _groups() -> dict[str, list[int]]:
     return {}
 
 
-def told(by_rank: Mapping[int, dict[str, Any] | None]) -> list[str]:
+def describe_differences(by_rank: Mapping[int, dict[str, Any] | None]) -> list[str]:
     """Describes, in sentences, the collectives that differ between ranks, and those that some ranks have not called.
 
     Args:

@@ -15,10 +15,10 @@ from typing import NoReturn
 
 import psutil
 
-__all__ = ["LAST_WORDS_S", "await_ranks", "end_tree", "hard_exit", "started_ranks"]
+__all__ = ["END_TIMEOUT_S", "await_ranks", "end_tree", "hard_exit", "started_ranks"]
 
 _FLUSH_S = 1.0
-LAST_WORDS_S = 5.0
+END_TIMEOUT_S = 5.0
 """The time that the ranks started by this process have to end, when it ends itself."""
 _TICK_S = 0.05
 
@@ -28,7 +28,7 @@ started_ranks: dict[int, subprocess.Popen] = {}
 
 def hard_exit(code: int = 1) -> NoReturn:
     """Ends this process and its children, after flushing its output for at most one second."""
-    late = await_ranks(LAST_WORDS_S)
+    late = await_ranks(END_TIMEOUT_S)
     # On a thread: the stream's lock may be held for ever by a thread that writes to a pipe which nothing reads.
     flush = threading.Thread(target=_flush, daemon=True)
     try:

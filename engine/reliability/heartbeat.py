@@ -57,11 +57,11 @@ class Heartbeat:
         backward), ``"optimizer"``, ``"log"``, ``"batch"`` (around these), ``"validate"``, ``"save"``, ...: set by the
         loops."""
         self._thread = 0
-        self.known: Callable[[], dict[int, dict[str, Any]]] | None = None
+        self.positions_of_all: Callable[[], dict[int, dict[str, Any]]] | None = None
         """Returns the positions of all ranks that are known here, by rank; None while no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "known": None, "clock": None}  # a copy of a trainer takes part in no run
+        return {**vars(self), "positions_of_all": None, "clock": None}  # a copy of a trainer takes part in no run
 
     def listen(self, clock: PhaseClock | None) -> None:
         """Announces each phase to `clock` from now on; None: to no clock."""

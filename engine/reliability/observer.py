@@ -11,7 +11,7 @@ from .._compat.lightning import _ChildProcessObserver
 
 __all__ = ["delay_the_kill", "note_own_end"]
 
-_LAST_WORDS_S = 4.0
+_END_TIMEOUT_S = 4.0
 """The time that a process outlives one that it has started."""
 _OWN_END_S = 60.0
 """The time that it has beyond that where its own run has failed: to save, to tell callbacks, to close loggers."""
@@ -40,7 +40,7 @@ def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
 
 
 def _late(kill: Callable[[], None]) -> None:
-    time.sleep(_LAST_WORDS_S)
+    time.sleep(_END_TIMEOUT_S)
     if _ends_by_itself.is_set():
         time.sleep(_OWN_END_S)
     kill()

@@ -132,7 +132,7 @@ class RankRegistry:
             self.last.update(self.read("beat", self.others))
         return self.last
 
-    def gone(self) -> list[int]:
+    def ended_ranks(self) -> list[int]:
         """Returns the ranks on this machine whose processes have ended before their run was over."""
         ended = [rank for rank in self.processes if self.is_local(rank) and has_ended(self._local.get(rank))]
         return [rank for rank in ended if self.beats().get(rank, {}).get("phase") != LEFT] if ended else []

@@ -26,11 +26,11 @@ _replaced: list[_Hook] = []
 class Failure(NamedTuple):
     """Facts about an exception that has ended a run."""
 
-    is_said: bool = False
+    is_printed: bool = False
     """Whether it was printed on the terminal already."""
     is_interrupt: bool = False
     """Whether it is Ctrl-C, or a consequence of it."""
-    say: Callable[[], None] | None = None
+    print_details: Callable[[], None] | None = None
     """Called before the traceback is printed; pickled with the exception, if a worker sends it to its parent."""
 
 
@@ -60,13 +60,13 @@ def _print(kind: type[BaseException], exception: BaseException, trace: Traceback
     forget_failures()
     failures = [failure for link in _chain(exception) if (failure := failure_of(link)) is not None]
     for failure in failures:
-        if failure.say is not None:
-            failure.say()
+        if failure.print_details is not None:
+            failure.print_details()
     if not failures or not _is_plain(before) or shows_all_frames():
         before(kind, exception, trace)
         return
     own_failure = failure_of(exception)
-    if own_failure is None or not own_failure.is_said:
+    if own_failure is None or not own_failure.is_printed:
         print(shown(exception), end="", file=sys.stderr, flush=True)
 
 

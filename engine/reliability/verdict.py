@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from .failure import Report, print_rank
+from .failure import print_rank
 from .heartbeat import Heartbeat, describe
 from .lost_hosts import HOST_LOST, blame
 from .rank_registry import LEFT, RankRegistry
+from .report import Report
 
 __all__ = ["Verdict", "behind"]
 

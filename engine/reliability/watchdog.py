@@ -100,7 +100,7 @@ class Watchdog:
         self._can_lose: Callable[[int], bool] = self._strategy.can_lose
         self._continue_without: Callable[[list[int]], bool] = self._strategy.go_on_without
         self._answers = answers
-        self._verdict = Verdict(heartbeat, folder, self.known)
+        self._verdict = Verdict(heartbeat, folder, self.positions_of_all)
         self._may_lose_some = any(map(self._can_lose, range(world_size)))
         # All ranks have the same runs, so the number is the same on all ranks; runs of one rank alone don't count.
         self._run = str(next(_runs)) if world_size > 1 else ""
@@ -121,7 +121,7 @@ class Watchdog:
     def start(self) -> None:
         """Begins to watch the thread that calls this."""
         self.heartbeat.begin()
-        self.heartbeat.known = self.known
+        self.heartbeat.positions_of_all = self.positions_of_all
         watch_parent(self.heartbeat.rank, _PARENT_S)
         delay_the_kill(self.heartbeat.rank, self._can_lose)
         self._wakeup.begin()
@@ -137,7 +137,7 @@ class Watchdog:
         self._wakeup.end()
         if self._answers is not None:
             self._answers.close()
-        self.heartbeat.known = None
+        self.heartbeat.positions_of_all = None
 
     @property
     def was_asked_to_end(self) -> bool:
@@ -149,7 +149,7 @@ class Watchdog:
         if self._is_ending:
             self._thread.join(_VERDICT_S)
 
-    def known(self, **of_this: Any) -> dict[int, dict[str, Any]]:
+    def positions_of_all(self, **of_this: Any) -> dict[int, dict[str, Any]]:
         """Returns the positions of all ranks that are known here, by rank.
 
         Args:
@@ -264,7 +264,7 @@ class Watchdog:
 
     def _check_processes(self, peers: RankRegistry, report: dict[str, Any]) -> None:
         """Continues without ranks that have ended, or ends the run."""
-        ended = peers.gone()
+        ended = peers.ended_ranks()
         if self._may_wait(report) and not ended and self._check_other_hosts(peers):
             return
         if ended and self._continue_without(ended):
@@ -286,7 +286,7 @@ class Watchdog:
     def _hang(self, report: dict[str, Any], still_s: float) -> None:
         """Ends the run because this rank has been at one position for too long."""
         message = f"no progress for {still_s:.0f} s"
-        reports = self.known()
+        reports = self.positions_of_all()
         if any(report["is_debugged"] for report in reports.values()):
             self._since = self._clock
         elif self.world_size > 1:
@@ -329,11 +329,11 @@ class Watchdog:
             return
         lost = None if self._loss is None else store_lost(self.peers, self._loss)
         # Ranks of this machine may have ended because they have lost the store, too.
-        ended = self.peers.gone() if self.peers is not None and not (lost and was_silent) else []
+        ended = self.peers.ended_ranks() if self.peers is not None and not (lost and was_silent) else []
         lost = None if ended else lost
         self._verdict.print_stack()
         message = DIED if ended else lost or "the host of the job's key-value store is gone"
-        self._verdict.write(HOST_LOST if lost else "death", ended[0] if ended else 0, message, self.known())
+        self._verdict.write(HOST_LOST if lost else "death", ended[0] if ended else 0, message, self.positions_of_all())
         hard_exit()
 
     def _follow(self, peers: RankRegistry) -> bool:

@@ -262,7 +262,7 @@ def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> 
     heartbeat = trainer.heartbeat
 
     def known() -> dict[int, dict[str, Any]]:
-        return {} if heartbeat.known is None else heartbeat.known()
+        return {} if heartbeat.positions_of_all is None else heartbeat.positions_of_all()
 
     units: list[tuple[str, Callable[[], list[str]]]] = []
     order = UnitOrder(flag, units, known, timeout_s)

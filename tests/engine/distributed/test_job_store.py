@@ -83,7 +83,7 @@ def test_peers_do_not_take_garbage_for_ranks(job):
     peers.beat({**place, "is_debugged": False, "resume_from": None})
     assert peers.absent == [1]
     assert peers.beats() == {}
-    assert peers.gone() == []
+    assert peers.ended_ranks() == []
 
 
 class Counted(StoreLine):

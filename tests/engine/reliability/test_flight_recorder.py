@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyphase.engine.reliability.flight_recorder import mismatches, told
+from polyphase.engine.reliability.flight_recorder import describe_differences, mismatches
 
 
 def call(number, operation="all_reduce", sizes=((7,),), dtypes=("Float",), *, is_done=True, is_p2p=False):
@@ -26,21 +26,21 @@ def rank(*calls):
 
 def test_the_rank_that_has_not_come_is_named_with_its_last_call():
     there = rank(call(1, "broadcast"), call(2, is_done=False))
-    assert told({0: there, 1: rank(call(1, "broadcast")), 2: there}) == [
+    assert describe_differences({0: there, 1: rank(call(1, "broadcast")), 2: there}) == [
         "ranks 0, 2 called all_reduce of Float [7], number 2 of group 'default_pg', which rank 1 did not; the last call"
         " of rank 1 there is broadcast of Float [7], number 1"
     ]
 
 
 def test_nothing_is_said_where_all_agree():
-    assert told({0: rank(call(1)), 1: rank(call(1)), 2: rank(call(1))}) == []
-    assert told({0: None, 1: None}) == []
-    assert told({0: rank(call(1, "send 0->1", is_done=False, is_p2p=True)), 1: None}) == []
+    assert describe_differences({0: rank(call(1)), 1: rank(call(1)), 2: rank(call(1))}) == []
+    assert describe_differences({0: None, 1: None}) == []
+    assert describe_differences({0: rank(call(1, "send 0->1", is_done=False, is_p2p=True)), 1: None}) == []
 
 
 def test_a_rank_of_which_nothing_is_known():
     there = rank(call(2, is_done=False))
-    assert told({0: there, 1: there, 2: None}) == [
+    assert describe_differences({0: there, 1: there, 2: None}) == [
         "ranks 0-1 called all_reduce of Float [7], number 2 of group 'default_pg'; nothing is known of rank 2"
     ]
 
@@ -62,4 +62,4 @@ def test_a_rank_of_which_nothing_is_known():
 def test_what_differs(other, differs):
     by_rank = {0: rank(call(1), call(2)), 1: rank(call(1), other)}
     assert mismatches(by_rank) == [f"number 2 of group 'default_pg' has other {differs}"]
-    assert told(by_rank)[0] == mismatches(by_rank)[0]
+    assert describe_differences(by_rank)[0] == mismatches(by_rank)[0]

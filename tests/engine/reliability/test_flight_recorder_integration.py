@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
 
-from polyphase.engine.reliability.flight_recorder import recorded, told
+from polyphase.engine.reliability.flight_recorder import describe_differences, recorded
 from tests.distributed import run_ranks
 from tests.engine.tiny import as_rank, engine
 
@@ -46,7 +46,7 @@ def _record(rank):
     else:
         dist.distributed_c10d._get_default_store().set("rank1", json.dumps(found))
         everyones = {0: json.loads(dist.distributed_c10d._get_default_store().get("rank0")), 1: found}
-    (sentence,) = told(everyones)
+    (sentence,) = describe_differences(everyones)
     assert "rank 0 called all_reduce of Float [5]" in sentence
     assert "which rank 1 did not" in sentence
     if rank == 1:

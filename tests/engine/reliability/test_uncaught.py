@@ -30,9 +30,9 @@ def uncaught(error: BaseException) -> None:
 
 def test_said_once(hook, capsys):
     error = raised()
-    on_uncaught(error, Failure(is_said=True))
+    on_uncaught(error, Failure(is_printed=True))
     on_uncaught(error, Failure())  # what was said first holds
-    assert failure_of(error) == Failure(is_said=True)
+    assert failure_of(error) == Failure(is_printed=True)
     uncaught(error)
     assert capsys.readouterr().err == ""
     assert sys.excepthook is sys.__excepthook__
@@ -40,7 +40,7 @@ def test_said_once(hook, capsys):
 
 def test_first_what_there_is_to_say_then_the_traceback(hook, capsys):
     error = raised()
-    on_uncaught(error, Failure(say=lambda: print("the report", file=sys.stderr)))
+    on_uncaught(error, Failure(print_details=lambda: print("the report", file=sys.stderr)))
     uncaught(error)
     first, second, *_, last = capsys.readouterr().err.splitlines()
     assert (first, second, last) == ("the report", "Traceback (most recent call last):", "ValueError: mine")
@@ -49,7 +49,7 @@ def test_first_what_there_is_to_say_then_the_traceback(hook, capsys):
 def test_other_exceptions_are_python_s_but_for_those_raised_from_one(hook, capsys):
     said = []
     error = raised()
-    on_uncaught(error, Failure(say=lambda: said.append("report")))
+    on_uncaught(error, Failure(print_details=lambda: said.append("report")))
     uncaught(raised(KeyError))
     assert not said
     on_uncaught(error, Failure())
@@ -64,7 +64,7 @@ def test_a_hook_of_the_users_is_called(hook, capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: seen.append(args))
     error = raised()
-    on_uncaught(error, Failure(is_said=True))
+    on_uncaught(error, Failure(is_printed=True))
     uncaught(error)
     assert seen == [(ValueError, error, error.__traceback__)]
 
@@ -82,13 +82,13 @@ def test_an_exception_that_takes_no_attributes_is_left_alone(hook, capsys):
             raise AttributeError(name)
 
     error = raised(ClosedError)
-    on_uncaught(error, Failure(is_said=True))
+    on_uncaught(error, Failure(is_printed=True))
     uncaught(error)
     assert capsys.readouterr().err.endswith("ClosedError: mine\n")
 
 
 def test_what_is_noted_goes_through_pickle():
     error = raised()
-    on_uncaught(error, Failure(is_said=True))
+    on_uncaught(error, Failure(is_printed=True))
     forget_failures()
-    assert failure_of(pickle.loads(pickle.dumps(error))) == Failure(is_said=True)  # noqa: S301 - our own
+    assert failure_of(pickle.loads(pickle.dumps(error))) == Failure(is_printed=True)  # noqa: S301 - our own
