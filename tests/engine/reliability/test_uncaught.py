@@ -40,7 +40,7 @@ def test_said_once(hook, capsys):
 
 def test_first_what_there_is_to_say_then_the_traceback(hook, capsys):
     error = raised()
-    on_uncaught(error, Failure(say=lambda: print("the report", file=sys.stderr)))
+    on_uncaught(error, Failure(print_details=lambda: print("the report", file=sys.stderr)))
     uncaught(error)
     first, second, *_, last = capsys.readouterr().err.splitlines()
     assert (first, second, last) == ("the report", "Traceback (most recent call last):", "ValueError: mine")
@@ -49,7 +49,7 @@ def test_first_what_there_is_to_say_then_the_traceback(hook, capsys):
 def test_other_exceptions_are_python_s_but_for_those_raised_from_one(hook, capsys):
     said = []
     error = raised()
-    on_uncaught(error, Failure(say=lambda: said.append("report")))
+    on_uncaught(error, Failure(print_details=lambda: said.append("report")))
     uncaught(raised(KeyError))
     assert not said
     on_uncaught(error, Failure())

@@ -272,7 +272,7 @@ def test_a_rank_that_stands_still_on_an_accelerator_may_wait_for_others(device, 
     watchdog = Watchdog(engine().heartbeat, 60.0, "failures", 2, strategy)
     looked: list[Any] = []
     monkeypatch.setattr(watchdog, "_check_other_hosts", lambda peers: looked.append(peers) or True)
-    peers = SimpleNamespace(gone=lambda: [])
+    peers = SimpleNamespace(ended_ranks=lambda: [])
     place = {**report(1), "is_debugged": False}
     watchdog._check_processes(peers, place)
     assert looked == ([] if device == "cpu" else [peers])
