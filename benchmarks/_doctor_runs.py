@@ -43,6 +43,8 @@ _BATCHES_A_STEP = 4
 """Of manual accumulation."""
 _EPOCH = 10
 """Batches of an epoch in which a rank has fewer."""
+_MORE_GRADIENT = 1e-6
+"""Of each of the parameters that are there to be averaged: one of zero would be a fault of its own."""
 _LATE_S = 40.0
 """After which a rank that still runs writes its stack."""
 _RUNNING_S = 0.1
@@ -150,7 +152,7 @@ class Module(LightningModule):
             x = x + (0.0 * block(x) if fault.kind == "dead_parameters" and i == 1 else block(x))
         loss = x.square().mean()
         for parameter in self.more:
-            loss = loss + 0.0 * parameter.sum()
+            loss = loss + _MORE_GRADIENT * parameter.sum()
         if fault.kind == "gradient_spike" and self.global_step == self.fault.trial.steps // 8 * 4 - 1:
             loss = fault.strength * loss
         return loss
