@@ -84,8 +84,19 @@ def test_unequal_stages():
     run = run_of(fast, interval(compute=20.0), layout={"pp": 2, "replicate": 1}, strategy="pp")
     finding = only(run)
     assert (finding.cause, finding.ranks) == ("unequal_stages", (1,))
-    assert finding.gain == pytest.approx(6 / 22, abs=0.02)
+    assert finding.gain == pytest.approx(6 / 22 * (1 - 1 / 4), abs=0.02), "one of four micro-batches fills the pipeline"
     assert "pipeline_stages()" in finding.remedy
+
+
+def test_stages_that_are_alike_still_have_to_be_filled():
+    """As computed: stages of 20 and 8 ms take 20 + 8 / m for m micro-batches, and two of 14 ms take 14 + 14 / m."""
+    for number in (1, 2, 12):
+        flags = {"strategy": f"pp:microbatches={number}"}
+        slow, fast = interval(compute=20.0), interval(waiting=12.2)
+        finding = only(run_of(fast, slow, layout={"pp": 2, "replicate": 1}, strategy="pp", flags=flags))
+        before, after = 20.0 + 8.0 / number, 14.0 + 14.0 / number
+        step_ms = sum(1e3 * each.wall_s / each.num_steps for each in (fast, slow)) / 2
+        assert finding.gain * step_ms == pytest.approx(before - after, abs=0.01)
 
 
 def test_a_stage_with_a_busy_neighbour_is_not_unequal():
