@@ -1,7 +1,7 @@
 """Peak rates of devices, dense (without structured sparsity), per device, in TFLOP/s; from the vendors' data sheets.
 
-NVIDIA's sheets have rates with sparsity, for tensor cores: half of them is here. AMD's have both. One die of an MI250X is
-a device of its own; its float32 rate is that of matrix products. A part of a device (MIG) has no rate of its own there.
+NVIDIA's sheets have rates with sparsity, for tensor cores: half of them is here. AMD's have both. One die of an MI250X
+is a device of its own; its float32 rate is that of matrix products. A part of a device (MIG) has none there.
 """
 
 import dataclasses

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from ..figures import Figures, Outlier
-from .finding import RATIO, Finding, ms, option
+from .finding import COSTLY_COMPRESSION, RATIO, Finding, ms, option
+from .network import compression_cost
 
 __all__ = ["exposed_communication", "slow_rank", "unequal_stages", "varying_steps"]
 
@@ -108,6 +109,8 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
     share = sum(shares) / len(shares)
     if share < threshold:
         return None
+    if compression_cost(figures).get("share", 0.0) >= COSTLY_COMPRESSION:
+        return None  # that is the cause, and has a finding of its own
     more = _why_exposed(figures, share)
     if more is not None:
         return more
