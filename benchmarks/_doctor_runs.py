@@ -177,7 +177,7 @@ class Module(LightningModule):
 def _more_parameters(fault: Fault) -> list[nn.Parameter]:
     if fault.kind == "small_buckets":
         return [nn.Parameter(torch.zeros(512)) for _ in range(int(fault.strength))]
-    if fault.kind in ("big_gradients", "sync_while_accumulating"):
+    if fault.kind in ("big_gradients", "sync_while_accumulating", "costly_compression"):
         return [nn.Parameter(torch.zeros(int(fault.strength * 1e6 / 4 / 4))) for _ in range(4)]
     return []
 
@@ -290,6 +290,8 @@ def _flags(trial: Any, fault: Fault, folder: Path) -> dict[str, Any]:
     name, _, options = trial.strategy.partition(":")
     if fault.is_("small_buckets"):
         options = "bucket_cap_mb=0.002"
+    if fault.is_("costly_compression"):
+        flags["compression"] = "topk"  # which looks for the largest values, where a message takes next to no time
     if fault.kind == "needless_search":
         options = "find_unused_parameters=true"
     flags["strategy"] = name if trial.devices == 1 else f"{name}_fork{':' if options else ''}{options}"
