@@ -30,6 +30,7 @@ REMEDIES = {
     "slow_transfer_of_one": "its work left out",
     "padding": "samples of one length",
     "small_buckets": "bucket_cap_mb left out",
+    "costly_compression": "compression='none'",
     "sync_while_accumulating": "no_sync()",
     "threads": "one thread a rank",
 }

@@ -68,6 +68,9 @@ KINDS = {
     "padding": Kind(cause="padding", strategies=FEW, strength=(5, 12)),
     "big_gradients": Kind(cause="exposed_communication", strategies=DDP, strength=(16.0, 40.0), step_ms=20.0),
     "small_buckets": Kind(cause="small_buckets", strategies=("ddp",), strength=(300, 600), step_ms=40.0),
+    "costly_compression": Kind(
+        cause="costly_compression", strategies=("ddp",), strength=(12.0, 24.0), ranks=(2, 2), step_ms=20.0
+    ),
     "sync_while_accumulating": Kind(
         cause="sync_while_accumulating", strategies=("ddp",), strength=(12.0, 24.0), steps=20, interval=5, step_ms=15.0
     ),

@@ -43,6 +43,8 @@ _BATCHES_A_STEP = 4
 """Of manual accumulation."""
 _EPOCH = 10
 """Batches of an epoch in which a rank has fewer."""
+_MORE_GRADIENT = 1e-6
+"""Of each of the parameters that are there to be averaged: one of zero would be a fault of its own."""
 _LATE_S = 40.0
 """After which a rank that still runs writes its stack."""
 _RUNNING_S = 0.1
@@ -150,7 +152,7 @@ class Module(LightningModule):
             x = x + (0.0 * block(x) if fault.kind == "dead_parameters" and i == 1 else block(x))
         loss = x.square().mean()
         for parameter in self.more:
-            loss = loss + 0.0 * parameter.sum()
+            loss = loss + _MORE_GRADIENT * parameter.sum()
         if fault.kind == "gradient_spike" and self.global_step == self.fault.trial.steps // 8 * 4 - 1:
             loss = fault.strength * loss
         return loss
@@ -175,7 +177,7 @@ class Module(LightningModule):
 def _more_parameters(fault: Fault) -> list[nn.Parameter]:
     if fault.kind == "small_buckets":
         return [nn.Parameter(torch.zeros(512)) for _ in range(int(fault.strength))]
-    if fault.kind in ("big_gradients", "sync_while_accumulating"):
+    if fault.kind in ("big_gradients", "sync_while_accumulating", "costly_compression"):
         return [nn.Parameter(torch.zeros(int(fault.strength * 1e6 / 4 / 4))) for _ in range(4)]
     return []
 
@@ -288,6 +290,8 @@ def _flags(trial: Any, fault: Fault, folder: Path) -> dict[str, Any]:
     name, _, options = trial.strategy.partition(":")
     if fault.is_("small_buckets"):
         options = "bucket_cap_mb=0.002"
+    if fault.is_("costly_compression"):
+        flags["compression"] = "topk"  # which looks for the largest values, where a message takes next to no time
     if fault.kind == "needless_search":
         options = "find_unused_parameters=true"
     flags["strategy"] = name if trial.devices == 1 else f"{name}_fork{':' if options else ''}{options}"

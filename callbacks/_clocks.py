@@ -6,7 +6,8 @@ what is hidden behind computing takes none. Events are read when the device has 
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ import torch
 from polyphase.engine.devices import module_of, wait_for
 from polyphase.engine.phases import PHASES, PhaseClock, phase_of_activity
 
-__all__ = ["DeviceClock", "HostClock", "Measured", "make_clock"]
+__all__ = ["DeviceClock", "HostClock", "Measured", "make_clock", "shown_steps"]
+
+_MOST_STEPS = 256
+"""Steps of an interval, its first ones, of which each one's phases are kept until it ends."""
+_MIN_STEPS = 3
+"""Steps below which none of them is called the slowest."""
+_SHOWN_S = 5e-7
+"""Seconds of a phase below which a step is shown without it: they are written in microseconds."""
 
 
 @dataclasses.dataclass
@@ -24,6 +32,9 @@ class Measured:
     Args:
         seconds: by phase.
         num_steps: optimizer steps that ended.
+
+    Attributes:
+        shortest: the shortest time that a rank was in collectives in each step, once waits are told.
     """
 
     seconds: dict[str, float]
@@ -31,6 +42,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         self._everyones = [self.seconds]
+        self.shortest: list[float] = []
 
     def tell_waits(self, times: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
         """Tells waits for slower ranks from communication.
@@ -47,6 +59,7 @@ class Measured:
         """
         num_steps = min(len(by_step) for _, by_step in times)
         shortest = [min(step) for step in zip(*(by_step[:num_steps] for _, by_step in times), strict=True)]
+        self.shortest = shortest
         told = []
         for seconds, by_step in times:
             waited = sum(max(0.0, own - least) for own, least in zip(by_step, shortest, strict=False))
@@ -84,6 +97,9 @@ class HostClock(PhaseClock):
     def __init__(self) -> None:
         super().__init__()
         self.by_step: list[float] = []
+        self._at_ends: list[dict[str, float] | None] = []  # the sums at the end of each step, as long as `by_step`
+        self._at_start: dict[str, float] = {}
+        self._at_last: dict[str, float] = {}
         self._taken = self.seconds
         self._num_steps = 0
         self._at_step = 0.0
@@ -94,14 +110,39 @@ class HostClock(PhaseClock):
         communication = self._sums["communication"]
         self.by_step.append(communication - self._at_step)
         self._at_step = communication
+        self._at_last = self._sums.copy()
+        self._at_ends.append(self._at_last if len(self._at_ends) < _MOST_STEPS else None)
+
+    @property
+    def num_pending(self) -> int:
+        """Steps that have ended on the host, and not yet where they are measured."""
+        return 0
+
+    def walls(self) -> list[float]:
+        """Returns the wall times of the first steps of `by_step`, at most 256 of them."""
+        sums = [sum(each.values()) for each in (self._at_start, *self._kept())]
+        return [after - before for before, after in itertools.pairwise(sums)]
+
+    def phases_of(self, index: int) -> dict[str, float]:
+        """Returns the seconds by phase of one of the steps that `walls` has."""
+        before, after = [self._at_start, *self._kept()][index : index + 2]
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for activity, sum_s in after.items():
+            seconds[phase_of_activity(activity)] += sum_s - before.get(activity, 0.0)
+        return seconds
+
+    def _kept(self) -> Iterator[dict[str, float]]:
+        return itertools.takewhile(lambda each: each is not None, self._at_ends)  # type: ignore[arg-type]
 
     def forget_steps(self, num_steps: int) -> None:
         """Drops the first ones of `by_step`."""
-        del self.by_step[:num_steps]
+        if num_steps:
+            self._at_start = self._at_ends[num_steps - 1] or self._at_last
+        del self.by_step[:num_steps], self._at_ends[:num_steps]
 
     def forget_all_steps(self) -> None:
         """Drops all steps that have ended."""
-        self.by_step.clear()
+        HostClock.forget_steps(self, len(self.by_step))
 
     def take(self, waits: bool = False) -> Measured:
         """Returns what was measured since the last call.
@@ -127,7 +168,7 @@ class DeviceClock(HostClock):
         self._spare: list[Any] = []
         self._last = self._event()
         self._marks: list[tuple[str | None, Any]] = []  # the phase that ended, and when; None: a step did
-        self._in_step_s = 0.0
+        self._in_step = dict.fromkeys(PHASES, 0.0)
         self._num_to_forget = 0
         self._phase = "engine"
         super().__init__()
@@ -163,6 +204,19 @@ class DeviceClock(HostClock):
         """Called after each optimizer step."""
         self._marks.append((None, None))
 
+    @property
+    def num_pending(self) -> int:
+        """Steps that have ended on the host, and not yet on the device."""
+        return sum(phase is None for phase, _ in self._marks)
+
+    def walls(self) -> list[float]:
+        """Returns the wall times of the first steps of `by_step`, at most 256 of them."""
+        return [sum(each.values()) for each in self._kept()]
+
+    def phases_of(self, index: int) -> dict[str, float]:
+        """Returns the seconds by phase of one of the steps that `walls` has."""
+        return dict(list(self._kept())[index])
+
     def take(self, waits: bool = False) -> Measured:
         """Returns what the device has done since the last call."""
         self._marks.append((self.phase, self._event()))
@@ -176,12 +230,13 @@ class DeviceClock(HostClock):
                 if self._num_to_forget > 0:
                     self._num_to_forget -= 1
                 else:
-                    self.by_step.append(self._in_step_s)
-                self._in_step_s = 0.0
+                    self.by_step.append(self._in_step["communication"])
+                    self._at_ends.append(self._in_step if len(self._at_ends) < _MOST_STEPS else None)
+                self._in_step = dict.fromkeys(PHASES, 0.0)
                 continue
             took_s = self._last.elapsed_time(event) / 1e3
             seconds[phase] += took_s
-            self._in_step_s += took_s if phase == "communication" else 0.0
+            self._in_step[phase] += took_s
             self._spare.append(self._last)
             self._last = event
         del self._marks[:num_read]
@@ -190,7 +245,7 @@ class DeviceClock(HostClock):
     def forget_all_steps(self) -> None:
         """Drops all steps that the host has ended: the ranks' lists go on with the same one."""
         super().forget_all_steps()
-        self._num_to_forget = sum(phase is None for phase, _ in self._marks)
+        self._num_to_forget = self.num_pending
 
     def _num_passed(self) -> int:
         """Returns how many marks the device has passed, up to the last event among them."""
@@ -199,6 +254,38 @@ class DeviceClock(HostClock):
             if event is not None and event.query():
                 return number
         return 0
+
+
+def shown_steps(
+    clock: HostClock, walls: Sequence[Sequence[float]], shortest: Sequence[float], last_step: int
+) -> list[dict[str, float]]:
+    """Returns the phases of a median step and of the slowest one, which are the same steps on all ranks.
+
+    Args:
+        clock: this rank's, which has not yet forgotten the steps.
+        walls: of each rank, what its clock has for `walls`.
+        shortest: see `Measured`.
+        last_step: the number of the last step that has ended on the host.
+
+    Returns:
+        for each of the two, its number as ``"step"``, the mean over the ranks as ``"wall_s"``, and this rank's seconds
+        by phase; nothing where steps are too few.
+    """
+    num_steps = min([len(shortest), *map(len, walls)])
+    if num_steps < _MIN_STEPS:
+        return []
+    sums = [sum(by_rank) for by_rank in zip(*(each[:num_steps] for each in walls), strict=True)]
+    order = sorted(range(num_steps), key=lambda index: sums[index])
+    first_step = last_step - clock.num_pending - len(clock.by_step) + 1
+    shown = []
+    for index in (order[num_steps // 2], order[-1]):
+        seconds = clock.phases_of(index)
+        waited = max(0.0, seconds["communication"] - shortest[index])
+        seconds["communication"] -= waited
+        seconds["waiting"] += waited
+        parts = {phase: s for phase, s in seconds.items() if s >= _SHOWN_S}
+        shown.append({"step": first_step + index, "wall_s": sums[index] / len(walls), **parts})
+    return shown
 
 
 def make_clock(device: torch.device) -> HostClock:

@@ -2,8 +2,8 @@
 
 Phases of an interval's end, on all ranks:
 1. each rank reads its clock (no collective, no wait for the device);
-2. one gather on the hosts' group: 11 numbers, and one for each step: the time in collectives. What a rank has waited
-   longer in a step than the rank that has waited least is the wait for slower ranks;
+2. one gather on the hosts' group: 11 numbers, and two for each step: its time, and that in collectives. What a rank has
+   waited longer in a step than the rank that has waited least is the wait for slower ranks;
 3. each rank appends a line to its own file, and rank 0 logs the mean shares.
 """
 
@@ -15,27 +15,32 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
-from polyphase.engine.devices import peak_bytes
+from polyphase.engine.devices import capacity_bytes, peak_bytes
 from polyphase.engine.doctor import Interval, RankInfo, Run, compact, judge, slowest_hooks, write_rank
 from polyphase.engine.flags import split_launcher
 from polyphase.engine.run_info import log_folder, shown_path
 from polyphase.engine.strategies import capabilities_of
 from polyphase.engine.version import __version__
 
-from ._clocks import HostClock, Measured, make_clock
+from ._clocks import HostClock, Measured, make_clock, shown_steps
+from ._compression_cost import CompressionWatch
 from ._counts import count_samples, num_places
 from ._flops import StepFlops, device_name, dtype_of, peak_flops_per_s
 from ._health import HealthWatch, lr_interval_steps
 from ._host_use import HostUse, num_cpus
 from ._interval import positive_steps
+from ._links import MOST_RANKS, all_reduce_rate, receive_rates
 from ._notes import Notes
 from ._padding import PaddingWatch
 from ._reads import ReadWatch
+from ._swap import SwapWatch
 from ._tensorboard import Boards
+from ._throttling import throttle_watch
 from ._waits import actions_of, collectives, mark_end_of_backward
 
 __all__ = ["WARMUP_STEPS", "Doctor", "describe"]
@@ -44,6 +49,10 @@ WARMUP_STEPS = 3
 """Optimizer steps that are an interval of their own."""
 _INTERVAL_STEPS = 50
 """Optimizer steps between two notes where `log_every_n_steps=0` says that nothing is logged."""
+_LONG_COMMUNICATION = 0.15
+"""Mean share of the time in exposed communication from which on the links between ranks are measured in the end."""
+_MIN_HOSTS = 2
+"""Hosts from which on links between ranks are measured."""
 _NUM_SENT, _NUM_SENT_FAR = 8, 64
 """Intervals that a rank tells rank 0 as training ends: on its host, which has the files as well, and elsewhere."""
 
@@ -123,7 +132,15 @@ class Doctor(Callback):
         self._padding = PaddingWatch(trainer.strategy.root_device)
         self._reads = ReadWatch(trainer)
         self._health = HealthWatch(trainer)
+        self._begin_watches(trainer)
         self._attach(trainer)
+
+    def _begin_watches(self, trainer: Any) -> None:
+        self._swap = SwapWatch()
+        self._throttling = throttle_watch(trainer.strategy.root_device)
+        self._compression = CompressionWatch(trainer)
+        self._attached.callback(self._compression.close)
+        self._communication_shares: list[float] = []
 
     def _describe(self, trainer: Any) -> RankInfo:
         device, dtype = trainer.strategy.root_device, dtype_of(trainer)
@@ -131,6 +148,7 @@ class Doctor(Callback):
         return dataclasses.replace(
             describe(trainer),
             device_name=device_name(device),
+            device_capacity_mb=None if (capacity := capacity_bytes(device)) is None else capacity / 1e6,
             dtype=dtype,
             peak_flops_per_s=peak,
             lr_interval_steps=lr_interval_steps(trainer),
@@ -172,6 +190,8 @@ class Doctor(Callback):
             self._attached.callback(self._flops.close)
             self._flops.begin()
         self._use.begin()
+        if self._compression.is_on and (self._step + 1) // (every := self._every(trainer)) != self._step // every:
+            self._compression.begin_step()
         if self._step - self._first_step >= WARMUP_STEPS:
             self._reads.begin(self._num_batches)
 
@@ -209,10 +229,11 @@ class Doctor(Callback):
             return
         self._step = step
         clock.end_step()
+        self._compression.end_step()
         now = time.perf_counter()
         self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
         self._step_began = now
-        every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
+        every = self._every(trainer)
         if self._noted_step == self._first_step:
             if step - self._first_step >= WARMUP_STEPS:
                 self._note(trainer, is_warmup=True)
@@ -224,6 +245,9 @@ class Doctor(Callback):
                     logger.log_metrics(self.last, step=step)
                 self._boards.shares(self._shares, step)
                 clock.enter(outer)
+
+    def _every(self, trainer: Any) -> int:
+        return self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
 
     def _end_count(self, batch: Any) -> None:
         """Ends the count of operations; they are taken for those of each sample, or of each batch."""
@@ -262,7 +286,8 @@ class Doctor(Callback):
         assert clock is not None
         measured = clock.take(waits_for_device)
         cpu_s, runqueue_s = self._cpu_use()
-        self._split_waits(trainer, measured, is_warmup)
+        steps = self._split_waits(trainer, measured, is_warmup)
+        is_exposed = waits_for_device and self._is_exposed(trainer)
         flops, recomputed_flops = self._operations()
         self._shares = measured.shares()
         self.last = {f"doctor/{phase}": share for phase, share in measured.mean_shares().items()}
@@ -273,6 +298,7 @@ class Doctor(Callback):
             seconds=measured.seconds,
             is_warmup=is_warmup,
             slowest_step_s=self._slowest_step_s,
+            steps=steps,
             by_hook=slowest_hooks(clock.by_hook, {name: -seconds for name, seconds in self._hooks.items()}),
             num_saves=clock.num_saves - self._saves,
             num_batches=self._batches,
@@ -289,22 +315,45 @@ class Doctor(Callback):
             **({} if is_warmup else self._looked_at(trainer)),
             rss_mb=self._use.rss_mb,
             device_mb=None if (peak := peak_bytes(trainer.strategy.root_device)) is None else peak / 1e6,
+            links=self._links(trainer) if is_exposed else [],
+            **self._watched(is_exposed),
         )
         self._notes.add(interval)
         self._noted_step = self._step
         self._begin()
 
-    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> None:
-        """Tells waits for slower ranks from communication: one gather."""
+    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> list[dict[str, float]]:
+        """Tells waits for slower ranks from communication: one gather. Returns the steps that are to be shown."""
         clock = self._clock
         assert clock is not None
-        if self._may_gather and not is_warmup:
-            ranks = trainer.all_ranks
-            clock.forget_steps(
-                measured.tell_waits(ranks.all_gather_object((measured.seconds, clock.by_step)), ranks.rank)
-            )
-        else:
+        if not self._may_gather or is_warmup:
             clock.forget_all_steps()
+            return []
+        ranks = trainer.all_ranks
+        told = ranks.all_gather_object((measured.seconds, clock.by_step, clock.walls()))
+        num_steps = measured.tell_waits([(seconds, by_step) for seconds, by_step, _ in told], ranks.rank)
+        steps = shown_steps(clock, [walls for _, _, walls in told], measured.shortest, self._step)
+        clock.forget_steps(num_steps)
+        self._communication_shares.append(measured.mean_shares()["communication"])
+        return steps
+
+    def _is_exposed(self, trainer: Any) -> bool:
+        """Whether gloo's collectives took long, so that they are measured; all ranks have the same numbers."""
+        shares = self._communication_shares
+        is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+        is_long = len(shares) > 0 and sum(shares) / len(shares) >= _LONG_COMMUNICATION
+        return is_long and is_gloo and dist.get_world_size() == trainer.world_size
+
+    def _links(self, trainer: Any) -> list[float]:
+        return receive_rates() if trainer.num_nodes >= _MIN_HOSTS and 2 < trainer.world_size <= MOST_RANKS else []
+
+    def _watched(self, is_exposed: bool) -> dict[str, Any]:
+        """Returns the findings of the watches on swap, device and compression, by the names of an `Interval`."""
+        device = {} if self._throttling is None else self._throttling.take()
+        compression = self._compression.take()
+        if is_exposed and self._compression.is_on:
+            compression["plain_mb_per_s"] = all_reduce_rate()
+        return {**self._swap.take(), **device, "compression": compression}
 
     def _looked_at(self, trainer: Any) -> dict[str, Any]:
         """Returns the findings of the watch on the health of training, by the names of an `Interval`."""

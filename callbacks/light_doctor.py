@@ -92,8 +92,18 @@ class LightDoctor(Doctor):
     def _describe(self, trainer: Any) -> RankInfo:
         return dataclasses.replace(describe(trainer), waits_are_told=not self._may_gather)
 
-    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> None:
+    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> list[dict[str, float]]:
         measured.num_steps = self._step - self._noted_step
+        return []
+
+    def _begin_watches(self, trainer: Any) -> None:
+        """Begins none of them."""
+
+    def _is_exposed(self, trainer: Any) -> bool:
+        return False
+
+    def _watched(self, is_exposed: bool) -> dict[str, Any]:
+        return {}
 
     def _looked_at(self, trainer: Any) -> dict[str, Any]:
         return {}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["in_use", "module_of", "multiply", "peak_bytes", "reset_peak", "wait_for"]
+__all__ = ["capacity_bytes", "in_use", "module_of", "multiply", "peak_bytes", "reset_peak", "wait_for"]
 
 
 def module_of(device: torch.device) -> Any:
@@ -41,6 +41,12 @@ def peak_bytes(device: torch.device) -> int | None:
     """The most that was allocated on `device` at a time, since `reset_peak`; None where torch does not count it."""
     module = module_of(device)
     return module.max_memory_allocated(device) if hasattr(module, "max_memory_allocated") else None
+
+
+def capacity_bytes(device: torch.device) -> int | None:
+    """The memory of `device`, all of it; None where torch does not tell it."""
+    module = module_of(device)
+    return module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
 
 
 def reset_peak(device: torch.device) -> None:

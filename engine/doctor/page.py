@@ -1,6 +1,6 @@
-"""Renders a run as one HTML page without scripts or network access: verdict, shares over time, steps, memory."""
+"""Renders a run as one HTML page without scripts or network access: verdict, shares, steps, time line, memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from .records import Interval, Run, compact
@@ -72,6 +72,7 @@ def page(run: Run, verdict: Verdict) -> str:
         *(f'<p class="soft">rank {rank} ({escape(run.ranks[rank].host)})</p>{_bands(run.intervals[rank])}'
           for rank in _few(sorted(figures.totals))),
         f"<h2>Time of a step, by rank</h2>{_heat(run)}",
+        *_time_line(run),
         *_memory(run),
         f'<h2>Shares by rank</h2><div class="scroll">{_table(verdict)}</div>',
     ]  # fmt: skip
@@ -142,6 +143,78 @@ def _heat(run: Run) -> str:
             f' preserveAspectRatio="none" style="height:20px" role="img" aria-label="steps">{cells}</svg></div>'
         )
     return "".join(parts)
+
+
+_IN_ORDER = (
+    "data_wait", "copy", "compute", "waiting", "communication", "optimizer", "callbacks", "logging", "validation",
+    "checkpoint", "engine",
+)  # fmt: skip
+"""The phases as a step has them, most of the time."""
+
+
+def _time_line(run: Run) -> Iterable[str]:
+    """Yields a median step and the slowest one: for each rank a bar, in which phases follow each other."""
+    steps = _median_and_slowest(run)
+    most = max((sum(_parts(step).values()) for _, by_rank in steps for step in by_rank.values()), default=0.0)
+    if not most:
+        return
+    yield (
+        '<h2>Time line of two steps</h2><p class="soft">phases in the order of a step; one that comes several times is'
+        f" drawn once, as long as all of them. The right edge is {1e3 * most:.3g} ms</p>"
+    )
+    for title, by_rank in steps:
+        yield f'<p class="soft" style="margin-top:12px">{title}</p>'
+        for rank in sorted(by_rank):
+            x, bars = 0.0, []
+            for phase, seconds in _parts(by_rank[rank]).items():
+                width = _WIDTH * seconds / most
+                if width >= 0.2:
+                    fill = f'fill="{_COLORS[phase]}"'
+                    bars.append(_rect(x, 0, width, 1, fill, f"{name(phase)} {1e3 * seconds:.3g} ms"))
+                x += width
+            yield (
+                f'<div class="row"><span class="soft">rank {rank}</span><svg viewBox="0 0 {_WIDTH} 1"'
+                f' preserveAspectRatio="none" style="height:20px; background:var(--card)" role="img"'
+                f' aria-label="{title}, rank {rank}">{"".join(bars)}</svg></div>'
+            )
+
+
+def _parts(step: Mapping[str, float]) -> dict[str, float]:
+    return {phase: step[phase] for phase in _IN_ORDER if step.get(phase, 0.0) > 0.0}
+
+
+def _median_and_slowest(run: Run) -> list[tuple[str, dict[int, dict[str, float]]]]:
+    """Returns the two steps with their titles, by rank; without steps (the light form), means of two intervals."""
+    noted: tuple[dict[int, dict[int, dict[str, float]]], ...] = ({}, {})
+    for rank in _few(sorted(run.intervals)):
+        for interval in run.intervals[rank]:
+            for by_step, step in zip(noted, interval.steps, strict=False):
+                by_step.setdefault(int(step["step"]), {})[rank] = step
+    of = "step {:,}, {}: {:.3g} ms"
+    if not noted[0]:
+        noted, of = (by_step := _mean_steps(run), by_step), "the mean step up to step {:,}, {}: {:.3g} ms"
+    if not noted[0]:
+        return []
+    medians, slowest = (sorted(steps, key=lambda number: _wall_s(steps[number])) for steps in noted)
+    found = []
+    for word, number, by_step in (("a median one", medians[len(medians) // 2], noted[0]),
+                                  ("the slowest", slowest[-1], noted[1])):  # fmt: skip
+        found.append((of.format(number, word, 1e3 * _wall_s(by_step[number])), by_step[number]))
+    return found
+
+
+def _wall_s(by_rank: Mapping[int, Mapping[str, float]]) -> float:
+    return sum(step["wall_s"] for step in by_rank.values()) / len(by_rank)
+
+
+def _mean_steps(run: Run) -> dict[int, dict[int, dict[str, float]]]:
+    found: dict[int, dict[int, dict[str, float]]] = {}
+    for rank in _few(sorted(run.intervals)):
+        for each in run.intervals[rank]:
+            if each.num_steps and not each.is_warmup:
+                step = {phase: seconds / each.num_steps for phase, seconds in each.seconds.items()}
+                found.setdefault(each.step, {})[rank] = {**step, "wall_s": each.wall_s / each.num_steps}
+    return found
 
 
 def _memory(run: Run) -> Iterable[str]:

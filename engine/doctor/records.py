@@ -7,7 +7,7 @@ intervals, neighbours are merged, so that a long run has longer intervals and no
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..phases import PHASES
@@ -63,6 +63,8 @@ class RankInfo:
     """The vendor's name of the device."""
     dtype: str | None = None
     """Number format of matrix products: fp32, tf32, fp16 or bf16."""
+    device_capacity_mb: float | None = None
+    """Memory of the device; None if unknown."""
     peak_flops_per_s: float | None = None
     """Peak rate of the device in that format, by its data sheet; measured on a CPU."""
     lr_interval_steps: int | None = None
@@ -89,6 +91,9 @@ class Interval:
     is_warmup: bool = False
     """Whether it has the first steps, in which kernels are chosen and code is compiled; rules ignore it."""
     slowest_step_s: float = 0.0
+    steps: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """A median step and the slowest one, the same ones on all ranks: of each its number as ``"step"``, its mean over
+    the ranks as ``"wall_s"``, and this rank's seconds by phase."""
     by_hook: dict[str, float] = dataclasses.field(default_factory=dict)
     num_saves: int = 0
     num_batches: int = 0
@@ -129,6 +134,23 @@ class Interval:
     rss_mb: float | None = None
     device_mb: float | None = None
     """Peak of torch's memory on the device."""
+    swap_read_mb: float | None = None
+    """Memory that the host read back from swap, in MB; None for nothing, or if unknown."""
+    swapped_mb: float | None = None
+    """Memory of this process in swap; None for nothing, or if unknown."""
+    num_looks: int | None = None
+    """Number of looks at the device through NVML; None without it."""
+    throttled: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Number of looks at which the device held its clock down, by reason: heat, power brake, power limit."""
+    clock_share: float | None = None
+    """Clock of the device as a share of its highest one, mean over the looks."""
+    temperature_c: float | None = None
+    power_w: float | None = None
+    compression: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of one step: seconds of compressing (``compress_s``) and of collectives (``wire_s``), ``sent_mb``, and
+    ``plain_mb``, which it would have sent without compression; as training ended, ``plain_mb_per_s``."""
+    links: list[float] = dataclasses.field(default_factory=list)
+    """Rate in MB/s at which this rank received from each other rank as training ended; empty if not measured."""
 
     def joined(self, later: "Interval") -> "Interval":
         """Merges this interval with the next one."""
@@ -140,6 +162,7 @@ class Interval:
             seconds={phase: self.seconds.get(phase, 0.0) + later.seconds.get(phase, 0.0) for phase in PHASES},
             is_warmup=self.is_warmup and later.is_warmup,
             slowest_step_s=max(self.slowest_step_s, later.slowest_step_s),
+            steps=_slowest(self.steps, later.steps),
             by_hook=slowest_hooks(self.by_hook, later.by_hook),
             num_saves=self.num_saves + later.num_saves,
             num_batches=self.num_batches + later.num_batches,
@@ -162,6 +185,15 @@ class Interval:
             reads={**self.reads, **later.reads},
             rss_mb=_largest(self.rss_mb, later.rss_mb),
             device_mb=_largest(self.device_mb, later.device_mb),
+            swap_read_mb=_sum_of_present(self.swap_read_mb, later.swap_read_mb),
+            swapped_mb=_largest(self.swapped_mb, later.swapped_mb),
+            num_looks=_sum_of_present(self.num_looks, later.num_looks),
+            throttled=_by_name(self.throttled, later.throttled, _sum_of_present),
+            clock_share=_mean(self.clock_share, later.clock_share),
+            temperature_c=_largest(self.temperature_c, later.temperature_c),
+            power_w=_mean(self.power_w, later.power_w),
+            compression=_by_name(self.compression, later.compression, _mean),
+            links=later.links or self.links,
         )
 
     def _sum_with(self, later: "Interval", count: str) -> Any:
@@ -173,6 +205,7 @@ class Interval:
     def line(self) -> str:
         """Returns the interval as JSON without empty fields; seconds have microsecond precision."""
         values = {k: v for k, v in vars(self).items() if v is not None and v != {} and v is not False}
+        values = {k: v for k, v in values.items() if v != [] or k not in ("steps", "links")}
         exact = {k: values[k] for k in _EXACT if k in values}
         return json.dumps({"kind": "interval", **_rounded(values), **exact}, separators=(",", ":"))
 
@@ -302,11 +335,30 @@ def _of(kind: Any, record: dict[str, Any]) -> Any:
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6)
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
     return {key: _rounded(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _sum(first: Any, second: Any) -> Any:
     return None if first is None or second is None else first + second
+
+
+def _sum_of_present(*values: Any) -> Any:
+    present = _present(*values)
+    return sum(present) if present else None
+
+
+def _by_name(first: dict[str, Any], second: dict[str, Any], joins: Callable[..., Any]) -> dict[str, Any]:
+    if not first or not second:
+        return first or second
+    return {name: joins(first.get(name), second.get(name)) for name in first | second}
+
+
+def _slowest(first: list[dict[str, float]], second: list[dict[str, float]]) -> list[dict[str, float]]:
+    if not first or not second:
+        return first or second
+    return max(first, second, key=lambda steps: steps[-1]["wall_s"])
 
 
 def _latest(earlier: Any, later: Any) -> Any:

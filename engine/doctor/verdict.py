@@ -64,6 +64,7 @@ _ENDANGER_THE_RUN = (
     "dead_parameters",
     "lr_stands_still",
     "memory_leak",
+    "full_memory",
 )
 """Causes of a wrong result or an early end, which come before those of lost time."""
 

@@ -2,7 +2,8 @@
 
 from .between import checkpoint_stall, slow_callback, slow_logging, slow_validation
 from .data import padding, slow_copy, slow_loader, uneven_data
-from .finding import Finding, Rule
+from .device import device_reads, full_memory, throttled_device, unused_memory
+from .finding import COSTLY_COMPRESSION, Finding, Rule
 from .health import (
     dead_parameters,
     gradient_spikes,
@@ -10,7 +11,8 @@ from .health import (
     lr_stands_still,
     replicas_differ,
 )
-from .host import cpu_shortage, device_reads, memory_leak, thread_oversubscription, unused_parameter_search
+from .host import cpu_shortage, memory_leak, swapping, thread_oversubscription, unused_parameter_search
+from .network import costly_compression, slow_link
 from .ranks import exposed_communication, slow_rank, unequal_stages, varying_steps
 
 __all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
@@ -34,6 +36,12 @@ RULES = (
     Rule(cause="exposed_communication", threshold=0.15, find=exposed_communication,
          of="share of the time in exposed communication, mean over ranks; called sync_while_accumulating where"
             " gradients are averaged 1.5 times or more for an optimizer step, and small_buckets below bucket_cap_mb=1"),
+    Rule(cause="costly_compression", threshold=COSTLY_COMPRESSION, find=costly_compression,
+         of="share of a step by which gradients take longer with the compression than an all-reduce of them took as"
+            " training ended, where communication took 0.15 of the time"),
+    Rule(cause="slow_link", threshold=0.4, find=slow_link,
+         of="rate between two ranks on different hosts, as a part of that of quick ones, at most; measured as training"
+            " ends, where communication took 0.15 of the time"),
     Rule(cause="device_reads", threshold=1, find=device_reads,
          of="reads of an accelerator in the `training_step` that was watched"),
     Rule(cause="thread_oversubscription", threshold=0.10, find=thread_oversubscription,
@@ -41,6 +49,15 @@ RULES = (
     Rule(cause="cpu_shortage", threshold=0.15, find=cpu_shortage,
          of="share of the time in which each rank, at least, is without a CPU, where threads don't outnumber CPUs;"
             " called busy_neighbour where ranks don't outnumber them either, or leave half of them idle"),
+    Rule(cause="full_memory", threshold=0.9, find=full_memory,
+         of="share of a device's memory that was allocated at most"),
+    Rule(cause="unused_memory", threshold=0.7, find=unused_memory,
+         of="share of the devices' memory that was allocated at most, below it, where they compute at less than 0.3 of"
+            " the peak rate"),
+    Rule(cause="swapping", threshold=1.0, find=swapping,
+         of="MB a second that a host reads back from swap while it trains"),
+    Rule(cause="throttled_device", threshold=0.5, find=throttled_device,
+         of="share of the looks through NVML at which a device held its clock down for heat or power"),
     Rule(cause="padding", threshold=0.20, find=padding, of="share of padding among the tokens"),
     Rule(cause="uneven_data", threshold=0.05, find=uneven_data, of="share of filler batches on a rank"),
     Rule(cause="slow_validation", threshold=0.30, find=slow_validation, of="share of the time in validation"),

@@ -8,8 +8,10 @@ from ...flags import parse_flag
 from ..figures import Figures, Outlier
 from ..records import RankInfo
 
-__all__ = ["RATIO", "Finding", "Rule", "at", "ms", "one_or_all", "option", "who"]
+__all__ = ["COSTLY_COMPRESSION", "RATIO", "Finding", "Rule", "at", "ms", "one_or_all", "option", "who"]
 
+COSTLY_COMPRESSION = 0.05
+"""The share of a step by which compressing must be longer than what it saves, to be called a cause."""
 RATIO = 1.2
 """How many times as long a rank must compute as the others to be called slow."""
 

@@ -1,4 +1,4 @@
-"""Rules about the host of a step: reads of the device, threads, memory; searches of the graph."""
+"""Rules about the host of a step: threads, CPUs, memory; searches of the graph."""
 
 from statistics import median
 
@@ -6,26 +6,10 @@ from ..figures import Figures
 from ..records import RankInfo
 from .finding import Finding, at, option
 
-__all__ = ["cpu_shortage", "device_reads", "memory_leak", "thread_oversubscription", "unused_parameter_search"]
+__all__ = ["cpu_shortage", "memory_leak", "swapping", "thread_oversubscription", "unused_parameter_search"]
 
 _MIN_INTERVALS = 5
 """Intervals below which no growth of memory is called a leak."""
-
-
-def device_reads(figures: Figures, threshold: float) -> Finding | None:
-    """`training_step` reads from the device, and so waits for it."""
-    counts = {rank: sum(total.reads.values()) for rank, total in figures.totals.items()}
-    rank = max(counts, key=lambda each: counts[each])
-    if counts[rank] < threshold or figures.ranks[rank].device == "cpu":
-        return None
-    reads = figures.totals[rank].reads
-    worst = max(reads, key=lambda each: reads[each])
-    return Finding(
-        cause="device_reads",
-        evidence=f"training_step reads from the device {counts[rank]} times: {worst}",
-        numbers={"reads": counts[rank]},
-        remedy="keep it a tensor (`detach()`), and hand that to self.log, which reads when somebody looks",
-    )
 
 
 def thread_oversubscription(figures: Figures, threshold: float) -> Finding | None:
@@ -104,6 +88,29 @@ def memory_leak(figures: Figures, threshold: float) -> Finding | None:
         numbers={"mb_per_step": per_step, "from_mb": first_mb, "to_mb": last_mb},
         remedy="keep nothing of each step: `loss.detach()` in lists and sums, no batches on `self`; and look at caches",
         **where,
+    )
+
+
+def swapping(figures: Figures, threshold: float) -> Finding | None:
+    """A host reads memory back from swap while it trains."""
+    rates = {rank: (total.swap_read_mb or 0.0) / max(total.wall_s, 1e-12) for rank, total in figures.totals.items()}
+    worst = max(rates, key=lambda rank: rates[rank])
+    if rates[worst] < threshold:
+        return None
+    host = figures.ranks[worst].host
+    there = tuple(rank for rank in rates if figures.ranks[rank].host == host)
+    swapped_mb = {rank: figures.totals[rank].swapped_mb or 0.0 for rank in there}
+    most = max(swapped_mb, key=lambda rank: swapped_mb[rank])
+    others = "its ranks have nothing there, so it is another process's"
+    whose = others if not swapped_mb[most] else f"rank {most} has {swapped_mb[most]:,.0f} MB there"
+    return Finding(
+        cause="swapping",
+        ranks=() if len(there) == len(rates) else there,
+        host=host,
+        evidence=f"{host} reads {rates[worst]:.3g} MB/s back from swap while it trains; {whose}",
+        numbers={"mb_per_s": rates[worst], "swapped_mb": swapped_mb[most]},
+        remedy="less memory on that host: fewer or leaner loader workers, no data set kept by each rank, fewer ranks;"
+        " or end what else has it",
     )
 
 

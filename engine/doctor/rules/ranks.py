@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from ..figures import Figures, Outlier
-from .finding import RATIO, Finding, ms, option
+from .finding import COSTLY_COMPRESSION, RATIO, Finding, ms, option
+from .network import compression_cost
 
 __all__ = ["exposed_communication", "slow_rank", "unequal_stages", "varying_steps"]
 
@@ -12,6 +13,8 @@ _SYNCS_A_STEP = 1.5
 """Averaged backwards for each optimizer step from which on some of them are not needed."""
 _SMALL_BUCKET_MB = 1.0
 """The size that torch has for its first bucket."""
+_MICRO_BATCHES_A_STAGE = 2
+"""Of `pp` where the flag has no number."""
 
 
 def slow_rank(figures: Figures, threshold: float) -> Finding | None:
@@ -91,7 +94,11 @@ def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
         cause, why, remedy = _busy_neighbour(queued, host)
         evidence += f"; {why}"
     numbers = {"step_ms": 1e3 * means[slowest], "mean_ms": 1e3 * mean, "stage": slowest, "share": share}
-    return Finding(cause=cause, ranks=ranks, host=host, evidence=evidence, numbers=numbers, remedy=remedy, gain=share)
+    # A step takes the slowest stage's time for all micro-batches, and the other stages' for one. Stages that are alike
+    # shorten the former by the excess over the mean, and lengthen the latter by one micro-batch's part of that.
+    num_micro_batches = int(option(figures.info, "microbatches") or _MICRO_BATCHES_A_STAGE * num_stages)
+    gain = share * (1.0 - 1.0 / num_micro_batches)
+    return Finding(cause=cause, ranks=ranks, host=host, evidence=evidence, numbers=numbers, remedy=remedy, gain=gain)
 
 
 def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
@@ -102,6 +109,8 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
     share = sum(shares) / len(shares)
     if share < threshold:
         return None
+    if compression_cost(figures).get("share", 0.0) >= COSTLY_COMPRESSION:
+        return None  # that is the cause, and has a finding of its own
     more = _why_exposed(figures, share)
     if more is not None:
         return more

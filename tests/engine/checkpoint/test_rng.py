@@ -2,12 +2,15 @@
 
 import io
 import random
+import traceback
 
 import numpy as np
 import pytest
 import torch
 
 from polyphase.engine.checkpoint import get_random_state, set_random_state
+from polyphase.engine.checkpoint.rng import seed_all
+from polyphase.engine.seeds import derive_seed
 
 
 def draw() -> list[float]:
@@ -49,3 +52,23 @@ def test_numpys_state_is_read_again_where_something_was_drawn(draws):
         draw()
         name, keys, *rest = np.random.get_state(legacy=True)
         assert get_random_state()["numpy"] == [name, keys.tolist(), *rest]
+
+
+def test_a_seed_is_that_of_torch():
+    torch.manual_seed(derive_seed(3, 5))
+    expected = torch.rand(4)
+    seed_all(3, 5)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_seeding_walks_no_stack_where_there_is_no_device(monkeypatch):
+    """torch notes a stack for each kind of device that might come, which takes longer than a small micro-batch."""
+    if torch.accelerator.is_available():
+        pytest.skip("torch seeds the device, and walks no stack")
+    walks = []
+    monkeypatch.setattr(traceback, "format_stack", lambda *_, **__: walks.append(1) or [])
+    torch.manual_seed(1)
+    assert walks, "torch no longer does: seed by torch.manual_seed alone"
+    del walks[:]
+    seed_all(1)
+    assert not walks

@@ -10,7 +10,7 @@ from polyphase.engine.cli import main
 from polyphase.engine.doctor import Run, judge, write_rank
 from polyphase.engine.doctor.page import page
 
-from .runs import info, interval
+from .runs import info, interval, run_of
 
 
 @pytest.fixture
@@ -58,7 +58,50 @@ def test_a_page_needs_no_network_and_no_script(folder, tmp_path, monkeypatch, ca
     assert not re.search(r"https?://|<script|<link|url\(|@import", text)
     assert "prefers-color-scheme: dark" in text
     assert "rank 1 (host1) waits 20.1 ms" in text
-    assert text.count("<svg") == 4, "for each rank its shares and its steps"
+    assert text.count("<svg") == 8, "for each rank its shares, its intervals, and two of its steps"
+
+
+def bars(text, label):
+    """The widths of the bars of a row of the time line, by phase."""
+    row = re.search(rf'aria-label="{label}">(.*?)</svg>', text)[1]
+    found = re.findall(r'width="([0-9.]+)".*?<title>([a-z ]+) [0-9.]+ ms</title>', row)
+    return {phase: float(width) for width, phase in found}
+
+
+def test_a_page_has_a_median_step_and_the_slowest_one_of_each_rank():
+    def noted(rank, step, median_s, slowest_s):
+        waits = {"waiting": 0.01} if rank == 0 else {"compute": 0.02}
+        steps = [
+            {"step": step - 5, "wall_s": median_s, "compute": median_s},
+            {"step": step - 2, "wall_s": slowest_s, "compute": slowest_s - 0.02, "optimizer": 0.01} | waits,
+        ]
+        return replace(interval(step, 10), steps=steps)
+
+    lengths = [(10, 0.04, 0.05), (20, 0.05, 0.2), (30, 0.06, 0.07)]
+    run = Run({r: info(r) for r in range(2)}, {r: [noted(r, *each) for each in lengths] for r in range(2)})
+    text = page(run, judge(run))
+    waits, slow = (bars(text, f"step 18, the slowest: 200 ms, rank {rank}") for rank in range(2))
+    assert waits == {"compute": 900.0, "waiting": 50.0, "optimizer": 50.0}
+    assert slow == {"compute": 100.0, "optimizer": 50.0}
+    assert bars(text, "step 15, a median one: 50 ms, rank 1") == {"compute": 250.0}
+
+
+def test_without_noted_steps_a_page_has_the_means_of_intervals():
+    run = run_of(interval(10, 10), interval(10, 10))
+    run.intervals[0].append(interval(20, 10, compute=40.0))
+    run.intervals[1].append(interval(20, 10, waiting=32.2))
+    text = page(run, judge(run))
+    slow = bars(text, "the mean step up to step 20, the slowest: 42 ms, rank 0")
+    assert slow["compute"] == pytest.approx(1000 * 40 / 42, abs=0.1)
+    assert slow["data wait"] == pytest.approx(1000 * 0.1 / 42, abs=0.1)
+
+
+def test_joined_intervals_keep_the_slowest_step():
+    slow, quick = [{"step": 3, "wall_s": 1.0}] * 2, [{"step": 13, "wall_s": 0.5}] * 2
+    for first, second in ((slow, quick), (quick, slow)):
+        joined = replace(interval(10, 10), steps=first).joined(replace(interval(20, 10), steps=second))
+        assert joined.steps == slow
+    assert interval(10, 10).joined(replace(interval(20, 10), steps=slow)).steps == slow
 
 
 def test_a_page_has_the_memory_of_each_rank_over_time():

@@ -84,8 +84,19 @@ def test_unequal_stages():
     run = run_of(fast, interval(compute=20.0), layout={"pp": 2, "replicate": 1}, strategy="pp")
     finding = only(run)
     assert (finding.cause, finding.ranks) == ("unequal_stages", (1,))
-    assert finding.gain == pytest.approx(6 / 22, abs=0.02)
+    assert finding.gain == pytest.approx(6 / 22 * (1 - 1 / 4), abs=0.02), "one of four micro-batches fills the pipeline"
     assert "pipeline_stages()" in finding.remedy
+
+
+def test_stages_that_are_alike_still_have_to_be_filled():
+    """As computed: stages of 20 and 8 ms take 20 + 8 / m for m micro-batches, and two of 14 ms take 14 + 14 / m."""
+    for number in (1, 2, 12):
+        flags = {"strategy": f"pp:microbatches={number}"}
+        slow, fast = interval(compute=20.0), interval(waiting=12.2)
+        finding = only(run_of(fast, slow, layout={"pp": 2, "replicate": 1}, strategy="pp", flags=flags))
+        before, after = 20.0 + 8.0 / number, 14.0 + 14.0 / number
+        step_ms = sum(1e3 * each.wall_s / each.num_steps for each in (fast, slow)) / 2
+        assert finding.gain * step_ms == pytest.approx(before - after, abs=0.01)
 
 
 def test_a_stage_with_a_busy_neighbour_is_not_unequal():
@@ -262,6 +273,146 @@ def test_exposed_communication_by_small_buckets():
     assert (finding.cause, finding.numbers["bucket_mb"]) == ("small_buckets", 0.1)
     assert "bucket_cap_mb" in finding.remedy
     assert judge(run_of(interval(), interval(), flags={"strategy": "ddp:bucket_cap_mb=0.1"})).findings == []
+
+
+def compressing(compress_ms, wire_ms, **fields):
+    """Gradients of 4 MB, of which 1 MB is sent; an all-reduce carries 2 MB in a millisecond."""
+    of = {"compress_s": compress_ms / 1e3, "sent_mb": 1.0, "plain_mb": 4.0, "plain_mb_per_s": 2000.0}
+    ranks = [changed(interval(**fields), compression=of | {"wire_s": wire_ms / 1e3})]
+    # The other one waits for it in its collectives: that is no time of the compression.
+    ranks.append(changed(interval(**fields), compression=of | {"wire_s": wire_ms / 1e3 + 0.005}))
+    return run_of(*ranks, compression="int8")
+
+
+def test_compression_that_costs_more_than_it_saves():
+    finding = only(compressing(3.0, 0.5, communication=3.0))
+    assert (finding.cause, finding.ranks) == ("costly_compression", ())
+    assert finding.gain == pytest.approx(1.5 / 12.5, abs=0.001)
+    assert "takes 3.5 ms a step for 1 MB, and 4 MB without it would take 2 ms" in finding.evidence
+    assert "'none'" in finding.remedy
+
+
+@pytest.mark.parametrize("compress_ms", [0.5, 1.5])
+def test_compression_that_pays_is_no_finding(compress_ms):
+    exposed = judge(compressing(compress_ms, 0.5, communication=3.0))
+    assert [finding.cause for finding in exposed.findings] == ["exposed_communication"]
+
+
+def test_of_averages_that_are_seldom_sent_or_not_compared_no_cost_is_known():
+    seldom, alone = compressing(3.0, 0.5), compressing(3.0, 0.5)
+    for info in seldom.ranks.values():
+        info.strategy = "local_sgd"
+    del alone.intervals[0][0].compression["plain_mb_per_s"]
+    assert judge(seldom).findings == judge(alone).findings == []
+
+
+def linked(rates, hosts=None, **fields):
+    """A run whose rank r has received from rank s at ``rates(s, r)`` MB/s."""
+    number = range(len(hosts) if hosts else 4)
+    run = run_of(
+        *(changed(interval(communication=2.5), links=[rates(s, r) if s != r else 0.0 for s in number]) for r in number),
+        **fields,
+    )
+    for rank, info in run.ranks.items():
+        info.host = hosts[rank] if hosts else "a"
+    return run
+
+
+def found_link(run):
+    findings = [finding for finding in judge(run).findings if finding.cause == "slow_link"]
+    return findings[0] if findings else None
+
+
+def test_one_slow_link():
+    finding = found_link(linked(lambda s, r: 20.0 if {s, r} == {1, 3} else 1000.0, hosts="abcd"))
+    assert (finding.ranks, finding.host) == ((1, 3), "b")
+    assert "the link between rank 1 and rank 3 (b and d) carries 20 MB/s" in finding.evidence
+    share = 2.5 / 12.0
+    assert finding.gain == pytest.approx(share * 0.98, abs=0.005)
+    one_way = found_link(linked(lambda s, r: 20.0 if (s, r) == (3, 1) else 1000.0, hosts="abcd"))
+    assert one_way.ranks == (1, 3)
+
+
+@pytest.mark.parametrize("hosts", ["abc", "abcdef"])
+@pytest.mark.parametrize("is_slow", [lambda s, r: s == 2, lambda s, r: 2 in (s, r)], ids=["out", "in and out"])
+def test_all_links_of_one_rank_are_slow(hosts, is_slow):
+    finding = found_link(linked(lambda s, r: 30.0 if is_slow(s, r) else 900.0, hosts=hosts))
+    assert (finding.ranks, finding.host) == ((2,), "c")
+    assert "cable of c" in finding.remedy
+
+
+def test_links_that_are_not_slow():
+    assert found_link(linked(lambda s, r: 500.0 + 100 * s)) is None
+    # Within a host it is as quick as its memory and its CPUs are free.
+    assert found_link(linked(lambda s, r: 20.0 if {s, r} == {1, 3} else 1000.0)) is None
+    assert found_link(linked(lambda s, r: 5000.0 if s // 2 == r // 2 else 100.0, hosts="aabb")) is None
+    # Two messages of 1 and 4 ms differ by what a busy CPU costs.
+    assert found_link(linked(lambda s, r: 500.0 if s == 1 else 2000.0)) is None
+    unknown = linked(lambda s, r: 20.0 if {s, r} == {1, 3} else 1000.0, hosts="abcd")
+    unknown.intervals[2][0].links = []
+    assert found_link(unknown) is None
+
+
+def test_swapping():
+    host = [changed(interval(), swap_read_mb=35.0), changed(interval(), swap_read_mb=36.0, swapped_mb=812.0)]
+    run = run_of(interval(), *host)
+    run.ranks[1].host = run.ranks[2].host = "b"
+    finding = only(run)
+    assert (finding.cause, finding.ranks, finding.host, finding.gain) == ("swapping", (1, 2), "b", None)
+    assert "b reads 36 MB/s back from swap while it trains; rank 2 has 812 MB there" in finding.evidence
+    assert judge(run_of(interval(), changed(interval(), swap_read_mb=0.5, swapped_mb=812.0))).findings == []
+
+
+def allocating(*used_mb, flops=None):
+    run = run_of(*(changed(interval(), device_mb=mb, flops=flops) for mb in used_mb), device="cuda")
+    for info in run.ranks.values():
+        info.device_capacity_mb, info.peak_flops_per_s = 80_000.0, 100e12
+    return run
+
+
+def test_memory_that_is_nearly_full():
+    one = only(allocating(76_000.0, 40_000.0))
+    assert (one.cause, one.ranks) == ("full_memory", (0,))
+    assert "95% of its device's memory allocated: 76,000 of 80,000 MB" in one.evidence
+    assert only(allocating(76_000.0, 75_000.0)).ranks == ()
+    assert judge(allocating(70_000.0, 60_000.0)).findings == []
+
+
+def test_memory_that_is_not_used_counts_where_devices_have_little_to_do():
+    flops = {share: share * 100e12 * interval().wall_s for share in (0.1, 0.5)}
+    finding = only(allocating(8_000.0, 20_000.0, flops=flops[0.1]))
+    assert (finding.cause, finding.ranks, finding.gain) == ("unused_memory", (), None)
+    assert "at most 25% of a device's memory was allocated, at 10% of the peak rate" in finding.evidence
+    for run in (
+        allocating(8_000.0, 20_000.0, flops=flops[0.5]),
+        allocating(8_000.0, 60_000.0, flops=flops[0.1]),
+        allocating(8_000.0, 20_000.0),
+    ):
+        assert judge(run).findings == []
+
+
+def throttled(clock, **reasons):
+    reasons = {name.replace("_", " "): looks for name, looks in reasons.items()}
+    return changed(
+        interval(), num_looks=10, clock_share=clock, throttled=reasons, temperature_c=91.0, power_w=410.0
+    )  # fmt: skip
+
+
+def test_a_device_that_is_too_hot():
+    run = run_of(throttled(0.9), throttled(0.6, heat=9, power_limit=10), device="cuda")
+    finding = only(run)
+    assert (finding.cause, finding.ranks, finding.host) == ("throttled_device", (1,), "host1")
+    assert finding.gain == pytest.approx(0.8 * (1 - 0.6 / 0.9), abs=0.01)
+    assert "60% of the highest for heat, at 100% of the looks, 91 degrees Celsius, 410 W" in finding.evidence
+    assert "cooling" in finding.remedy
+
+
+def test_a_power_limit_counts_where_others_are_quicker():
+    assert only(run_of(throttled(0.9), throttled(0.7, power_limit=10), device="cuda")).ranks == (1,)
+    assert judge(run_of(throttled(0.7, power_limit=10), throttled(0.7, power_limit=10), device="cuda")).findings == []
+    all_hot = only(run_of(throttled(0.7, heat=10), throttled(0.7, heat=10), device="cuda"))
+    assert all_hot.ranks == ()
+    assert judge(run_of(throttled(0.9, heat=3), throttled(0.9), device="cuda")).findings == []
 
 
 def growing(*sizes_mb, rank=0, num_ranks=2):

@@ -1,0 +1,110 @@
+"""Rules about the accelerator of a rank: reads that wait for it, its memory, its clock."""
+
+from collections.abc import Mapping
+from statistics import median
+
+from ..figures import Figures
+from .finding import Finding, at
+
+__all__ = ["device_reads", "full_memory", "throttled_device", "unused_memory"]
+
+_LIMITED_CLOCK = 0.9
+"""A device at its power limit is called throttled where its clock is below this part of the others': all are at it
+sometimes."""
+_LOW_MFU = 0.3
+"""Part of the peak rate below which a device may have too little to do at a time."""
+
+
+def device_reads(figures: Figures, threshold: float) -> Finding | None:
+    """`training_step` reads from the device, and so waits for it."""
+    counts = {rank: sum(total.reads.values()) for rank, total in figures.totals.items()}
+    rank = max(counts, key=lambda each: counts[each])
+    if counts[rank] < threshold or figures.ranks[rank].device == "cpu":
+        return None
+    reads = figures.totals[rank].reads
+    worst = max(reads, key=lambda each: reads[each])
+    return Finding(
+        cause="device_reads",
+        evidence=f"training_step reads from the device {counts[rank]} times: {worst}",
+        numbers={"reads": counts[rank]},
+        remedy="keep it a tensor (`detach()`), and hand that to self.log, which reads when somebody looks",
+    )
+
+
+def full_memory(figures: Figures, threshold: float) -> Finding | None:
+    """The memory of a device is nearly full: a longer batch, or a little fragmentation, ends the run."""
+    used = _memory_shares(figures)
+    rank = max(used, key=lambda each: used[each], default=0)
+    if not used or used[rank] < threshold:
+        return None
+    others = [share for other, share in used.items() if other != rank]
+    total_mb, capacity_mb = figures.totals[rank].device_mb or 0.0, figures.ranks[rank].device_capacity_mb or 0.0
+    return Finding(
+        cause="full_memory",
+        evidence=f"rank {rank} has had {used[rank]:.0%} of its device's memory allocated: {total_mb:,.0f} of"
+        f" {capacity_mb:,.0f} MB",
+        numbers={"share": used[rank], "mb": total_mb},
+        remedy="a smaller micro-batch with accumulate_grad_batches; activation_checkpointing; or fsdp",
+        **at(figures, rank, len(others) > 0 and median(others) < threshold),
+    )
+
+
+def unused_memory(figures: Figures, threshold: float) -> Finding | None:
+    """Much memory of the devices is free while they compute far below their peak: a larger micro-batch fits."""
+    used = _memory_shares(figures)
+    known = [figures.mfu(rank) for rank in figures.totals]
+    mfu = max((each for each in known if each is not None), default=1.0)
+    if not used or max(used.values()) >= threshold or mfu >= _LOW_MFU:
+        return None
+    return Finding(
+        cause="unused_memory",
+        evidence=f"at most {max(used.values()):.0%} of a device's memory was allocated, at {mfu:.0%} of the peak rate",
+        numbers={"share": max(used.values()), "mfu": mfu},
+        remedy="a larger micro-batch, with accumulate_grad_batches as much smaller; without activation_checkpointing",
+    )
+
+
+def throttled_device(figures: Figures, threshold: float) -> Finding | None:
+    """A device holds its clock down, for heat or power."""
+    clocks = {rank: total.clock_share for rank, total in figures.totals.items() if total.num_looks}
+    shares = {rank: _throttled_share(figures, clocks, rank) for rank in clocks}
+    if not shares or max(shares.values()) < threshold:
+        return None
+    ranks = tuple(rank for rank in shares if shares[rank] >= threshold)
+    worst = max(ranks, key=lambda rank: (shares[rank], -(clocks[rank] or 0.0)))
+    total, clock = figures.totals[worst], clocks[worst] or 0.0
+    others = [other for rank, other in clocks.items() if rank not in ranks and other]
+    usual = median(others) if others else 1.0
+    is_heat = total.throttled.get("heat", 0) >= threshold * (total.num_looks or 1)
+    host = figures.ranks[worst].host
+    reason = "heat" if is_heat else max(total.throttled, key=lambda each: total.throttled[each])
+    watts = "" if total.power_w is None else f", {total.power_w:.0f} W"
+    degrees = "" if total.temperature_c is None else f", {total.temperature_c:.0f} degrees Celsius"
+    beside = f"that of the others at {usual:.0%}" if others else "which all of them do"
+    look = "cooling and airflow" if is_heat else "power supply and power limit (nvidia-smi -q -d POWER)"
+    return Finding(
+        cause="throttled_device",
+        ranks=ranks if others else (),
+        host=host,
+        evidence=f"the device of rank {worst} ({host}) holds its clock at {clock:.0%} of the highest for {reason}, at"
+        f" {shares[worst]:.0%} of the looks{degrees}{watts}; {beside}",
+        numbers={"share": shares[worst], "clock_share": clock, "others": usual},
+        remedy=f"look at {look} on {host}; or leave that device out",
+        gain=figures.share("compute", worst) * max(0.0, 1.0 - clock / usual),
+    )
+
+
+def _memory_shares(figures: Figures) -> dict[int, float]:
+    """Returns the share of each device's memory that was allocated at most; of those where both are known."""
+    known = {rank: (total.device_mb, figures.ranks[rank].device_capacity_mb) for rank, total in figures.totals.items()}
+    return {rank: used / capacity for rank, (used, capacity) in known.items() if used and capacity}
+
+
+def _throttled_share(figures: Figures, clocks: Mapping[int, float | None], rank: int) -> float:
+    """Returns the share of the looks at which a device was throttled; a power limit counts if it slows it down."""
+    total = figures.totals[rank]
+    looks = [total.throttled.get("heat", 0), total.throttled.get("power brake", 0)]
+    others = [clock for other, clock in clocks.items() if other != rank and clock]
+    if others and (clocks[rank] or 0.0) < _LIMITED_CLOCK * median(others):
+        looks.append(total.throttled.get("power limit", 0))
+    return max(looks) / max(total.num_looks or 1, 1)

@@ -1,0 +1,88 @@
+"""The watches of `Doctor` on swap and on the device's clock, by what the system tells them."""
+
+import resource
+
+import pytest
+import torch
+
+from polyphase.callbacks._swap import SwapWatch
+from polyphase.callbacks._throttling import ThrottleWatch, throttle_watch
+
+
+def test_swap_is_that_of_the_host_since_the_last_look_and_of_this_process(tmp_path):
+    (tmp_path / "self").mkdir()
+
+    def says(pages, kilobytes):
+        (tmp_path / "vmstat").write_text(f"pgpgin 17\npswpin {pages}\npswpout 9\n")
+        (tmp_path / "self" / "status").write_text(f"VmRSS:\t 10 kB\nVmSwap:\t  {kilobytes} kB\n")
+
+    says(100, 0)
+    watch = SwapWatch(tmp_path)
+    assert watch.take() == {}
+    says(350, 2000)
+    read_mb = 250 * resource.getpagesize() / 1e6
+    assert watch.take() == {"swap_read_mb": pytest.approx(read_mb), "swapped_mb": pytest.approx(2.048)}
+    assert watch.take() == {"swapped_mb": pytest.approx(2.048)}
+
+
+def test_where_the_system_tells_nothing_of_swap_nothing_is_known(tmp_path):
+    assert SwapWatch(tmp_path).take() == {}
+
+
+def test_this_system_tells_numbers():
+    assert all(mb > 0.0 for mb in SwapWatch().take().values())
+
+
+class Nvml:
+    """What a driver says, by the names of `pynvml`."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, bits):
+        self.bits = bits
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):  # noqa: N802
+        if self.bits is None:
+            raise self.NVMLError("not supported")
+        return self.bits
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):  # noqa: N802
+        return {1: 1188}[kind]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle, kind):  # noqa: N802
+        return {1: 1980}[kind]
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):  # noqa: N802
+        return {0: 88}[sensor]
+
+    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
+        return 512_000
+
+
+@pytest.mark.parametrize(
+    ("bits", "reasons"),
+    [
+        (0x00, []),
+        (0x01, []),  # idle
+        (0x04, ["power limit"]),
+        (0x60, ["heat"]),
+        (0x84, ["power brake", "power limit"]),
+    ],
+)
+def test_reasons_of_a_device(bits, reasons):
+    assert ThrottleWatch(Nvml(bits), 0).take() == {
+        "throttled": dict.fromkeys(reasons, 1),
+        "num_looks": 1,
+        "clock_share": 0.6,
+        "temperature_c": 88.0,
+        "power_w": 512.0,
+    }
+
+
+def test_a_driver_that_tells_nothing():
+    assert ThrottleWatch(Nvml(None), 0).take() == {}
+
+
+def test_a_cpu_has_no_watch():
+    assert throttle_watch(torch.device("cpu")) is None
