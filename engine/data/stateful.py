@@ -238,8 +238,18 @@ class StateTrackingLoader(DataLoader):
         if self.num_workers == 0 and (self._draws is None or not self._draws.begin()):
             self._draws = _Draws(self.dataset, None)
         batches: Iterator[Any] = self._iterator_of_loader()
-        if self._draws is not None:
-            self._draws.check_order(self)
+        is_warned = self._draws is not None and self._draws.check_order(self)
+        if getattr(batches, "is_another", False) and not is_warned:
+            name = type(
+                getattr(self.dataset, "dataset", self.dataset)
+            ).__name__  # of the user's data set inside a proxy
+            raise ValueError(
+                f"{name} has no `state_dict`, and was read again up to its place; but it has yielded other batches than"
+                " in the run that saved the checkpoint: its order, or its augmentation, depends on what no checkpoint"
+                " has, such as a generator that is seeded by the clock (webdataset's `shuffle` without `seed`, and"
+                " `shardshuffle` without `detshuffle=True`). Resume at the end of an epoch, or load the weights alone;"
+                " for the next run, seed these generators, or give the data set `state_dict` and `load_state_dict`."
+            )
         if self._leftover is not None and self._leftover.is_due:
             leftover, self._leftover = self._leftover, None
             before, first = OwnGenerators(self.dataset).state_here(), list(itertools.islice(batches, 1))
@@ -358,17 +368,19 @@ class _Draws:
         set_state_here(self._dataset, self._start)
         return True
 
-    def check_order(self, loader: DataLoader) -> None:
-        """Called when the iterator was made: warns if the stream was read again with other draws."""
+    def check_order(self, loader: DataLoader) -> bool:
+        """Called when the iterator was made: warns if the stream was read again with other draws; returns whether."""
         then = None if self._resumed is None else self._resumed["next"]
         reads_again = then is not None and not is_stateful(self._dataset)
-        if reads_again and self._draws_on and not is_same_state(then, self._own.state_here()):
+        is_other = reads_again and self._draws_on and not is_same_state(then, self._own.state_here())
+        if is_other:
             rank_zero_warn(
                 f"{type(self._dataset).__name__} has no `state_dict`, and was read again up to its place. It draws"
                 " random numbers from global generators between its samples, and so does the training: if they decide"
                 " which samples come, other ones come now. Give it a generator of its own, a `state_dict` and"
                 " `load_state_dict`, or num_workers=1."
             )
+        return is_other
 
     def fetch(self, batches: Iterator[Any]) -> Any:
         """Returns the next batch."""
