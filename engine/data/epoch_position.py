@@ -41,9 +41,10 @@ def tell_batch_sampler(loader: Any, epoch: int) -> None:
     Lightning sets it on a loader's sampler, and on the sampler within a batch sampler, but not on the batch sampler,
     which has it from a `GlobalOrder` where there are several ranks.
     """
-    if isinstance(loader, DataLoader) and order_of(loader) is None and _unit(loader) == "batches":
-        if callable(set_epoch := getattr(loader.batch_sampler, "set_epoch", None)):
-            set_epoch(epoch)
+    if not isinstance(loader, DataLoader) or order_of(loader) is not None or _unit(loader) != "batches":
+        return
+    if callable(set_epoch := getattr(loader.batch_sampler, "set_epoch", None)):
+        set_epoch(epoch)
 
 
 def _unit(loader: DataLoader) -> str:
