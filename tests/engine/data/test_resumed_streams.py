@@ -240,8 +240,6 @@ def test_data_that_cannot_say_where_they_were_are_refused_in_mid_epoch(name, tmp
         train(make, tmp_path / "s")
 
 
-@pytest.mark.filterwarnings("ignore:The state_dict of AsksForMore can't be asked for")
-@pytest.mark.parametrize("name", NOWHERE)
 class ByTheClock(IterableDataset[int]):
     """Draws its order as webdataset's `shuffle` does without a seed."""
 
@@ -261,6 +259,8 @@ def test_a_stream_that_draws_another_order_when_it_is_read_again_is_refused(num_
         train(load, tmp_path / "saved")
 
 
+@pytest.mark.filterwarnings("ignore:The state_dict of AsksForMore can't be asked for")
+@pytest.mark.parametrize("name", NOWHERE)
 def test_they_go_on_after_the_last_batch_of_an_epoch(name, tmp_path):
     make, _ = NOWHERE[name]
     at = len(train(make)) // 3
