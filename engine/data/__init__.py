@@ -4,7 +4,7 @@ from .batch_size_flags import check_batch_sizes, check_loader
 from .clone_loader import clone_loader
 from .data_set_epoch import epoch_of, epoch_setter, set_epoch
 from .drawing import draws_at_once, restore_sampler, state_of_seed
-from .epoch_position import EpochPosition, controlling_sampler, order_of
+from .epoch_position import EpochPosition, controlling_sampler, order_of, tell_batch_sampler
 from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
 from .global_batches import FlattenedBatchSampler, GlobalBatches
 from .global_order import GlobalOrder, Samples
@@ -95,6 +95,7 @@ __all__ = [
     "starts_iterator",
     "state_of_seed",
     "states_of_own",
+    "tell_batch_sampler",
     "track_draws",
     "track_states",
     "tracks_own_position",

@@ -12,7 +12,7 @@ from .global_batches import GlobalBatches
 from .global_order import GlobalOrder
 from .watched import Watched
 
-__all__ = ["EpochPosition", "controlling_sampler", "order_of"]
+__all__ = ["EpochPosition", "controlling_sampler", "order_of", "tell_batch_sampler"]
 
 
 _KNOWN = {"before": {"global": None, "sampler": None}, "sampler": None, "whole": False, "num_passes": 0}
@@ -33,6 +33,18 @@ def controlling_sampler(loader: DataLoader) -> Any:
     batches: Any = loader.batch_sampler
     is_users = is_custom(batches) and not isinstance(batches, GlobalBatches)
     return batches if is_users else getattr(batches, "sampler", loader.sampler)
+
+
+def tell_batch_sampler(loader: Any, epoch: int) -> None:
+    """Sets the epoch of a loader's batch sampler that is the user's own and has `set_epoch`.
+
+    Lightning sets it on a loader's sampler, and on the sampler within a batch sampler, but not on the batch sampler,
+    which has it from a `GlobalOrder` where there are several ranks.
+    """
+    if not isinstance(loader, DataLoader) or order_of(loader) is not None or _unit(loader) != "batches":
+        return
+    if callable(set_epoch := getattr(loader.batch_sampler, "set_epoch", None)):
+        set_epoch(epoch)
 
 
 def _unit(loader: DataLoader) -> str:

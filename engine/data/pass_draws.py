@@ -39,17 +39,19 @@ class PassDraws:
         set_state_here(self._dataset, self._start)
         return True
 
-    def check_order(self, loader: DataLoader) -> None:
-        """Called when the iterator was made: warns if the stream was read again with other draws."""
+    def check_order(self, loader: DataLoader) -> bool:
+        """Called when the iterator was made: warns if the stream was read again with other draws; returns whether."""
         saved = None if self._resumed is None else self._resumed["next"]
         reads_again = saved is not None and not is_stateful(self._dataset)
-        if reads_again and self._draws_between and not is_same_state(saved, self._own.state_here()):
+        is_other = reads_again and self._draws_between and not is_same_state(saved, self._own.state_here())
+        if is_other:
             rank_zero_warn(
                 f"{type(self._dataset).__name__} has no `state_dict`, and was read again up to its place. It draws"
                 " random numbers from global generators between its samples, and so does the training: if they decide"
                 " which samples come, other ones come now. Give it a generator of its own, a `state_dict` and"
                 " `load_state_dict`, or num_workers=1."
             )
+        return is_other
 
     def fetch(self, batches: Iterator[Any]) -> Any:
         """Returns the next batch."""

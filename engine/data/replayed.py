@@ -16,7 +16,7 @@ from .clone_loader import clone_loader
 from .stand_in import DatasetProxy
 from .stateful import is_hugging_face_dataset, is_stateful
 
-__all__ = ["Replayed", "digest_of_generators", "loses_its_buffer", "reread_if_buffered"]
+__all__ = ["Replayed", "digest_of_generators", "iterables_of", "loses_its_buffer", "reread_if_buffered"]
 
 
 class Replayed(DatasetProxy):
@@ -40,18 +40,18 @@ def reread_if_buffered(loader: DataLoader) -> DataLoader:
 def loses_its_buffer(dataset: Any) -> bool:
     """Whether the state of a data set leaves out the examples in a shuffle buffer."""
     # Hugging Face: BufferShuffledExamplesIterable
-    names = {cls.__name__ for part in _iterables(dataset) for cls in type(part).__mro__}
+    names = {cls.__name__ for part in iterables_of(dataset) for cls in type(part).__mro__}
     return is_stateful(dataset) and "BufferShuffledExamplesIterable" in names
 
 
 def digest_of_generators(dataset: Any) -> int | None:
     """Returns a checksum of the generators that draw the order of a Hugging Face data set; None without any."""
-    values = [value for part in _iterables(dataset) for value in vars(part).values()]
+    values = [value for part in iterables_of(dataset) for value in vars(part).values()]
     states = [repr(value.bit_generator.state) for value in values if isinstance(value, np.random.Generator)]
     return zlib.crc32("".join(states).encode()) if states else None
 
 
-def _iterables(dataset: Any) -> list[Any]:
+def iterables_of(dataset: Any) -> list[Any]:
     """Returns the iterables that a Hugging Face data set consists of, also if it is within another data set."""
     found: dict[int, Any] = {}
     waiting = [(dataset, False)]

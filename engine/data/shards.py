@@ -27,7 +27,7 @@ from ..checkpoint.rng import get_random_state, set_random_state
 from .clone_loader import clone_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
-from .replayed import loses_its_buffer
+from .replayed import iterables_of, loses_its_buffer
 from .stand_in import DatasetProxy
 from .stateful import StateTrackingLoader, is_hugging_face_dataset, is_stateful
 from .torchdatas import classes_of_torchdata, is_torchdata_loader
@@ -39,6 +39,7 @@ __all__ = [
     "padding_batch",
     "read_by_shards",
     "remaining_shards",
+    "why_not_dealable",
     "why_not_shardable",
 ]
 
@@ -86,6 +87,21 @@ def why_not_shardable(dataset: Any) -> str | None:
             if getattr(part, flag, False):
                 return f"its `map` or `filter` with {flag}=True depends on where shards begin"
         part = getattr(part, "ex_iterable", None)
+    return None
+
+
+def why_not_dealable(dataset: Any) -> str | None:
+    """Returns why ranks that share a data set's shards would together read other samples than one rank; or None.
+
+    Hugging Face divides the number that `take` and `skip` count to by that of the ranks, and each rank counts in its
+    own shards; so it does with the indices of a `filter`.
+    """
+    for part in iterables_of(dataset):
+        name = type(part).__name__
+        if name in ("TakeExamplesIterable", "SkipExamplesIterable") and getattr(part, "split_when_sharding", True):
+            return "take" if name.startswith("Take") else "skip"
+        if name == "FilteredExamplesIterable" and getattr(part, "with_indices", False):
+            return "filter(..., with_indices=True)"
     return None
 
 

@@ -210,8 +210,17 @@ class StateTrackingLoader(DataLoader):
         if self.num_workers == 0 and (self._draws is None or not self._draws.begin()):
             self._draws = PassDraws(self.dataset, None)
         batches: Iterator[Any] = self._iterator_of_loader()
-        if self._draws is not None:
-            self._draws.check_order(self)
+        is_warned = self._draws is not None and self._draws.check_order(self)
+        if getattr(batches, "is_another", False) and not is_warned:
+            # Of the user's data set inside a proxy.
+            name = type(getattr(self.dataset, "dataset", self.dataset)).__name__
+            raise ValueError(
+                f"{name} has no `state_dict`, and was read again up to its place; but it has yielded other batches than"
+                " in the run that saved the checkpoint: its order, or its augmentation, depends on what no checkpoint"
+                " has, such as a generator that is seeded by the clock (webdataset's `shuffle` without `seed`, and"
+                " `shardshuffle` without `detshuffle=True`). Resume at the end of an epoch, or load the weights alone;"
+                " for the next run, seed these generators, or give the data set `state_dict` and `load_state_dict`."
+            )
         if self._reapplied_state is not None and self._reapplied_state.is_due:
             reapplied, self._reapplied_state = self._reapplied_state, None
             before, first = OwnGenerators(self.dataset).state_here(), list(itertools.islice(batches, 1))

@@ -1,8 +1,9 @@
 """A loader of streams with `state_dict`: torch's own iterators, whose workers send their position with each batch.
 
 The states have the format of torchdata's `StatefulDataLoader`, so a checkpoint can be resumed with either loader. There
-are two differences. A worker that had finished its part is not read again after a resumption, even if its data set
-would restart. And `state_dict` does not create an iterator.
+are three differences. A worker that had finished its part is not read again after a resumption, even if its data set
+would restart. `state_dict` does not create an iterator. And the state of a stream without a state has a checksum of the
+batches of the pass: if the stream is read again and yields other ones, its iterator says so by `is_another`.
 
 Before its first batch and after its last batch a worker yields its position alone. So the loader knows the positions
 of all workers at each batch, and the position of a persistent worker for the next epoch.
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_work
 
 # torch: the iterators of DataLoader._get_iterator, and the class that reads the batches of a data set.
 from .._compat.torch import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from .batch_digest import add_to_digest
 from .clone_loader import clone_loader
 
 __all__ = ["BeginsWithWorker", "StreamLoader", "can_be_read", "is_stateful"]
@@ -71,11 +73,18 @@ class StreamLoader(DataLoader):
 class _HereIterator(_SingleProcessDataLoaderIter):
     """Iterates in this process, without workers."""
 
+    is_another: bool
+    """Whether a stream without a state was read again up to its position, and has yielded other batches than before."""
+    _digest: int | None
+    """The checksum of the batches of the pass, for a stream without a state."""
+
     def __init__(self, loader: DataLoader, loaded: dict[str, Any] | None) -> None:
         if loaded is not None:
             _load(loader.dataset, loaded)
         super().__init__(loader)
-        self.has_ended = False
+        self.has_ended, self.is_another = False, False
+        reads_again = not is_stateful(self._dataset) and not is_stateful(self._dataset_fetcher.dataset_iter)
+        self._digest = 0 if reads_again else None
         if loaded is not None:
             self._restore(loaded)
 
@@ -84,19 +93,25 @@ class _HereIterator(_SingleProcessDataLoaderIter):
             _continue(self._dataset_fetcher, loaded)
         else:
             _read_again(self, loaded["_num_yielded"], self._dataset)
+            self.is_another = loaded.get("_digest", self._digest) != self._digest
         self._num_yielded, self.has_ended = loaded["_num_yielded"], loaded["_iterator_finished"]
 
     def __next__(self) -> Any:
         try:
-            return super().__next__()
+            batch = super().__next__()
         except StopIteration:
             self.has_ended = True
             raise
+        if self._digest is not None:
+            self._digest = add_to_digest(self._digest, batch)
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
+        digest = {} if self._digest is None else {"_digest": self._digest}
         return {
             **_place(self._dataset_fetcher),
             **_OF_SAMPLER,
+            **digest,
             "_sampler_iter_yielded": self._num_yielded,
             "_num_yielded": self._num_yielded,
             "_iterator_finished": self.has_ended,
@@ -121,6 +136,9 @@ class BeginsWithWorker:
 class _WorkersIterator(BeginsWithWorker, _MultiProcessingDataLoaderIter):
     """Iterates with workers, and separates their positions from the batches."""
 
+    is_another = False
+    """As in `_HereIterator`."""
+
     def __init__(self, loader: DataLoader, loaded: dict[str, Any] | None) -> None:
         snapshot = {} if loaded is None else loaded["_snapshot"]
         workers = snapshot.get("_worker_snapshots", {})
@@ -142,6 +160,7 @@ class _WorkersIterator(BeginsWithWorker, _MultiProcessingDataLoaderIter):
         if loaded is not None:
             if is_again:
                 _read_again(self, snapshot["_snapshot_step"], loader.dataset)
+                self.is_another = loaded.get("_digest", self._digest) != self._digest
             self._restore(loaded)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
@@ -152,7 +171,7 @@ class _WorkersIterator(BeginsWithWorker, _MultiProcessingDataLoaderIter):
         self.has_ended = loaded["_iterator_finished"]
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._latest, self.has_ended = self._num_workers - 1, False
+        self._latest, self.has_ended, self._digest = self._num_workers - 1, False, 0
         super()._reset(loader, first_iter)
         for _ in range(self._num_workers):  # each worker's first item is its initial position
             self._places.update([super()._next_data()[1].content])
@@ -176,11 +195,15 @@ class _WorkersIterator(BeginsWithWorker, _MultiProcessingDataLoaderIter):
             self._places.update([place.content])
             if place.has_batch:
                 self._latest = place.worker
+                if not any(map(_has_state, self._places.values())):
+                    self._digest = add_to_digest(self._digest, batch)
                 return batch
 
     def state_dict(self) -> dict[str, Any]:
         main = {**_OF_SAMPLER, "_num_workers": self._num_workers, "_sampler_iter_yielded": self._num_yielded}
+        digest = {} if any(map(_has_state, self._places.values())) else {"_digest": self._digest}
         return {
+            **digest,
             "_snapshot": {
                 "_snapshot_step": self._num_yielded,
                 "_last_yielded_worker_id": self._latest,

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from .clone_loader import clone_loader
-from .shards import num_shards_of
+from .shards import num_shards_of, why_not_dealable
 
 __all__ = [
     "UnevenEvalLoader",
@@ -44,6 +44,12 @@ _BEFORE_LAUNCH = """\
 in each of them before they are connected, since MosaicML's streams connect the ranks when they are made. Make it in
 `train_dataloader()` or `setup()`, which run in each rank; or start the script by `polyphase launch --nproc N --
 script.py` or torchrun."""
+
+_BY_COUNT = """\
+The shards of {name} would be dealt to {num_ranks} ranks, and its `{counts}` counts the samples of each rank's shards
+alone: the ranks together would read other samples than one process does. Choose them by files (data_files=[...]), or by
+a column (`filter` without indices); or make a data set with a length, as by `Dataset.from_list(list(stream.take(n)))`;
+or let each rank take its own, as by `split_dataset_by_node(stream, rank, {num_ranks}).take(n)`."""
 
 _AMONG_ALL = """\
 {name} shares itself out among all {num_ranks} ranks, where the samples of this run are shared out among {num_parts}:
@@ -173,7 +179,7 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         index: this rank.
 
     Raises:
-        ValueError: the data set has fewer shards (`num_shards`) than there are ranks.
+        ValueError: the data set has fewer shards (`num_shards`) than there are ranks, or other samples by its shards.
     """
     dataset: Any = loader.dataset
     if _shards_itself(dataset):
@@ -186,6 +192,8 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
             f"{type(dataset).__name__} has {has} shard(s), which {num_shards} ranks can't share: give it as many"
             " (num_shards, or more files), use fewer ranks, or Hugging Face's `split_dataset_by_node`."
         )
+    if num_shards > 1 and (counts := why_not_dealable(dataset)) is not None:
+        raise ValueError(_BY_COUNT.format(name=type(dataset).__name__, num_ranks=num_shards, counts=counts))
     return clone_loader(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
 
 

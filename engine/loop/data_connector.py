@@ -45,6 +45,7 @@ from ..data import (
     reread_if_buffered,
     seed_samples,
     shard_of,
+    tell_batch_sampler,
     track_draws,
     track_states,
     tracks_own_position,
@@ -103,6 +104,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if mode == RunningStage.TRAINING:
             self.data_position.begin()
             prepared = self._prepare_training(dataloader)
+            tell_batch_sampler(prepared, self.data_position.epoch)
             self.trainer._checkpoint_connector.seed_rank_stream()
             self.data_position.resume(prepared)
             return prepared

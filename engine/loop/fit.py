@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Lightning: the optimizer of a module that has none.
 # Lightning: Trainer.fit_loop.
 from .._compat.lightning import _FitLoop, _MockOptimizer
-from ..data import starts_iterator
+from ..data import starts_iterator, tell_batch_sampler
 from .noise import hide_tree_warnings
 from .requests import why_empty
 
@@ -57,6 +57,9 @@ class FitLoop(_FitLoop):
         with hide_tree_warnings():
             super().setup_data()
         trainer: Any = self.trainer
+        if not is_first and self._combined_loader is not None:
+            for loader in self._combined_loader.flattened:  # Lightning sets the epoch of all other samplers next
+                tell_batch_sampler(loader, trainer._data_connector.data_position.epoch)
         if is_first:
             self._restore_reload_epoch()
         if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._allows_empty_data():
@@ -103,6 +106,13 @@ class FitLoop(_FitLoop):
             return super().on_save_checkpoint()
         finally:
             self._combined_loader = loaders
+
+    def teardown(self) -> None:
+        """Ends the loop; if the loaders' iterators could not be made, the error is theirs and not Lightning's."""
+        fetcher: Any = self._data_fetcher
+        if fetcher is not None and fetcher._combined_loader is not None and fetcher._combined_loader._iterator is None:
+            self._data_fetcher = None  # Lightning: _DataFetcher.teardown asks for the length, which needs an iterator
+        super().teardown()
 
     def _allows_empty_data(self) -> bool:
         owners = (self.trainer.lightning_module, self.trainer.datamodule)  # type: ignore[attr-defined]

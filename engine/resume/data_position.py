@@ -363,14 +363,13 @@ class DataPosition:
                 self._watched[loader].begin_again()
 
     def begin_next_epoch(self) -> None:
-        """Drops the resumed positions; called when the next epoch begins, which has its own number of batches."""
+        """Drops the resumed positions; called when an epoch begins, which has its own number of batches."""
         trainer, combined = self.trainer, self.trainer.fit_loop._combined_loader
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
             self.restart_loaders()
-        if not self._resumed_positions:
-            return
         self._resumed_positions.clear()
+        # Lightning asks for them once. A batch sampler that is told the epoch may have another number in each.
         set_limits(trainer)
         set_lengths(trainer)
 

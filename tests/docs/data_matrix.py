@@ -288,7 +288,8 @@ and index alone.
 **Streams.** Each rank keeps its position in an `IterableDataset`, and a resumed run needs as many ranks. A stream
 without `state_dict` is read again up to that position, with the generators in the states in which the epoch began, so
 that it draws the same order. If it draws from global generators between its samples, in the main process, and the
-training draws from them, too, a warning says that other samples may come.
+training draws from them, too, a warning says that other samples may come. If it yields other batches than before, as
+webdataset's `shuffle` without a seed does, that is an error (not with persistent workers, or torchdata's loader).
 
 **Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
 and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn

@@ -101,6 +101,25 @@ class Buckets:
         return iter([order[a:b] for a, b in itertools.pairwise(cuts)])
 
 
+class Growing:
+    """A batch sampler with `set_epoch`: batches of three samples in the first epoch, then of two, then of one."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def size(self) -> int:
+        return max(1, 3 - self.epoch)
+
+    def __len__(self) -> int:
+        return -(-SIZE // self.size)
+
+    def __iter__(self) -> Any:
+        return (list(range(i, min(i + self.size, SIZE))) for i in range(0, SIZE, self.size))
+
+
 class Pairs(BatchSampler):
     """A batch sampler of a class of its own."""
 
@@ -135,6 +154,7 @@ LOADERS = {
         Positions(SIZE), batch_sampler=Pairs(RandomSampler(range(SIZE), generator=generator()), 3, False)
     ),
     "batches of any length": lambda: DataLoader(Positions(SIZE), batch_sampler=Buckets()),
+    "batches of another number in each epoch": lambda: DataLoader(Positions(SIZE), batch_sampler=Growing()),
     "a list of batches": lambda: DataLoader(Positions(SIZE), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7], [8]]),
     "torchdata, in order": lambda: StatefulDataLoader(Positions(SIZE), batch_size=3),
     "torchdata, shuffled": lambda: StatefulDataLoader(Positions(SIZE), batch_size=3, shuffle=True),
@@ -159,6 +179,26 @@ LOADERS = {
 )
 def test_goes_on(name, at, hook, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, hook=hook)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_has_as_many_batches_as_its_batch_sampler_has_then(num_workers):
+    seen = train(lambda: DataLoader(Positions(SIZE), batch_sampler=Growing(), num_workers=num_workers))
+    sizes = [[len(batch) for epoch, _, batch in seen if epoch == number] for number in range(3)]
+    assert sizes == [[3, 3, 3, 3, 2], [2] * 7, [1] * 14]
+
+
+def test_a_validation_in_mid_epoch_is_due_at_the_epochs_own_share_of_batches():
+    done = []
+
+    class Validates(Trains):
+        def on_validation_start(self) -> None:
+            done.append((self.trainer.current_epoch, len(self.seen)))
+
+    module, flags = Validates(), {"val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    train_loader = DataLoader(Positions(SIZE), batch_sampler=Growing())
+    engine(max_epochs=2, **flags).fit(module, train_loader, DataLoader(Positions(2)))
+    assert done == [(0, 2), (0, 4), (1, 5 + 3), (1, 5 + 6)]
 
 
 ASKED = {

@@ -1,5 +1,7 @@
 """One process, whole fits: data without an order to deal, and several loaders at once, are gone on with exactly."""
 
+import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +219,25 @@ def test_data_that_cannot_say_where_they_were_are_refused_in_mid_epoch(name, tmp
     train(make, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "s")])
     with pytest.raises(ValueError, match=f"saved after 2 batches of the epoch, .*{message}"):
         train(make, tmp_path / "s")
+
+
+class ByTheClock(IterableDataset[int]):
+    """Draws its order as webdataset's `shuffle` does without a seed."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(time.time_ns()).sample(range(SIZE * 5), SIZE))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_draws_another_order_when_it_is_read_again_is_refused(num_workers, tmp_path):
+    """Samples would be left out, and others repeated."""
+
+    def load() -> DataLoader:
+        return DataLoader(ByTheClock(), 3, num_workers=num_workers)
+
+    train(load, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "saved")], max_epochs=1)
+    with pytest.raises(ValueError, match=r"ByTheClock has no `state_dict`, .* has yielded other batches than"):
+        train(load, tmp_path / "saved")
 
 
 @pytest.mark.filterwarnings("ignore:The state_dict of AsksForMore can't be asked for")

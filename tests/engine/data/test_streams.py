@@ -4,6 +4,7 @@ import math
 import sys
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -84,6 +85,44 @@ def test_fewer_shards_than_ranks_are_refused():
     assert list(part) == [0, 1]
     with pytest.raises(ValueError, match=r"Sharded has 2 shard\(s\), which 3 ranks can't share: give it as many"):
         shard_of(DataLoader(Sharded(4)), 3, 0)
+
+
+def _hugging_faces(kind: str, **attributes: Any) -> Sharded:
+    """A stream of the name and the attributes that Hugging Face's has."""
+    data: Any = Sharded(4)
+    data._ex_iterable = type("MappedExamplesIterable", (), {})()
+    data._ex_iterable.ex_iterable = type(kind, (), {})()
+    vars(data._ex_iterable.ex_iterable).update(attributes)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "named"),
+    [
+        ("TakeExamplesIterable", {"n": 2, "split_when_sharding": True}, "take"),
+        ("SkipExamplesIterable", {"n": 2}, "skip"),
+        ("FilteredExamplesIterable", {"with_indices": True}, r"filter\(..., with_indices=True\)"),
+    ],
+)
+def test_streams_whose_samples_are_counted_are_refused_on_several_ranks(kind, attributes, named):
+    loader = DataLoader(_hugging_faces(kind, **attributes), batch_size=None)
+    with pytest.raises(ValueError, match=f"its `{named}` counts the samples of each rank's"):
+        shard_of(loader, 2, 0)
+    assert shard_of(loader, 1, 0) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes"),
+    [
+        # What `split_dataset_by_node` has given a rank, of which it takes its own.
+        ("TakeExamplesIterable", {"n": 2, "split_when_sharding": False}),
+        ("FilteredExamplesIterable", {"with_indices": False}),
+    ],
+)
+def test_streams_that_choose_samples_otherwise_are_shared(kind, attributes):
+    part = shard_of(DataLoader(_hugging_faces(kind, **attributes), batch_size=None), 2, 0)
+    assert part is not None
+    assert list(part) == [0, 1]
 
 
 def test_a_data_set_of_a_package_that_shards_itself_is_left_as_it_is():
