@@ -29,9 +29,12 @@ print(f"{content['global_step']} steps, then {trainer.global_step}")
 """
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp_fork", "zero1_fork", "local_sgd_fork", "diloco_fork", "ps_fork"])
+@pytest.mark.parametrize(
+    "strategy", ["single", "dp", "ddp_fork", "zero1_fork", "local_sgd_fork", "diloco_fork", "ps_fork"]
+)
 def test_a_file_opens_without_polyphase(strategy, tmp_path):
-    devices = 1 if strategy == "single" else 2
+    # On the one device of a CPU, `dp` is `single`; on several it needs GPUs.
+    devices = 1 if strategy in ("single", "dp") else 2
     flags = {**QUIET, "devices": devices, "strategy": strategy, "default_root_dir": tmp_path}
     Engine(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path, "saved")], **flags).fit(Small())
     path = tmp_path / "saved.ckpt"
