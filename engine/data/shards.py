@@ -35,6 +35,7 @@ from .torchdatas import classes_of_torchdata, is_torchdata_loader
 __all__ = [
     "ShardedLoader",
     "ShardedStream",
+    "ends_with_one_source",
     "num_shards_of",
     "padding_batch",
     "read_by_shards",
@@ -103,6 +104,15 @@ def why_not_dealable(dataset: Any) -> str | None:
         if name == "FilteredExamplesIterable" and getattr(part, "with_indices", False):
             return "filter(..., with_indices=True)"
     return None
+
+
+def ends_with_one_source(dataset: Any) -> bool:
+    """Whether a data set mixes sources until the first, or the last, of them has ended: on each rank by its own shards.
+
+    Such ranks together read other samples than one process does, or read others twice.
+    """
+    strategies = {getattr(part, "stopping_strategy", None) for part in iterables_of(dataset)}
+    return not strategies.isdisjoint(("first_exhausted", "all_exhausted"))  # Hugging Face: interleave_datasets
 
 
 def read_by_shards(loader: DataLoader, num_ranks: int, rank: int) -> DataLoader | None:

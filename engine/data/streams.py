@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from .clone_loader import clone_loader
-from .shards import num_shards_of, why_not_dealable
+from .shards import ends_with_one_source, num_shards_of, why_not_dealable
 
 __all__ = [
     "UnevenEvalLoader",
@@ -50,6 +51,11 @@ The shards of {name} would be dealt to {num_ranks} ranks, and its `{counts}` cou
 alone: the ranks together would read other samples than one process does. Choose them by files (data_files=[...]), or by
 a column (`filter` without indices); or make a data set with a length, as by `Dataset.from_list(list(stream.take(n)))`;
 or let each rank take its own, as by `split_dataset_by_node(stream, rank, {num_ranks}).take(n)`."""
+
+_BY_SOURCE = """\
+{name} mixes sources until one of them ends, and each of the {num_ranks} ranks mixes its own shards of them: together
+they read other samples in an epoch than one process does. `interleave_datasets(...,
+stopping_strategy="all_exhausted_without_replacement")` reads each sample once, on any number of ranks."""
 
 _AMONG_ALL = """\
 {name} shares itself out among all {num_ranks} ranks, where the samples of this run are shared out among {num_parts}:
@@ -194,6 +200,8 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         )
     if num_shards > 1 and (counts := why_not_dealable(dataset)) is not None:
         raise ValueError(_BY_COUNT.format(name=type(dataset).__name__, num_ranks=num_shards, counts=counts))
+    if num_shards > 1 and ends_with_one_source(dataset):
+        rank_zero_warn(_BY_SOURCE.format(name=type(dataset).__name__, num_ranks=num_shards))
     return clone_loader(loader, dataset=dataset.shard(num_shards=num_shards, index=index))
 
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import warnings
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,22 @@ def test_streams_that_choose_samples_otherwise_are_shared(kind, attributes):
     part = shard_of(DataLoader(_hugging_faces(kind, **attributes), batch_size=None), 2, 0)
     assert part is not None
     assert list(part) == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable"])
+def test_a_mixture_that_ends_with_a_source_is_told_on_several_ranks(kind):
+    def told(strategy: str, num_ranks: int) -> list[str]:
+        loader = DataLoader(_hugging_faces(kind, stopping_strategy=strategy), batch_size=None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert shard_of(loader, num_ranks, 0) is not None
+        return [str(warning.message) for warning in caught]
+
+    for strategy in ("first_exhausted", "all_exhausted"):
+        (warning,) = told(strategy, 2)
+        assert "mixes sources until one of them ends, and each of the 2 ranks mixes its own shards" in warning
+        assert told(strategy, 1) == []
+    assert told("all_exhausted_without_replacement", 2) == []
 
 
 def test_a_data_set_of_a_package_that_shards_itself_is_left_as_it_is():
