@@ -62,6 +62,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.core.optimizer:LightningOptimizer": ("_on_after_step", "_on_before_step"),
     "lightning.pytorch.core.saving": ("_default_map_location",),
     "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": ("_batch_sampler",),
+    "lightning.pytorch.utilities.combined_loader:CombinedLoader": ("_iterables",),
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": ("_consumed", "_idx"),
     "lightning.pytorch.plugins.precision:Precision": ("_clip_gradients", "_wrap_closure"),
     "lightning.pytorch.strategies:Strategy": ("_lightning_optimizers",),

@@ -36,7 +36,8 @@ def test_the_table_of_strategies_imports_none_of_them():
     code = f"import sys, {modules}; print(*(name for name in sys.modules if name.startswith('polyphase')))"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     folder = "polyphase.engine.strategies."
-    assert {name for name in found if name.startswith(folder)} == {f"{folder}options", f"{folder}registry"}
+    table = {f"{folder}{name}" for name in ("options", "registry", "strategy_spec")}
+    assert {name for name in found if name.startswith(folder)} == table
 
 
 def test_a_reference_is_imported_when_it_is_called():

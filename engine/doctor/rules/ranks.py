@@ -14,7 +14,7 @@ _SYNCS_A_STEP = 1.5
 _SMALL_BUCKET_MB = 1.0
 """The size that torch has for its first bucket."""
 _MICRO_BATCHES_A_STAGE = 2
-"""Of `pp` where the flag has no number."""
+"""The number of `pp` where the flag has none."""
 
 
 def slow_rank(figures: Figures, threshold: float) -> Finding | None:
