@@ -39,7 +39,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     f"{_CONNECTORS}.signal_connector:_SignalConnector": ("_has_already_handler", "_register_signal"),
     f"{_LOOPS}.fit_loop:_FitLoop": (
         "_combined_loader_states_to_load",
-        "_data_fetcher",
         "_data_source",
         "_should_accumulate",
     ),

@@ -147,8 +147,8 @@ class Interval:
     temperature_c: float | None = None
     power_w: float | None = None
     compression: dict[str, float] = dataclasses.field(default_factory=dict)
-    """A step's seconds of compressing (``compress_s``) and of collectives (``wire_s``), its ``sent_mb``, and ``plain_mb``,
-    which it would have sent without compression; as training ended, ``plain_mb_per_s``."""
+    """Seconds of compressing (``compress_s``) and of collectives (``wire_s``) in a step; ``sent_mb`` of a step, and
+    ``plain_mb``, which it would have sent without compression; as training ended, ``plain_mb_per_s``."""
     links: list[float] = dataclasses.field(default_factory=list)
     """Rate in MB/s at which this rank received from each other rank as training ended; empty if not measured."""
 
