@@ -79,6 +79,8 @@ class DataPosition:
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = self._is_in_mid_epoch = False
         self._saved_batches = self._counted_batches = 0
+        self._lengths: list[int | None] = []
+        """The loaders' lengths in the current epoch."""
         self.draws, self.data_epochs = DataDraws(trainer), DataSetEpochs(trainer)
 
     @property
@@ -124,6 +126,7 @@ class DataPosition:
 
     def watch(self, combined: CombinedLoader) -> None:
         """Tracks the loaders that stay the user's own objects; called before their first iterators are made."""
+        self._lengths = [sized_len(loader) for loader in combined.flattened]
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
         self.data_epochs.watch(combined)
@@ -368,10 +371,15 @@ class DataPosition:
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
             self.restart_loaders()
+        # Lightning asks for the lengths once; a batch sampler that is told the epoch may have another in each. Where
+        # none has changed, what a callback has made of them stays, such as stochastic weight averaging.
+        lengths = [sized_len(loader) for loader in combined.flattened]
+        are_others = bool(self._resumed_positions) or lengths != self._lengths
         self._resumed_positions.clear()
-        # Lightning asks for them once. A batch sampler that is told the epoch may have another number in each.
-        set_limits(trainer)
-        set_lengths(trainer)
+        self._lengths = lengths
+        if are_others:
+            set_limits(trainer)
+            set_lengths(trainer)
 
 
 def _is_known(sampler: Any) -> bool:

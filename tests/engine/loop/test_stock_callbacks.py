@@ -295,6 +295,17 @@ def test_lambda_callback(folders):
     assert len({name for name, _ in found[0]}) > 20
 
 
+def test_the_batch_that_weight_averaging_adds_for_batch_norm_is_run(folders):
+    numbers = []
+    for trainer_class, folder in zip(TRAINERS, folders, strict=True):
+        callback = stock.StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=2)
+        trainer = trainer_of(trainer_class, folder, max_epochs=4, callbacks=[callback])
+        trainer.fit(Small(), rows(4))
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        numbers.append((trainer.num_training_batches, progress.current.ready, progress.total.ready))
+    assert numbers[0] == numbers[1]
+
+
 def test_prediction_writer(folders):
     class Writes(stock.BasePredictionWriter):
         def write_on_batch_end(self, trainer, pl_module, prediction, indices, batch, batch_idx, dataloader_idx):
