@@ -33,7 +33,7 @@ from ..data.batch_sizes import BatchSizes
 from ..environment import global_seed
 from .data_generators import DataDraws
 from .data_set_epochs import DataSetEpochs, state_of_data
-from .epoch_lengths import set_lengths, set_limits
+from .epoch_lengths import lengths_of, set_lengths, set_limits
 from .position_checks import (
     check_data_set,
     check_has_position,
@@ -126,7 +126,7 @@ class DataPosition:
 
     def watch(self, combined: CombinedLoader) -> None:
         """Tracks the loaders that stay the user's own objects; called before their first iterators are made."""
-        self._lengths = [sized_len(loader) for loader in combined.flattened]
+        self._lengths = lengths_of(combined)
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
         self.data_epochs.watch(combined)
@@ -373,7 +373,7 @@ class DataPosition:
             self.restart_loaders()
         # Lightning asks for the lengths once; a batch sampler that is told the epoch may have another in each. Where
         # none has changed, what a callback has made of them stays, such as stochastic weight averaging.
-        lengths = [sized_len(loader) for loader in combined.flattened]
+        lengths = lengths_of(combined)
         are_others = bool(self._resumed_positions) or lengths != self._lengths
         self._resumed_positions.clear()
         self._lengths = lengths

@@ -3,22 +3,27 @@
 from typing import Any
 
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import sized_len
 
 # Lightning: how many batches `limit_train_batches` leaves of a loader.
 from .._compat.lightning import _parse_num_batches
 
-__all__ = ["set_lengths", "set_limits"]
+__all__ = ["lengths_of", "set_lengths", "set_limits"]
+
+
+def lengths_of(combined: CombinedLoader) -> list[int | None]:
+    """Returns the number of batches of each loader; None where it has no length."""
+    return [sized_len(loader) for loader in combined.flattened]
 
 
 # Lightning: FitLoop.setup_data, where it asks for the lengths.
 def set_limits(trainer: Any) -> None:
     """Sets how many batches of each training loader are read."""
     combined = trainer.fit_loop._combined_loader
-    lengths = [sized_len(loader) for loader in combined.flattened]
     combined.limits = [
         _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
-        for n in lengths
+        for n in lengths_of(combined)
     ]
     if combined._iterator is not None:  # Lightning: the iterator, not the loader, limits the epoch
         combined._iterator.limits = combined.limits
