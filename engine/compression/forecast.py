@@ -165,7 +165,8 @@ def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: Simu
     device = bucket.gradients.device
     dry.messages.clear()
     dry.sent.clear()
-    bucket.gradients.normal_()
+    generator = torch.Generator(bucket.gradients.device).manual_seed(0)  # not the one that orders and dropout draw from
+    bucket.gradients.normal_(generator=generator)
     began_s = clock_s(device)
     hook.average(bucket, dry)
     ended_s = clock_s(device)

@@ -168,9 +168,11 @@ def build(name: str) -> LightningModule:
     return ALL_SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
 
 
-def loader(name: str, accumulate: int, world_size: int = 1, num_steps: int = STEPS) -> DataLoader:
+def loader(
+    name: str, accumulate: int, world_size: int = 1, num_steps: int = STEPS, *, shuffle: bool = False
+) -> DataLoader:
     data = ALL_SUBJECTS[name].data(num_steps * accumulate * MICRO_BATCH)
-    return DataLoader(data, batch_size=MICRO_BATCH // world_size)
+    return DataLoader(data, batch_size=MICRO_BATCH // world_size, shuffle=shuffle)
 
 
 def plain_loop(
@@ -180,15 +182,16 @@ def plain_loop(
     clip: float | None,
     in_bf16: tuple[int, int] | None = None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    num_epochs: int = 1,
 ) -> dict[str, Tensor]:
-    """The weights after an epoch.
+    """The weights after some epochs.
 
     With `in_bf16`, numbers of ranks and of replicas, the sum over the replicas' gradients is one of bfloat16.
     """
     module.train()
     optimizer = make_optimizer(module)
-    micro_batches: Iterator[Any] = iter(batches)
-    for _ in range(len(batches) // accumulate):
+    micro_batches: Iterator[Any] = (batch for _ in range(num_epochs) for batch in batches)
+    for _ in range(num_epochs * len(batches) // accumulate):
         optimizer.zero_grad()
         window = [next(micro_batches) for _ in range(accumulate)]
         if in_bf16 is None:
@@ -233,9 +236,13 @@ def differences(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     accelerator: str = "cpu",
     num_steps: int = STEPS,
+    num_epochs: int = 1,
     **flags: object,
 ) -> float:
-    """Trains a subject under a strategy; the largest difference of any weight from the plain loop's."""
+    """Trains a subject under a strategy; the largest difference of any weight from the plain loop's.
+
+    Several epochs are shuffled, each in another order.
+    """
     module = build(subject)
     if make_optimizer is not adamw:  # that of the subjects
         # Bound: a copy of the module, as the check of the first steps makes, is to optimize itself.
@@ -244,7 +251,7 @@ def differences(
         strategy=flag,
         accelerator=accelerator,
         devices=devices,
-        max_epochs=1,
+        max_epochs=num_epochs,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         sync_batchnorm=ALL_SUBJECTS[subject].sync_batchnorm and devices > 1,
@@ -252,10 +259,13 @@ def differences(
         **QUIET,
         **flags,
     )
-    engine.fit(module, loader(subject, accumulate, engine.data_size, num_steps))
+    shuffle = num_epochs > 1
+    torch.manual_seed(2)  # of the orders
+    engine.fit(module, loader(subject, accumulate, engine.data_size, num_steps, shuffle=shuffle))
     # Last: a process that has run a backward where there is a device can't be forked.
-    batches = loader(subject, accumulate, num_steps=num_steps)
-    expected = plain_loop(build(subject), batches, accumulate, clip, in_bf16, make_optimizer)
+    batches, reference = loader(subject, accumulate, num_steps=num_steps, shuffle=shuffle), build(subject)
+    torch.manual_seed(2)
+    expected = plain_loop(reference, batches, accumulate, clip, in_bf16, make_optimizer, num_epochs)
     return largest_difference(module.state_dict(), expected)
 
 

@@ -118,6 +118,13 @@ def test_equals_a_plain_loop_that_averages_in_bf16(flag, replicas, subject, accu
     assert difference <= BF16_TOLERANCE
 
 
+@pytest.mark.parametrize("flag", STRATEGIES | PIPELINES | SPLIT)
+def test_shuffled_epochs_equal_those_of_a_plain_loop(flag):
+    """No generator is given: the orders are drawn from torch's own, from which nothing else may draw."""
+    devices, name = (STRATEGIES | PIPELINES | SPLIT)[flag], suffixed(flag, "fork")
+    assert differences(name, devices, "gpt of four blocks, tied", 1, None, num_steps=3, num_epochs=3) <= TOLERANCE
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_local_sgd_with_an_exchange_after_each_step_equals_a_plain_loop(subject, accumulate, table):

@@ -1,8 +1,9 @@
 """Runs steps of a module through the stages of a pipeline, and broadcasts the last stage's results to all of them.
 
-Random numbers: the ranks of a pipeline have a common stream. Each batch draws one number from it, which seeds a stream
-for each micro-batch. Numbers that a step draws before its units, such as noise that its loss needs again, are equal on
-all stages; the units of a stage (dropout) draw from the stage's own stream.
+Random numbers: the ranks of a pipeline have a common stream. Its state and the number of the batch seed a stream for
+each micro-batch. Nothing is drawn from it: it is where samplers draw the order of the next epochs from. Numbers that a
+step draws before its units, such as noise that its loss needs again, are equal on all stages; the units of a stage
+(dropout) draw from the stage's own stream.
 """
 
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from ...checkpoint.rng import get_random_state, seed_all, set_random_state
 from ...compression import CountingGroup
 from ...distributed.object_group import ObjectGroup
 from ...loop.step_snapshot import StepSnapshot
+from ...seeds import derive_seed
 from .batches import batch_size_of, merge_outputs, split_batch
 from .failures import describe_failure
 from .loans import lend, loans_between, loans_text, return_gradients
@@ -68,7 +70,7 @@ class _Work:
         self._outputs: dict[int, Any] = {}
         self._losses = None if weigh is None else Losses(weigh, self.num_micro_batches)
         self._last_stage, self._device = runner.partitioned.plan.num_stages - 1, runner.partitioned.device
-        self._seed = int(torch.randint(2**62, ()))
+        self._seed = runner.seed_of_batch(trains=self.trains)
         self.job = StepJob(
             step=lambda index: self.step(self.micro_batches[index]),
             begin=self._begin,
@@ -178,6 +180,20 @@ class Runner:
             if work.trains:
                 return_gradients(loans, self.partitioned.borrowed, self.wire, self.partitioned.device)
         return self._share(work, warning)
+
+    def seed_of_batch(self, *, trains: bool) -> int:
+        """Returns a seed for the numbers of this batch, and leaves the stream that all stages share as it is.
+
+        Args:
+            trains: whether it is a training batch; how many are evaluated between two of these makes no difference.
+        """
+        trainer = self.module.trainer
+        loops: list[Any] = [epoch := trainer.fit_loop.epoch_loop]
+        if not trains:
+            loops += [epoch.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+        num_batches = [loop.batch_progress.total.ready for loop in loops]
+        peeked = torch.randint(2**62, (), generator=torch.default_generator.clone_state())
+        return derive_seed(int(peeked), trains, *num_batches)
 
     def _record_writes(self, name: str) -> bool:
         """Begins to record the attributes that a step writes, unless they are known; returns whether it does."""

@@ -54,6 +54,16 @@ def test_forecasts_follow_the_wire_and_the_computation():
     run_ranks(check_forecasts, 2, start_method="fork")
 
 
+def check_random_state(rank: int) -> None:
+    before = torch.get_rng_state()
+    forecasts(link(1), Step([0.0], [0.0], length_s=0.01, overlaps=False))
+    assert torch.equal(torch.get_rng_state(), before), "the next epochs would have other orders"
+
+
+def test_a_forecast_leaves_the_random_state_alone():
+    run_ranks(check_random_state, 2, start_method="fork")
+
+
 def test_a_dry_wire_knows_what_would_be_sent():
     wire = SimulatedGroup(4)
     flat = torch.ones(SIZE)
