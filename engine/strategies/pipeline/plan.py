@@ -1,10 +1,10 @@
 """Plans pipeline stages: cuts a module into stages, and says which stages hold a parameter.
 
-The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class, or
-else of its longest `Sequential`, or `ModuleDict` of one class. Neighbouring units form a stage, balanced by the number
-of parameters. A module outside of the units belongs to the stage of the unit registered before it, or to the first;
-torchmetrics objects belong to the last. Parameters of the modules that contain the units, such as a class token, and
-those that several stages share are held by each of these stages.
+The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class (of
+several as long, of one that is trained), or else of its longest `Sequential`, or `ModuleDict` of one class. Neighbouring
+units form a stage, balanced by the number of parameters. A module outside of the units belongs to the stage of the unit
+registered before it, or to the first; torchmetrics objects belong to the last. Parameters of the modules that contain
+the units, such as a class token, and those that several stages share are held by each of these stages.
 """
 
 import dataclasses
@@ -106,7 +106,8 @@ def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
     sequentials = [(name, list(part)) for name, part in module.named_modules() if isinstance(part, nn.Sequential)]
     # Of an encoder and a decoder of equal length, the decoder: its blocks take the encoder's output as an argument.
     for candidates in (block_lists(module)[::-1], sequentials, block_lists(module, (nn.ModuleDict,))[::-1]):
-        name, blocks = max(candidates, key=lambda candidate: len(candidate[1]), default=("", []))
+        # Of a student and a teacher of equal length, the student.
+        name, blocks = max(candidates, key=lambda found: (len(found[1]), _is_trained(found[1])), default=("", []))
         units = list(dict.fromkeys(blocks))
         if len(units) > 1:
             return name, units
@@ -114,6 +115,10 @@ def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
         f"{type(module).__name__} has no repeated blocks that a pipeline could be cut at, no ModuleList or ModuleDict"
         f" of one class and no Sequential: {_REMEDY}."
     )
+
+
+def _is_trained(blocks: Collection[nn.Module]) -> bool:
+    return any(parameter.requires_grad for block in blocks for parameter in block.parameters())
 
 
 def _balanced(

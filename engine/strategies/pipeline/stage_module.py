@@ -75,6 +75,8 @@ class StageModule(nn.Module):
         self.is_live = False
         """Whether the step has come to this stage's own part."""
         self._index = 0
+        self._needs_gradients = False
+        """Whether gradients are to come back through what this stage sends."""
         self._recorder: WriteRecorder | None = None
 
     partitioned: PartitionedModule
@@ -119,6 +121,8 @@ class StageModule(nn.Module):
         partitioned, job = self.partitioned, self.partitioned.job
         assert job is not None
         self._index, self._received = index, received
+        has_trained = bool(self.stage) or any(parameter.requires_grad for parameter in self.parameters())
+        self._needs_gradients = torch.is_grad_enabled() and has_trained
         self.is_live = self._absent.tracks_mixing = self.stage == 0
         self._absent.mixing_line, self._absent.mixed_parameter = None, ""
         self._content.begin(job.shapes, is_trial=self._is_trial)
@@ -196,6 +200,8 @@ class StageModule(nn.Module):
             output = _without_content(form, self.partitioned.name_of(unit))
             return self._counted(output, unit, calls)
         if stage == self.stage + 1 and self.is_live:
+            if self._needs_gradients and not torch.is_grad_enabled():
+                raise CutError(self._why_no_gradients())
             raise _EndOfStage(self._offer(list(tensors_in((args, kwargs)))))
         if stage != self.stage:
             raise CutError(f"{users_line()} calls {self._name(unit)} out of order. {_REMEDY}")
@@ -261,19 +267,22 @@ class StageModule(nn.Module):
     def _to_send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Makes the tensors contiguous, and floating ones require a gradient: the next stage expects one from each."""
         trains = torch.is_grad_enabled() and bool(tensors)
-        has_gradients = not trains or any(tensor.requires_grad for tensor in tensors)
-        if not has_gradients and (self.stage or any(parameter.requires_grad for parameter in self.parameters())):
-            next_unit = self._name(self.partitioned.plan.stages[self.stage + 1][0])
-            raise CutError(
-                f"the arguments of {next_unit} have no gradient, though there is something to train before it: call"
-                " units with gradients; around them, torch.utils.checkpoint needs use_reentrant=False."
-            )
+        if trains and self._needs_gradients and not any(tensor.requires_grad for tensor in tensors):
+            raise CutError(self._why_no_gradients())
         # torch: `zero-bubble` detaches a stage's outputs in place, which views do not allow.
         return tuple(
             (tensor.clone() if tensor._is_view() else tensor).contiguous()
             if tensor.requires_grad or not (trains and tensor.is_floating_point())
             else tensor.detach().contiguous().requires_grad_()
             for tensor in tensors
+        )
+
+    def _why_no_gradients(self) -> str:
+        next_unit = self._name(self.partitioned.plan.stages[self.stage + 1][0])
+        return (
+            f"the arguments of {next_unit} have no gradient, though there is something to train before it: call units"
+            " with gradients, and name others than those in a method pipeline_stages() if they are not to have any;"
+            " around them, torch.utils.checkpoint needs use_reentrant=False."
         )
 
     def _name(self, unit: nn.Module) -> str:

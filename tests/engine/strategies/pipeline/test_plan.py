@@ -45,6 +45,13 @@ def test_blocks_are_dealt_by_their_parameters():
     assert names(net, plan) == [["body.blocks.0"], [f"body.blocks.{i}" for i in range(1, 5)]]
 
 
+def test_of_two_lists_that_are_as_long_the_trained_one_is_cut():
+    net = Net()
+    net.teacher = nn.ModuleList(nn.Linear(4, 4) for _ in net.body.blocks).requires_grad_(False)
+    plan = plan_stages(net, 2)
+    assert [name for stage in names(net, plan) for name in stage] == [f"body.blocks.{i}" for i in range(4)]
+
+
 def test_what_lies_outside_counts_and_belongs_to_its_neighbours():
     net = Net()
     net.embed = nn.Embedding(1000, 4)

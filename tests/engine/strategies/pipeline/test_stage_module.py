@@ -229,6 +229,15 @@ def without_gradient(net: Net) -> Tensor:
     return loss_of(net, x)
 
 
+def compares_with_frozen(net: Net) -> Tensor:
+    """The blocks are called without gradients, what is trained is elsewhere."""
+    x = target = net.embed(IDS)
+    with torch.no_grad():
+        for block in net.blocks:
+            target = block(target)
+    return loss_of(net, x) + (x - target).square().mean()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -262,6 +271,7 @@ def test_what_is_handed_over_has_the_form_that_the_next_stage_expects(change, me
         (writes, r"in writes: .* writes a value that another pipeline stage has into a tensor \(__setitem__\)"),
         (never, r"the step returned without having called 'blocks.2'"),
         (without_gradient, r"the arguments of 'blocks.2' have no gradient"),
+        (compares_with_frozen, r"the arguments of 'blocks.2' have no gradient.*name others than those in a method"),
     ],
 )
 def test_what_can_not_be_cut_names_the_line(step, message):

@@ -230,6 +230,31 @@ def test_each_batch_draws_other_numbers_and_a_resumed_run_those_of_the_whole_one
     assert (tmp_path / "resumed").read_text().splitlines() == numbers[4 + 3 :]  # in mid-epoch, after a validation
 
 
+class Distils(MLP):
+    """A student and a teacher of the same blocks, which is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.teacher = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
+        self.teacher.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        student = self.net(batch[0])
+        with torch.no_grad():
+            target = self.teacher(batch[0] + 0.01)
+        return nn.functional.mse_loss(student, target)
+
+
+def test_a_student_is_cut_and_its_teacher_is_not():
+    weights = []
+    for flag, number in (("single", 1), ("pp_fork", 2)):
+        module = Distils()
+        Engine(strategy=flag, accelerator="cpu", devices=number, max_epochs=1, **QUIET).fit(module, data(24))
+        weights.append(module.state_dict())
+    assert largest_difference(*weights) <= 1e-5
+
+
 class Unfreezes(MLP):
     """Trains a weight that is tied between stages, and a layer, from the third batch on."""
 
