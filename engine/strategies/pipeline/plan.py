@@ -1,10 +1,10 @@
 """Plans pipeline stages: cuts a module into stages, and says which stages hold a parameter.
 
 The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class (of
-several as long, of one that is trained), or else of its longest `Sequential`, or `ModuleDict` of one class. Neighbouring
-units form a stage, balanced by the number of parameters. A module outside of the units belongs to the stage of the unit
-registered before it, or to the first; torchmetrics objects belong to the last. Parameters of the modules that contain
-the units, such as a class token, and those that several stages share are held by each of these stages.
+several as long, of one that is trained), or else of its longest `Sequential`, or `ModuleDict` of one class.
+Neighbouring units form a stage, balanced by the number of parameters. A module outside of the units belongs to the
+stage of the unit registered before it, or to the first; torchmetrics objects belong to the last. Parameters of the
+modules that contain the units, such as a class token, and those that several stages share are held by each of these.
 """
 
 import dataclasses
