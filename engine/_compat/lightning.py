@@ -11,6 +11,7 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -48,6 +49,7 @@ __all__ = [
     "_FitLoop",
     "_IndexBatchSamplerWrapper",
     "_LoggerConnector",
+    "_ManualOptimization",
     "_MaxSizeCycle",
     "_Metadata",
     "_MockOptimizer",

@@ -103,6 +103,14 @@ class LossWeighting:
             weight = 0
         return self._by_weight(loss, weight, batch_idx)
 
+    def factor_of_batch(self, batch_idx: int) -> float:
+        """Returns W w / T of this rank, if the batch is a step of its own; 1 where all ranks have as many samples."""
+        num_ranks = self._num_ranks
+        if num_ranks == 1:
+            return 1.0
+        samples = self._trainer._data_connector.sizes.samples(batch_idx)
+        return samples.local * num_ranks / samples.total
+
     def as_weight(self, weight: Any, device: torch.device, batch_idx: int) -> Tensor:
         """Returns the weight from `training_step` as a 0-d float32 tensor; zero for a padding batch."""
         if isinstance(weight, Tensor):

@@ -22,6 +22,7 @@ from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .flat_epoch import FlatEpoch
 from .log import attach_log, detach_log
+from .manual_optimization import ManualOptimization
 from .optimization import AutomaticOptimization
 
 __all__ = ["TrainingEpochLoop", "why_not_flat"]
@@ -33,6 +34,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     """Lightning's training epoch, with a flat loop for the usual case."""
 
     automatic_optimization: AutomaticOptimization
+    manual_optimization: ManualOptimization
     first_steps: FirstSteps
     _logged_reason: str | None = None
     data_wait_s: float | None = 0.0
@@ -49,6 +51,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = AutomaticOptimization(trainer, watch)
+        self.manual_optimization = ManualOptimization(trainer, self.automatic_optimization.loss_weighting)
         self.val_loop = EvaluationLoop(
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
@@ -207,6 +210,11 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             for on_train_step_end in self._on_train_step_end:
                 on_train_step_end(self.trainer, self.trainer.lightning_module, is_requested)
         self.is_between_steps = False
+
+    def teardown(self) -> None:
+        """Ends the run, also an interrupted one."""
+        self.manual_optimization.teardown()
+        super().teardown()
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         # Lightning: _TrainingEpochLoop._should_check_val_fx, called right before a validation.

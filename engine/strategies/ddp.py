@@ -33,7 +33,11 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     """`DistributedDataParallel` with its options set well, and any comm hook on any device."""
 
     capabilities = dataclasses.replace(
-        DistributedStrategy.capabilities, unsupported_counting=None, unsupported_repeat=None, unsupported_join=None
+        DistributedStrategy.capabilities,
+        averages_on_request=True,
+        unsupported_counting=None,
+        unsupported_repeat=None,
+        unsupported_join=None,
     )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:

@@ -201,7 +201,11 @@ class _LightningAdapter(EngineStrategy):
         saves_plainly = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and (
             type(strategy).save_checkpoint is Strategy.save_checkpoint
         )
-        return Capabilities(engine_checkpoints=saves_plainly, unsupported_repeat=type(strategy).__name__)
+        return Capabilities(
+            engine_checkpoints=saves_plainly,
+            averages_on_request=isinstance(strategy, DDPStrategy),
+            unsupported_repeat=type(strategy).__name__,
+        )
 
     @property
     def layout(self) -> Layout:

@@ -1,0 +1,70 @@
+"""Finds gradients that a step by hand has not averaged over the ranks: those of `loss.backward()` under `ddp`.
+
+`DistributedDataParallel` averages in a backward that it was prepared for, as `manual_backward` does and a tensor's own
+`backward` does not. Each rank would then step by its own gradients, and the replicas would drift apart.
+"""
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["LocalGradients"]
+
+
+class LocalGradients:
+    """Refuses optimizer steps by gradients of this rank alone, until it is closed.
+
+    Args:
+        parameters: with their names.
+        optimizers: that step with them.
+        strategy: its name, for the message.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer], strategy: str
+    ) -> None:
+        self._names = {parameter: name for name, parameter in parameters}
+        self._strategy = strategy
+        self._averages = False
+        self._local: set[Tensor] = set()
+        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._note) for p in self._names if p.is_leaf]
+        self._handles += [optimizer.register_step_pre_hook(self._check) for optimizer in optimizers]
+
+    def close(self) -> None:
+        """Removes its hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._local.clear()
+
+    @contextmanager
+    def averaged(self) -> Generator[None, None, None]:
+        """Context of a backward of the strategy, which averages all that parameters have accumulated."""
+        self._averages = True
+        try:
+            yield
+        finally:
+            self._averages = False
+
+    def _note(self, parameter: Tensor) -> None:
+        if self._averages:
+            self._local.discard(parameter)
+        else:
+            self._local.add(parameter)
+
+    def _check(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called before each step.
+
+        Raises:
+            RuntimeError: it would step by a gradient that is not averaged.
+        """
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        names = [self._names[p] for p in parameters if p in self._local and p.grad is not None]
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"under {self._strategy} the gradients of {names[0]}{others} were not averaged over the ranks, which"
+                " would train apart: call `self.manual_backward(loss)` in place of `loss.backward()`."
+            )
