@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from _contestants import MLP, QUIET, Case, StepClock, make_loader, settle, trainers
+from _ladder import RUNGS, by_rung
 from lightning.pytorch import Trainer
 from report import Table
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +49,12 @@ def by_hand(steps: int) -> tuple[float, float]:
     return clock.us_per_step, statistics.median(clock.times_us)
 
 
+def with_jobs(steps: int) -> tuple[float, float]:
+    """The loop by hand with the jobs of the ladder: what no loop that keeps the Engine's promises can do without."""
+    clock = by_rung(len(RUNGS), steps, 2)
+    return clock.us_per_step, statistics.median(clock.times_us)
+
+
 def by(make: type[Trainer], steps: int) -> tuple[float, float]:
     clock = StepClock(steps)
     make(accelerator="cpu", devices=2, strategy="ddp", **QUIET).fit(MLP(CASE, clock), make_loader(steps, None, 2))
@@ -58,6 +65,7 @@ def rank(rounds: int, steps: int, output: Path) -> None:
     """What each of the two processes does; rank 0 writes its times."""
     dist.init_process_group("gloo")
     runs: dict[str, Callable[[int], tuple[float, float]]] = {"by hand": by_hand}
+    runs["by hand, with the jobs of the ladder"] = with_jobs
     runs |= {name: lambda steps, make=make: by(make, steps) for name, make in trainers().items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     order = random.Random(0)  # the same on both ranks

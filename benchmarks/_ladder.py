@@ -18,12 +18,14 @@ from _contestants import MLP, QUIET, WARMUP, Case, Clock, StepClock, by_trainer,
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from report import Table
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 from polyphase.engine import Engine
 from polyphase.engine.data.watched import Watched
 from polyphase.engine.loop.hooks import Hooks
 
-__all__ = ["ladder"]
+__all__ = ["RUNGS", "by_rung", "ladder"]
 
 CASE = Case(key="ladder", name="no logging")
 RUNGS = (
@@ -43,26 +45,34 @@ def _low_us(clock: StepClock) -> float:
     return sorted(clock.times_us)[clock.steps // 10]
 
 
-def _by_rung(rung: int, steps: int) -> float:
-    """A loop by hand that keeps the first `rung` promises."""
+def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
+    """A loop by hand that keeps the first `rung` promises; on several ranks with `DistributedDataParallel`."""
     module = MLP(CASE, Clock(WARMUP))
-    engine: Any = Engine(**QUIET, accelerator="cpu", devices=1)
-    engine.fit(module, make_loader(WARMUP))
+    sampler = DistributedSampler if num_ranks > 1 else None
+    engine: Any = Engine(**QUIET, accelerator="cpu", devices=num_ranks, strategy="ddp" if num_ranks > 1 else "auto")
+    engine.fit(module, make_loader(WARMUP, None, num_ranks))
     optimizer, epochs = engine.optimizers[0], engine.fit_loop.epoch_loop
     hooks, heartbeat, watch = Hooks(engine), engine.heartbeat, epochs.automatic_optimization.watch
     signals, batches, optimization = engine._signal_connector, epochs.batch_progress, epochs.automatic_optimization
     steps_done, zeroed = optimization.optim_progress.optimizer.step, optimization.optim_progress.optimizer.zero_grad
     clock = module.clock = StepClock(steps)
     result: list[ClosureResult] = []
+    model: Any = DistributedDataParallel(module) if num_ranks > 1 else None
+
+    def wrapped_step(batch: list[Tensor], i: int) -> Tensor:
+        clock.tick()
+        return model(batch)
+
+    training_step = module.training_step if model is None else wrapped_step
 
     def plain(batch: list[Tensor], i: int) -> Tensor:
-        loss = module.training_step(batch, i)
+        loss = training_step(batch, i)
         optimizer.zero_grad()
         loss.backward()
         return loss
 
     def hooked(batch: list[Tensor], i: int) -> Tensor:
-        loss = hooks.in_hook("training_step", module.training_step, batch, i)
+        loss = hooks.in_hook("training_step", training_step, batch, i)
         if rung >= 3:
             result[:] = [ClosureResult(loss)]
         if rung >= 7:
@@ -85,7 +95,7 @@ def _by_rung(rung: int, steps: int) -> float:
         total.completed += 1
         current.completed += 1
 
-    loader: Any = make_loader(steps)
+    loader: Any = make_loader(steps, sampler, num_ranks)
     if rung >= 5:
         loader = Watched(loader, loader.sampler, lambda: 0, lambda: 2)
     run = hooked if rung >= 2 else plain
@@ -116,7 +126,7 @@ def _by_rung(rung: int, steps: int) -> float:
         if rung >= 8:
             signals.poll(i)
             assert not signals.received_sigterm
-    return _low_us(clock)
+    return clock
 
 
 def _by(name: str) -> Callable[[int], float]:
@@ -131,8 +141,8 @@ def _by(name: str) -> Callable[[int], float]:
 def ladder(rounds: int, steps: int) -> Table:
     """The table of the rungs."""
     torch.set_num_threads(1)
-    runs: dict[str, Callable[[int], float]] = {"a loop by hand": lambda steps: _by_rung(0, steps)}
-    runs |= {name: lambda steps, rung=i + 1: _by_rung(rung, steps) for i, name in enumerate(RUNGS)}
+    runs: dict[str, Callable[[int], float]] = {"a loop by hand": lambda steps: _low_us(by_rung(0, steps))}
+    runs |= {name: lambda steps, rung=i + 1: _low_us(by_rung(rung, steps)) for i, name in enumerate(RUNGS)}
     runs |= {"all that the Engine does": _by("Engine"), "all that Lightning's Trainer does": _by("Trainer")}
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)

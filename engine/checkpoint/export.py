@@ -78,7 +78,7 @@ def _load(path: str, weights_only: bool, leave_out: tuple[str, ...] = ()) -> dic
 
 
 def _save(content: dict[str, Any], name: str) -> None:
-    with Files(os.path.dirname(name)).writing(os.path.basename(name)) as stream:
+    with Files(os.path.dirname(name)).writing(os.path.basename(name), notes_sum=False) as stream:
         torch.save(content, stream)
 
 

@@ -129,7 +129,7 @@ def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]
     os.makedirs(folder, exist_ok=True)
     keep_lock(folder)
     try:
-        with Files(folder).writing(staging) as stream:
+        with Files(folder).writing(staging, notes_sum=False) as stream:
             yield stream, notes
         note = _give_name(f"{folder}/{staging}", final)
     except BaseException:

@@ -1,6 +1,7 @@
 """The sizes of batches: how global batches are cut, and how many samples each micro-batch has."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -37,6 +38,8 @@ class BatchSizes:
         """Forgets the counts of the last batch and step: the loader may be another one now."""
         self._of_batch: tuple[int, Samples] = -1, Samples(0, 0)
         self._of_step: tuple[int, Samples] = -1, Samples(0, 0)
+        self._counted: Any = self
+        """The loaders whose batches `_counts` counts; this object before the first count of an epoch."""
 
     def cut(self, dataloader: DataLoader, order: GlobalOrder) -> GlobalBatches:
         """Returns the global batches of `dataloader`, with its samples in this order."""
@@ -80,18 +83,33 @@ class BatchSizes:
         return self._of_batch[1]
 
     def _count(self, batch_idx: int) -> Samples:
+        if self._trainer.fit_loop._combined_loader is not self._counted:  # Lightning: see `loader`
+            self._look_up()
+        return self._counts(batch_idx)
+
+    def _look_up(self) -> None:
+        """Looks up how the batches of the training loader are counted, which stays the same for an epoch."""
         loader = self.loader
+        self._counted, self._counts = self._trainer.fit_loop._combined_loader, self._way_to_count(loader)
+        self._uneven = loader if isinstance(loader, UnevenTrainLoader) else None
+
+    def _way_to_count(self, loader: DataLoader | None) -> Callable[[int], Samples]:
+        """Returns a function that counts the samples of a batch."""
         if isinstance(loader, UnevenTrainLoader):
-            return loader.samples(batch_idx)
+            return loader.samples
         batches: Any = getattr(loader, "batch_sampler", None)
         num_ranks = self._trainer.data_size
-        if isinstance(batches, (GlobalBatches, GlobalOrder)):
-            order = batches.sampler if isinstance(batches, GlobalBatches) else batches
-            if order.num_replicas == num_ranks:
-                return batches.samples(batch_idx)
-            # Each rank continues in its own order, and does not know those of others; all have equally many batches.
-            local = batches.samples(batch_idx).local if isinstance(batches, GlobalBatches) else 1
-            return Samples(local, local * num_ranks)
+        if not isinstance(batches, (GlobalBatches, GlobalOrder)):
+            return lambda batch_idx: self._count_of_users(loader, batches, num_ranks, batch_idx)
+        order = batches.sampler if isinstance(batches, GlobalBatches) else batches
+        if order.num_replicas == num_ranks:
+            return batches.samples
+        # Each rank continues in its own order, and does not know those of others; all have equally many batches.
+        local_of = (lambda index: batches.samples(index).local) if isinstance(batches, GlobalBatches) else lambda _: 1
+        return lambda batch_idx: Samples(local := local_of(batch_idx), local * num_ranks)
+
+    def _count_of_users(self, loader: DataLoader | None, batches: Any, num_ranks: int, batch_idx: int) -> Samples:
+        """Counts the samples of a batch of a loader with the user's own sampler."""
         size = sized_len(batches.sampler) if type(batches) is BatchSampler else None
         if size is not None and not has_iterable_dataset(loader):
             local = min(batches.batch_size, size - batch_idx * batches.batch_size)
@@ -114,9 +132,10 @@ class BatchSizes:
 
     def is_filler(self, batch_idx: int) -> bool:
         """Whether a training batch is padding on this rank: it runs for its collectives only."""
-        loader = self.loader
-        if isinstance(loader, UnevenTrainLoader):
-            return loader.is_through(batch_idx)
+        if self._trainer.fit_loop._combined_loader is not self._counted:
+            self._look_up()
+        if self._uneven is not None:
+            return self._uneven.is_through(batch_idx)
         return self.samples(batch_idx).local == 0 and self._trainer.data_size > 1
 
     def joins(self, batch_idx: int) -> bool:

@@ -263,6 +263,8 @@ class DrawnOrder(OrderRecord):
 
     def up_to(self, end: int) -> Any:
         """Returns the order, with at least its first `end` items drawn, if it has as many."""
+        if end <= len(self.order):
+            return self.order
         end = min(end, len(self.sampler))  # type: ignore[arg-type]
         if end > len(self.order) and self._blocks is None:
             with self._generators():

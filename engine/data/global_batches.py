@@ -109,7 +109,10 @@ class GlobalBatches(Sampler[list[Any]]):
             if self.drop_last and len(taken) < self.size:
                 return
             share = taken[rank::num_ranks]
-            num_cuts, at = self._num_cuts(len(taken)), 0
+            num_cuts, at = self._per_step if len(taken) == self.size else self._num_cuts(len(taken)), 0
+            if num_cuts == 1:
+                yield share or taken[:1]
+                continue
             for cut in range(num_cuts):
                 size = _part(len(share), num_cuts, cut)
                 yield share[at : at + size] or taken[:1]

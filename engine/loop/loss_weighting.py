@@ -84,9 +84,8 @@ class LossWeighting:
         window: int = trainer.accumulate_grad_batches
         # A tensor first, which most are: to look for a mapping takes longer.
         weight = output.get("weight") if type(output) is not Tensor and isinstance(output, Mapping) else None
-        if weight is None and window == 1 and self.data_size == 1:
-            self._estimate = None
-            return loss
+        if weight is None and window == 1 and not (is_padding or is_summed):
+            return self._of_single(loss, batch_idx)
         first = batch_idx - batch_idx % window
         if first != self._first_batch_idx or (batch_idx == first and not is_padding):
             self.reset()
@@ -130,6 +129,14 @@ class LossWeighting:
         self._samples.clear()
         self._weights.clear()
 
+    def _of_single(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
+        """Weighs the only micro-batch of a step by its samples; nothing of it is kept for the next call."""
+        self._first_batch_idx, self._estimate, self._has_weights = -1, None, False
+        if loss is None or self.data_size == 1:
+            return loss
+        samples, num_ranks = self._trainer._data_connector.sizes.samples(batch_idx), self._num_ranks
+        return _weighed(loss, samples.local, _samples_of(samples, num_ranks), num_ranks)
+
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         sizes = self._trainer._data_connector.sizes
         samples, num_ranks = sizes.samples(batch_idx), self._num_ranks
@@ -142,9 +149,7 @@ class LossWeighting:
         self._samples[batch_idx] = total_samples
         if loss is None:
             return None
-        # Infinite for a padding batch, whose loss becomes 0.
-        divisor = self._estimate / (own_samples * num_ranks) if own_samples else torch.inf
-        return loss if divisor == 1 else loss / divisor
+        return _weighed(loss, own_samples, self._estimate, num_ranks)
 
     def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
         own_weight = self._weights[batch_idx] = self.as_weight(weight, loss.device, batch_idx)
@@ -200,6 +205,13 @@ class LossWeighting:
             return self._strategy.begin_sum(make, needs_device=needs_device)
         total = make()
         return lambda: total
+
+
+def _weighed(loss: Tensor, own_samples: int, total_samples: float, num_ranks: int) -> Tensor:
+    """Returns a mean loss times its share of all samples of the step, and times the number of ranks."""
+    # Infinite for a padding batch, whose loss becomes 0.
+    divisor = total_samples / (own_samples * num_ranks) if own_samples else torch.inf
+    return loss if divisor == 1 else loss / divisor
 
 
 def _samples_of(samples: Samples, num_ranks: int) -> int:

@@ -120,11 +120,13 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
             )
         # Lightning: raises its own error for a value that is no loss.
-        unweighted = (
-            ClosureResult(output) if type(output) is Tensor else ClosureResult.from_training_step_output(output)
-        )
-        weighed = self.loss_weighting.weigh(unweighted.closure_loss, output, batch_idx)
-        result = unweighted if weighed is unweighted.closure_loss else ClosureResult(weighed, extra=unweighted.extra)
+        if type(output) is Tensor:
+            result: ClosureResult = _TensorResult(self.loss_weighting.weigh(output, output, batch_idx))
+        else:
+            unweighted = ClosureResult.from_training_step_output(output)
+            weighed = self.loss_weighting.weigh(unweighted.closure_loss, output, batch_idx)
+            is_same = weighed is unweighted.closure_loss
+            result = unweighted if is_same else ClosureResult(weighed, extra=unweighted.extra)
         if result.loss is not None:
             self.has_loss = True
             self.watch.observe(trainer, "loss", result.loss, self.num_steps)
@@ -221,6 +223,16 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         return backward_and_correct
 
 
+class _TensorResult(ClosureResult):
+    """The same of a loss alone, without the calls by which a dataclass is made."""
+
+    def __init__(self, closure_loss: Tensor | None) -> None:
+        assert closure_loss is not None
+        self.closure_loss = closure_loss
+        self.loss = closure_loss.detach().clone()
+        self.extra = {}
+
+
 class _PaddingClosure(Closure):
     """Runs a padding batch, and restores what it has changed.
 
@@ -275,6 +287,9 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         else:
             with torch.enable_grad():
                 self._result = self.closure()
+        if self._ends_window and self._shortcuts.calls_after_closure:
+            hooks = self._hooks
+            hooks.precision._after_closure(hooks.module, hooks.strategy._lightning_optimizers[0].optimizer)
         return self._result.loss
 
     def closure(self) -> ClosureResult:
@@ -282,7 +297,12 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         heartbeat = self._optimization.trainer.heartbeat  # type: ignore[attr-defined]
         heartbeat.phase = "train"
         out_of_memory = self._optimization.out_of_memory
-        result = self._closure() if out_of_memory is None else self._closure_or_recovery(out_of_memory)
+        if out_of_memory is not None:
+            result = self._closure_or_recovery(out_of_memory)
+        elif self._optimization.loss_weighting.data_size == 1:
+            result = self._forward_and_backward()
+        else:
+            result = self._closure()
         heartbeat.phase = "optimizer"
         return result
 

@@ -15,6 +15,7 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import Tensor
 
 from ..precision import plugins
+from ..strategies import adapt
 from .hooks import Hooks
 
 __all__ = ["Shortcuts"]
@@ -70,8 +71,14 @@ class Shortcuts:
             and _is_from(wrapped, "step", _OPTIMIZER)
             and not has_step_callbacks
         ):
-            skips_strategy = _is_from(strategy, "optimizer_step", _STRATEGY)
+            skips_strategy = _is_from(strategy, "optimizer_step", _STRATEGY) or adapt(strategy).passes_step_on
             self._step_entry = "precision" if skips_strategy else "strategy"
+        self.calls_after_closure = (
+            self._step_entry == "precision"
+            and _is_from(precision, "optimizer_step", _PRECISION)
+            and _is_from(precision, "_wrap_closure", _PRECISION)
+        )
+        """Whether the closure given to `optimizer_step` has to call the precision plugin's `_after_closure` itself."""
 
     @property
     def training_step(self) -> Callable[..., Any]:
@@ -110,7 +117,9 @@ class Shortcuts:
         hooks = self._hooks
         wrapped = hooks.strategy._lightning_optimizers[0]
         # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step
-        if self._step_entry == "precision":
+        if self.calls_after_closure:  # Lightning: Precision.optimizer_step and ._wrap_closure as well
+            hooks.in_hook("optimizer_step", wrapped.optimizer.step, closure)
+        elif self._step_entry == "precision":
             hooks.in_hook("optimizer_step", hooks.precision.optimizer_step, wrapped.optimizer, hooks.module, closure)
         elif self._step_entry == "strategy":
             hooks.in_hook("optimizer_step", hooks.strategy.optimizer_step, wrapped.optimizer, closure)

@@ -77,6 +77,8 @@ class StopConsensus:
             place: number of the boundary, the same on all ranks, never smaller than the last one.
             requested: whether this rank was asked to stop.
         """
+        if not (requested or self._has_joined) and time.monotonic() < self._next_check:
+            return False  # nearly always
         if self._stop_at is None and (self._has_joined or self._join(requested)):
             with waiting(_STOP):
                 self._negotiate(place)
@@ -96,13 +98,10 @@ class StopConsensus:
         return [f"{name}/{rank}" for rank in range(self._world_size) if rank not in lost]
 
     def _join(self, requested: bool) -> bool:
-        now = time.monotonic()
         if requested:
             self._store.set("requested", "1")
-        elif now < self._next_check:
-            return False
         else:
-            self._next_check = now + _PERIOD_S
+            self._next_check = time.monotonic() + _PERIOD_S
         with waiting(_STOP):  # the store may not answer
             self._has_joined = requested or self._store.check(["requested"])
         return self._has_joined

@@ -14,6 +14,9 @@ from .interface import EngineStrategy, capabilities_of
 
 __all__ = ["CommHookMixin", "check_join", "prepare_to_repeat"]
 
+_PASSING_ON = (__name__, "lightning.pytorch.strategies.ddp", "lightning.pytorch.strategies.strategy")
+"""The modules whose `optimizer_step` calls the next one, if there is no comm hook."""
+
 
 def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
     """Makes `strategy` able to repeat a step in which one of its ranks ran out of memory.
@@ -103,6 +106,17 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
     def loss_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of `16-mixed`; other precisions have none."""
         return getattr(self.precision_plugin, "scaler", None)
+
+    @property
+    def passes_step_on(self) -> bool:
+        """See `EngineStrategy`."""
+        # Lightning: DDPStrategy.optimizer_step, with what it does beside calling Strategy's.
+        if self.comm_hook is not None or getattr(self, "_model_averager", None) is not None:
+            return False
+        owners = (vars(owner) for owner in (self, *type(self).__mro__))
+        steps = [names["optimizer_step"] for names in owners if "optimizer_step" in names]
+        # By where each was compiled: what is put in the place of one may look like it.
+        return all(getattr(step, "__globals__", {}).get("__name__") in _PASSING_ON for step in steps)
 
     def optimizer_step(
         self,

@@ -48,7 +48,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         if options.static_graph:
             self.capabilities = dataclasses.replace(self.capabilities, unsupported_repeat="ddp:static_graph=true")
         self._counted: AllReduceHook | None = None
-        self._checks_unused = self._has_run_backward = False
+        self._checks_unused = self._has_run_backward = self._backward_is_checked = False
         self._bucket_order: BucketOrder | None = None
         self._order_to_begin_with: list[str] | None = None
 
@@ -65,7 +65,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wraps the module again in each run, so that a run's first backward is the wrapper's first."""
         self._checks_unused = not (self.options.find_unused_parameters or self.options.static_graph)
-        self._has_run_backward = False
+        self._has_run_backward = self._backward_is_checked = False
         assert self.lightning_module is not None
         self._parameters = list(self.lightning_module.parameters())
         self._requires_grad = [p.requires_grad for p in self._parameters]
@@ -99,17 +99,19 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; wraps the module again if parameters were frozen or unfrozen since the last one."""
-        module, is_wrapped = self.lightning_module, isinstance(self.model, DistributedDataParallel)
+        module, model = self.lightning_module, self.model
+        is_wrapped = isinstance(model, DistributedDataParallel)
         assert module is not None
         # DistributedDataParallel averages the gradients of those that it found trainable when it was built.
         if is_wrapped and self._requires_grad != [p.requires_grad for p in self._parameters]:
             self._wrap_again()
+            model = self.model
         try:
             if not is_wrapped or not module.automatic_optimization:
                 return super().training_step(*args, **kwargs)
             # Lightning: Strategy.training_step
             with self.precision_plugin.train_step_context():
-                return _run_as_forward(self.model, module, args, kwargs)
+                return _run_as_forward(model, module, args, kwargs)
         except RuntimeError as error:
             self._name_unused(error)
             raise
@@ -150,6 +152,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Names unused parameters after the first synchronised backward, rather than failing at the second step."""
+        if self._backward_is_checked and self.comm_hook is None:
+            return  # nothing is to do for the other ones of a wrapper
         super().post_backward(closure_loss)
         self._has_run_backward = True
         if self._bucket_order is not None:
@@ -167,6 +171,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             unused = [n for n, p in self._trained_parameters() if p.grad is None]
             if unused:
                 raise RuntimeError(self._unused_message(unused))
+            self._backward_is_checked = True
 
     def on_train_end(self) -> None:
         """Checks the last backward of a run: no forward follows that would report parameters without a gradient."""

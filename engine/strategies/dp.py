@@ -183,10 +183,10 @@ def _merged_call(calls: list[dict[str, Any]], counts: list[int], device: torch.d
             f"under strategy 'dp', `training_step` logs {first['name']!r} on copies of the module: it must be a number"
             f" with reduce_fx one of {', '.join(_REDUCTIONS)}. Log it in `on_train_batch_end`, or choose 'ddp'."
         )
-    on_device = torch.stack([torch.as_tensor(value, device=device, dtype=torch.float32) for value in values])
+    on_device = torch.stack([_scalar(value, device, torch.float32) for value in values])
     if isinstance(first.get("batch_size"), int):
         first = {**first, "batch_size": sum(call["batch_size"] for call in calls)}
-    shares = torch.tensor(counts, device=device) / sum(counts)
+    shares = torch.stack([_scalar(count / sum(counts), device) for count in counts])
     return {**first, "value": _REDUCTIONS[reduce_fx](on_device, shares)}
 
 
@@ -217,15 +217,20 @@ def merged_outputs(outputs: list[Any], counts: list[int], device: torch.device) 
     weights = [output["weight"] for output in outputs] if "weight" in merged else counts
     merged["loss"] = _mean([output["loss"] for output in outputs], weights, device)
     if "weight" in merged:
-        merged["weight"] = torch.stack([torch.as_tensor(weight, device=device) for weight in weights]).sum()
+        merged["weight"] = torch.stack([_scalar(weight, device) for weight in weights]).sum()
     return merged
 
 
 def _mean(losses: list[Tensor], weights: list[Any], device: torch.device) -> Tensor:
-    shares = torch.stack([torch.as_tensor(weight, device=device, dtype=torch.float32) for weight in weights])
+    shares = torch.stack([_scalar(weight, device, torch.float32) for weight in weights])
     total = shares.sum()
     shares = shares / torch.where(total > 0, total, 1.0)
     return torch.stack([loss.to(device).reshape(()) for loss in losses]).mul(shares.to(losses[0].dtype)).sum()
+
+
+def _scalar(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a number on a device. It is filled in there, since a copy from the host would wait for the device."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
 
 
 def _joined(values: list[Any], device: torch.device) -> Any:

@@ -115,6 +115,11 @@ class EngineStrategy:
     def end_evaluation(self) -> None:
         """Called after the last batch of an evaluation, before the hooks at its end."""
 
+    @property
+    def passes_step_on(self) -> bool:
+        """Whether `optimizer_step` does nothing but to call that of the precision plugin, until the epoch ends."""
+        return False
+
     # --- checkpoints
 
     hands_out_shards = False

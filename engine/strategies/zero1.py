@@ -106,6 +106,7 @@ class Zero1(DDP):
         Raises:
             ValueError: an optimizer whose update of one parameter depends on the others.
         """
+        self._owners = None  # they may be those of parameters that the move to the device has replaced
         super().setup_optimizers(trainer)
         self._updates = CountingGroup()
         for optimizer in self.optimizers:

@@ -18,14 +18,16 @@ STRATEGIES = {
     "tp_fork:sequence_parallel=true": 2,
     "fsdp+tp_fork:tp=2": 4,
     "ps_fork": 2,
+    "hsdp+tp_fork:replicate=2,tp=2": 4,
 }
 PIPELINES = {
     "pp_fork:microbatches=4": 2,
     "pp_fork:microbatches=4,schedule=interleaved": 2,
     "pp_fork:microbatches=4,schedule=zero-bubble": 2,
     "pp+fsdp_fork:pipeline_size=2,microbatches=2": 4,
+    "pp+ddp_fork:pipeline_size=2,microbatches=2": 4,
 }
-SLOW = ("tp_fork:sequence_parallel=true", "fsdp+tp_fork:tp=2")
+SLOW = ("tp_fork:sequence_parallel=true", "fsdp+tp_fork:tp=2", "hsdp+tp_fork:replicate=2,tp=2")
 """Seconds for each forward and backward of a few blocks; that a step has several, the others show."""
 CELLS = [
     # Each strategy with one of the two, and each of the two with half of the strategies.

@@ -1,11 +1,13 @@
 """Sizes from the launcher's environment: taken where the flags are silent, compared where they speak."""
 
 import os
+import socket
 
+import psutil
 import pytest
 import torch
 
-from polyphase.engine.environment import global_seed
+from polyphase.engine.environment import global_seed, listen_towards
 from polyphase.engine.launch.detection import launched_sizes, launcher_name, resolve_sizes
 
 from .tiny import QUIET, Engine
@@ -180,3 +182,18 @@ def test_slurm_without_its_number_of_nodes_leaves_them_to_the_flags(launch, monk
     assert resolve_sizes("auto", 2) == (2, 2)
     with pytest.raises(ValueError, match=r"SLURM started 4 node\(s\) x 1 process\(es\)"):
         resolve_sizes(2, 4)
+
+
+def test_gloo_listens_where_the_other_machines_are(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    by_name = {name: {a.address for a in entries} for name, entries in psutil.net_if_addrs().items()}
+    outward = [a for each in by_name.values() for a in each if a.count(".") == 3 and not a.startswith("127.")]
+    # This machine's name may stand for an address of loopback, at which no other one finds it.
+    for address in ("127.0.0.1", socket.gethostname(), *outward):
+        listen_towards(address)
+        name = os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        assert name is None or not any(a.startswith("127.") for a in by_name[name])
+        assert address not in outward or address in by_name[name]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    listen_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -14,8 +14,10 @@ STRATEGIES = {
     "hsdp:replicate=2,shard=2": 4,
     "tp": 2,
     "fsdp+tp:tp=2": 4,
+    "hsdp+tp:replicate=2,tp=2": 4,
     "pp:microbatches=4": 2,
     "pp+ddp:pipeline_size=2,microbatches=2": 4,
+    "pp+fsdp:pipeline_size=2,microbatches=2": 4,
     "ps": 2,
 }
 """World size by flag."""
@@ -24,6 +26,16 @@ STRATEGIES = {
 def fused(module: nn.Module) -> torch.optim.Optimizer:
     # eps as in the parity tests: a parameter whose true gradient is zero moves by rounding noise under Adam.
     return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4, fused=True)
+
+
+def fused_sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-2, fused=True)
+
+
+def test_a_fused_optimizer_of_replicas_that_exchange_after_each_step_equals_the_plain_loop():
+    # With SGD, whose weights are linear in its gradients, and without clipping, which is by the norm on each rank.
+    found = differences("local_sgd_fork:sync_every=1", 2, "mlp", 2, None, make_optimizer=fused_sgd)
+    assert found <= TOLERANCE
 
 
 @pytest.mark.parametrize("flag", STRATEGIES)

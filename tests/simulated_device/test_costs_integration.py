@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
+from polyphase.engine.strategies.dp import merged_logs, merged_outputs
 from tests.engine.parity import QUIET, WideVocabulary, build, loader
 
 from . import in_a_child, install
@@ -55,16 +56,24 @@ def _train(flag: str, devices: int, is_pinned: bool, **flags: Any) -> int:
     return engine.global_step
 
 
-@pytest.mark.parametrize("is_pinned", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize(
-    ("flag", "devices"),
+    ("flag", "devices", "is_pinned"),
     [
-        ("single", 1),
-        ("ddp_fork", 2),
-        ("zero1_fork", 2),
-        ("fsdp_fork", 2),
-        ("tp_fork", 2),
-        ("pp_fork:microbatches=4", 2),
+        ("single", 1, False),
+        ("fsdp_fork", 2, False),
+        ("single", 1, True),
+        ("ddp_fork", 2, True),
+        ("zero1_fork", 2, True),
+        ("fsdp_fork", 2, True),
+        ("hsdp_fork:replicate=2", 4, True),
+        ("tp_fork", 2, True),
+        ("fsdp+tp_fork:tp=2", 4, True),
+        ("hsdp+tp_fork:replicate=2,tp=2", 4, True),
+        ("pp_fork:microbatches=4", 2, True),
+        ("pp+ddp_fork:pipeline_size=2,microbatches=2", 4, True),
+        ("pp+fsdp_fork:pipeline_size=2,microbatches=2", 4, True),
+        ("local_sgd_fork:sync_every=4", 2, True),
+        ("diloco_fork:sync_every=4", 2, True),
     ],
 )
 def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, devices, is_pinned):
@@ -74,8 +83,10 @@ def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, de
 @pytest.mark.parametrize(
     ("flag", "devices", "compression"),
     [
-        ("hsdp_fork:replicate=2", 4, "none"),
         ("ddp_fork", 2, "powersgd:2,start=2"),
+        ("ddp_fork", 2, "topk:0.1"),
+        ("ddp_fork", 2, "sign:start=2"),
+        ("zero1_fork", 2, "int8:feedback=true"),
         ("fsdp_fork", 2, "int8"),
         ("hsdp_fork:replicate=2", 4, "topk:0.1"),
     ],
@@ -132,7 +143,7 @@ def _lay_out(flag: str) -> int:
     return engine.global_step
 
 
-@pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:meta_init=true"])
+@pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:meta_init=true", "fsdp_fork:rank0_init=true"])
 def test_a_module_is_never_whole_on_a_device(flag):
     assert in_a_child(_lay_out, flag) == 1
 
@@ -198,3 +209,21 @@ def _serve() -> int:
 
 def test_what_a_server_is_sent_and_sends_is_one_copy():
     assert in_a_child(_serve) == 20
+
+
+def _merges() -> dict[str, int]:
+    device = torch.device("sim", 0)
+    losses = [torch.full((), float(number), device=device) for number in (1, 3)]
+    before = install().counts()
+    output = merged_outputs([{"loss": loss, "weight": weight} for loss, weight in zip(losses, (1, 3), strict=True)],
+                            [4, 4], device)  # fmt: skip
+    mean = merged_outputs(losses, [1, 3], device)
+    (logged,) = merged_logs([[{"name": "a", "value": 1.0}], [{"name": "a", "value": 3}]], [1, 3], device)
+    found = {name: number - before[name] for name, number in install().counts().items() if name != "operators"}
+    assert [float(value) for value in (output["loss"], output["weight"], mean, logged["value"])] == [2.5, 4, 2.5, 2.5]
+    return {name: number for name, number in found.items() if number}
+
+
+def test_what_copies_of_a_module_return_is_merged_without_a_copy():
+    # `dp` needs CUDA; what becomes of its copies' outputs needs a device only.
+    assert in_a_child(_merges) == {}

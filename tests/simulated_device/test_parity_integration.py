@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.parity import TOLERANCE, differences, suffixed
+from tests.engine.parity import TOLERANCE, differences, sgd, suffixed
 from tests.pairs import alternating
 
 from . import in_a_child
@@ -21,9 +21,11 @@ STRATEGIES = {
     "hsdp:replicate=2,shard=2,cpu_offload=true": 4,
     "tp": 2,
     "fsdp+tp:tp=2": 4,
+    "hsdp+tp:replicate=2,tp=2": 4,
     "pp:microbatches=4": 2,
     "pp+ddp:pipeline_size=2,microbatches=2": 4,
     "pp+fsdp:pipeline_size=2,microbatches=2": 4,
+    "ps": 2,
 }
 """World size by flag."""
 
@@ -35,6 +37,13 @@ def difference(flag: str, *arguments: Any) -> float:
 @pytest.mark.parametrize(("flag", "accumulate", "clip"), alternating(STRATEGIES, [(1, None), (3, 0.05)]))
 def test_equals_a_plain_loop(flag, accumulate, clip):
     assert difference(flag, "knows its device", accumulate, clip) <= TOLERANCE
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_local_sgd_with_an_exchange_after_each_step_equals_a_plain_loop(accumulate):
+    # With SGD, whose weights are linear in its gradients.
+    arguments = ("local_sgd_fork:sync_every=1", 2, "knows its device", accumulate, None)
+    assert in_a_child(differences, *arguments, make_optimizer=sgd, accelerator="sim") <= TOLERANCE
 
 
 @pytest.mark.parametrize("flag", ["fsdp:extra_overlap=true", "hsdp:replicate=2,shard=2,extra_overlap=true"])

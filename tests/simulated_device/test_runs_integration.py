@@ -84,7 +84,17 @@ def _opens_without_the_device(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("flag", "devices"), [("single", 1), ("ddp_fork", 2), ("fsdp_fork", 2), ("pp_fork:microbatches=2", 2)]
+    ("flag", "devices"),
+    [
+        ("single", 1),
+        ("ddp_fork", 2),
+        ("zero1_fork", 2),
+        ("fsdp_fork", 2),
+        ("hsdp_fork:replicate=2", 4),
+        ("pp_fork:microbatches=2", 2),
+        ("pp+fsdp_fork:pipeline_size=2,microbatches=2", 4),
+        ("diloco_fork:sync_every=4", 2),
+    ],
 )
 def test_a_resumed_run_draws_the_numbers_of_one_that_was_not_stopped(flag, devices, tmp_path):
     whole = in_a_child(_fit, flag, devices, 12, tmp_path)
@@ -174,7 +184,16 @@ def _in_fp16(accelerator: str, flag: str, devices: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "devices"), [("single", 1), ("ddp_fork", 2), ("fsdp_fork", 2), ("hsdp_fork:replicate=2", 4)]
+    ("flag", "devices"),
+    [
+        ("single", 1),
+        ("ddp_fork", 2),
+        ("zero1_fork", 2),
+        ("fsdp_fork", 2),
+        ("fsdp_fork:cpu_offload=true", 2),
+        ("hsdp_fork:replicate=2", 4),
+        ("local_sgd_fork:sync_every=4", 2),
+    ],
 )
 def test_16_mixed_computes_what_it_does_on_the_cpu(flag, devices):
     found, expected = (in_a_child(_in_fp16, accelerator, flag, devices) for accelerator in ("sim", "cpu"))

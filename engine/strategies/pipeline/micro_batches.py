@@ -110,7 +110,8 @@ def loss_warning(part: StageModule, step: Callable[[Any], Any], batch: Any, numb
             partitioned.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes)
             with torch.no_grad():
                 received = (t[rows].to(partitioned.device, shape.dtype) for t, shape in zip(numbers, sent, strict=True))
-                results.append(_loss_and_weight(part(*received, index=torch.tensor([seed]))))
+                part.micro_batch = seed
+                results.append(_loss_and_weight(part(*received)))
     except Exception:  # perhaps because of the random activations; the batch itself comes later
         return None
     finally:

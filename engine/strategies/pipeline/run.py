@@ -259,15 +259,15 @@ class Runner:
 
     def _run_schedule(self, schedule: Any, work: _Work) -> None:
         number = work.num_micro_batches
-        indices = torch.arange(number)
-        target = {"target": indices} if work.trains and self._is_last else {}
+        # Of micro-batches, whose losses the stage itself computes.
+        target = {"target": torch.arange(number)} if work.trains and self._is_last else {}
         if work.trains:
             self._full_size = max(self._full_size, work.size)
             if number > self._num_full:
                 self._num_full = number
                 self.clock.forget()  # the times of shorter batches
         is_full = work.trains and number == self._num_full
-        self.clock.step(lambda: schedule.step(index=indices, return_outputs=False, **target), counts=is_full)
+        self.clock.step(lambda: schedule.step(return_outputs=False, **target), counts=is_full)
 
     def _schedule_for(self, work: _Work) -> Any:
         """Returns the schedule for batches of these shapes; the first such batch makes a trial run."""

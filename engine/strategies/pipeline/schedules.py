@@ -139,9 +139,10 @@ class Stage(PipelineStage):
         return sends
 
     # torch: all schedules call these methods of PipelineStage's base class.
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs forward of a micro-batch, and measures it."""
-        return self.clock.span(super().forward_one_chunk, *args, **kwargs)
+        self.submod.micro_batch = fwd_chunk_id
+        return self.clock.span(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Runs backward of a micro-batch, and measures it."""

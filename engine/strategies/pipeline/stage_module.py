@@ -74,6 +74,9 @@ class StageModule(nn.Module):
         self._received: tuple[Tensor, ...] | None = None
         self.is_live = False
         """Whether the step has come to this stage's own part."""
+        self.micro_batch = 0
+        """The number of the micro-batch that `forward` runs. It is no argument: FSDP2 moves tensors to the device, and
+        to read it there would wait for all work before it."""
         self._index = 0
         self._needs_gradients = False
         """Whether gradients are to come back through what this stage sends."""
@@ -89,15 +92,14 @@ class StageModule(nn.Module):
         own = list(part.parameters(recurse=False))
         return len(plan.modules[part]) == 1 and any(self.stage in plan.holders[parameter] for parameter in own)
 
-    def forward(self, *received: Tensor, index: Tensor) -> Any:
-        """Runs this stage's part of the step; returns the tensors for the next stage, or the loss.
+    def forward(self, *received: Tensor) -> Any:
+        """Runs this stage's part of the step for `micro_batch`; returns the tensors for the next stage, or the loss.
 
         Args:
             received: tensors from the previous stage; none in a trial run.
-            index: number of the micro-batch, a tensor [1] on the host.
         """
         try:
-            return self._run(received or None, int(index))
+            return self._run(received or None, self.micro_batch)
         except Exception as error:
             self.partitioned.failure = error
             if hasattr(error, "add_note") and not isinstance(error, CutError):  # from Python 3.11 on
@@ -108,7 +110,8 @@ class StageModule(nn.Module):
         """Makes a trial run: runs micro-batch 0 with zeros from the previous stage, until the shapes are known."""
         self._is_trial = True
         try:
-            self(index=torch.zeros(1, dtype=torch.int64))
+            self.micro_batch = 0
+            self()
         except Exception:  # perhaps because of the zeros; what was found until then is used
             if not (self.is_last and self.is_live):
                 raise

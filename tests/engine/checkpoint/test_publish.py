@@ -11,7 +11,16 @@ import torch
 
 from polyphase.engine.checkpoint import CheckpointError, find, is_checkpoint, lock, read_manifest, repair
 from polyphase.engine.checkpoint.checked_io import Files
-from polyphase.engine.checkpoint.publish import MANIFEST, begin, check_files, discard, publish, remove, update_link
+from polyphase.engine.checkpoint.publish import (
+    MANIFEST,
+    begin,
+    check_files,
+    discard,
+    publish,
+    remove,
+    update_link,
+    writing_file,
+)
 
 from .made import manifest
 
@@ -260,6 +269,14 @@ def test_ranks_share_the_work_of_checking(tmp_path):
     (tmp_path / "x" / "f").unlink()
     found = [check_files(f"{tmp_path}/x", read_manifest(f"{tmp_path}/x"), (rank, 3)) for rank in range(3)]
     assert found == [[], [], ["the content of c was changed (its checksum differs)", "f is missing"]]
+
+
+def test_a_file_that_has_checksums_of_its_own_is_given_no_other(tmp_path):
+    with writing_file(tmp_path / "x.ckpt") as (stream, _):
+        torch.save({"weight": torch.ones(1000)}, stream)
+        assert stream.num_bytes > 4000
+        assert stream.crc == 0
+    assert torch.load(tmp_path / "x.ckpt")["weight"].sum() == 1000
 
 
 def test_a_lock_is_free_once_released(tmp_path):

@@ -44,11 +44,13 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer = nn.Linear(width, width)
-        self.most = {"forward": SIZE, "backward": SIZE}
+        self.most = {"forward": SIZE, "backward": SIZE, "cublas": SIZE}
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > self.most["forward"]:
             raise torch.OutOfMemoryError("out of memory, in forward")
+        if len(x) > self.most["cublas"]:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return Scarce.apply(self.layer(x).tanh(), self.most["backward"]) if x.requires_grad else self.layer(x).tanh()
 
 
@@ -138,6 +140,12 @@ STRATEGIES = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp:no_sync
 def test_the_weights_are_those_of_a_plain_loop(flag, devices, where, from_step):
     module = Hungry(most=3, where=where, from_step=from_step)
     fit(module, flag, devices)
+    assert largest_difference(weights(module), plain_loop()) <= TOLERANCE
+
+
+def test_memory_that_cublas_does_not_get_is_out_of_memory():
+    module = Hungry(most=5, where="cublas")
+    fit(module, "single", 1)
     assert largest_difference(weights(module), plain_loop()) <= TOLERANCE
 
 

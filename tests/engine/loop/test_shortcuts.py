@@ -6,8 +6,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.utils.data import DataLoader, TensorDataset
+
+from polyphase.engine.strategies.compressing import CommHookMixin
 
 from ..tiny import engine
 
@@ -96,6 +98,20 @@ def test_a_patched_class_of_lightnings_is_called(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, counting(getattr(owner, name), seen))
     engine().fit(Net(), data())
     assert len(seen) == NUM_BATCHES
+
+
+@pytest.mark.parametrize("owner", [CommHookMixin, DDPStrategy, Strategy])
+def test_a_patched_step_of_a_strategy_of_several_ranks_is_called(owner, monkeypatch):
+    seen = []
+    monkeypatch.setattr(owner, "optimizer_step", counting(owner.optimizer_step, seen))
+    engine(strategy="ddp").fit(Net(), data())
+    assert len(seen) == NUM_BATCHES
+
+
+def test_a_step_that_a_strategy_of_several_ranks_gets_in_mid_epoch_is_called():
+    patch = Patch("strategy", "optimizer_step")
+    engine(strategy="ddp", callbacks=[patch]).fit(Net(), data())
+    assert len(patch.seen) >= NUM_BATCHES - PATCHED_AT - 1
 
 
 class Own(SingleDeviceStrategy):

@@ -58,12 +58,12 @@ class Relay:
 
     def run(self, backward: bool = True) -> Any:
         """What the last stage returns; gradients are in the copies then."""
-        index = torch.zeros(1, dtype=torch.int64)
         self._lend()
         handed: list[tuple[tuple[Tensor, ...], Any]] = []
         received: tuple[Tensor, ...] = ()
         for part in self.parts:
-            output = part(*received, index=index)
+            part.micro_batch = 0
+            output = part(*received)
             handed.append((received, output))
             if part.is_last:
                 self._tell(part.stage)

@@ -1,0 +1,34 @@
+"""Nested values of the last stage on all stages: the form is sent once, then a number of 16 bytes stands for it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import profile
+
+from polyphase.engine.strategies.pipeline.tree_broadcast import TreeBroadcast
+from tests.distributed import run_ranks
+
+FORM, OTHER = {"loss": 1.0, "names": ["a", "b"]}, {"loss": 2}
+
+
+def _broadcast(rank: int) -> None:
+    values = TreeBroadcast(dist.group.WORLD, dist.group.WORLD, 1, torch.device("cpu"))
+
+    def told(form: dict[str, Any], number: float) -> tuple[dict[str, Any], int]:
+        """What all ranks have, and by how many messages."""
+        value = {**form, "values": torch.full((3,), number)} if rank == 1 else None
+        with profile() as profiler:
+            found = values.broadcast(value)
+        assert found.pop("values").tolist() == [number] * 3
+        return found, sum(event.count for event in profiler.key_averages() if event.key == "gloo:broadcast")
+
+    # A number and a size, the form, the tensors.
+    assert told(FORM, 1.0) == (FORM, 3)
+    assert told(FORM, 2.0) == (FORM, 2)
+    assert told(OTHER, 3.0) == (OTHER, 3)
+    assert told(FORM, 4.0) == (FORM, 2)
+
+
+def test_a_form_is_sent_where_it_is_new():
+    run_ranks(_broadcast, 2, start_method="fork")
