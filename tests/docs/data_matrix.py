@@ -243,7 +243,7 @@ Run by hand under `ddp` on 2 ranks, with torch 2.13: 48 samples in 8 shards, bat
 | the same, not streaming, `shuffle=True` | once | same batches | once |
 | `webdataset` 1.0.2, `nodesplitter=split_by_node` | once | same batches | refused |
 | the same without a `nodesplitter` | refused by webdataset | - | - |
-| `litdata` 0.2.76, its `StreamingDataLoader` | once | refused in mid-epoch | refused in mid-epoch |
+| `litdata` 0.2.76, its `StreamingDataLoader` | once | same batches | refused |
 | the same in a `DataLoader` | once | refused | refused with 1; 3 not tried |
 | `mosaicml-streaming` 0.13.0, its `StreamingDataLoader`, under torchrun | once | same batches | refused |
 | the same in a `DataLoader` | once | refused | refused |
@@ -256,9 +256,10 @@ made. `polyphase launch` and torchrun set these variables before the script star
 engine sets them in each rank when the run begins: make the data set in `train_dataloader()` or `setup()`. A data set
 that the script makes before `fit` is refused before any process starts. (The rows of torchrun were run with 48 shards.)
 
-litdata's own loader was silently wrong (the epoch after the resumed one was empty) until the engine refused it by its
-class; that refusal was tested with a class of the same module name. Under `tp` and `pp`, ranks that compute together
-need the same samples: a data set that divides itself among all ranks is refused there.
+litdata's own loader applies a loaded state to the epoch after the resumed one, too, unless a pass is read to its end; the
+engine clears it as that epoch begins. It was tried on 1 and 2 ranks, with 0 and 2 workers, saved in mid-epoch and after an
+epoch's last batch; with other data sets than `StreamingDataset` it is refused. Under `tp` and `pp`, ranks that compute
+together need the same samples: a data set that divides itself among all ranks is refused there.
 
 `pip install "polyphase[data]"` installs `datasets` and `webdataset`. It does not install `litdata`, which requires
 torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch.
