@@ -256,10 +256,10 @@ made. `polyphase launch` and torchrun set these variables before the script star
 engine sets them in each rank when the run begins: make the data set in `train_dataloader()` or `setup()`. A data set
 that the script makes before `fit` is refused before any process starts. (The rows of torchrun were run with 48 shards.)
 
-litdata's own loader applies a loaded state to the epoch after the resumed one, too, unless a pass is read to its end; the
-engine clears it as that epoch begins. It was tried on 1 and 2 ranks, with 0 and 2 workers, saved in mid-epoch and after an
-epoch's last batch; with other data sets than `StreamingDataset` it is refused. Under `tp` and `pp`, ranks that compute
-together need the same samples: a data set that divides itself among all ranks is refused there.
+litdata's own loader applies a loaded state to the epoch after the resumed one, too, unless a pass is read to its end;
+the engine clears it as that epoch begins. It was tried on 1 and 2 ranks, with 0 and 2 workers, saved in mid-epoch and
+after an epoch's last batch; with other data sets than `StreamingDataset` it is refused. Under `tp` and `pp`, ranks that
+compute together need the same samples: a data set that divides itself among all ranks is refused there.
 
 `pip install "polyphase[data]"` installs `datasets` and `webdataset`. It does not install `litdata`, which requires
 torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch.

@@ -8,13 +8,12 @@ _Seen = list[Any]
 """Epoch, index and `[ids of a, ids of b]` of each batch of each rank."""
 
 
-def wrong_steps(seen: _Seen, expected: list[list[list[Any]]], num_ranks: int) -> str | None:
+def wrong_steps(seen: _Seen, expected: list[list[list[Any]]]) -> str | None:
     """Compares each step of all ranks together with a batch of one process.
 
     Args:
         seen: by all ranks.
         expected: by epoch, the batches of one process that are as large as those of all ranks together.
-        num_ranks: of which all but one may have a sample that only fills up.
     """
     steps = {(epoch, index) for epoch, index, _ in seen}
     if steps != (wanted := {(epoch, index) for epoch, batches in enumerate(expected) for index in range(len(batches))}):
@@ -22,7 +21,7 @@ def wrong_steps(seen: _Seen, expected: list[list[list[Any]]], num_ranks: int) ->
     for epoch, index in sorted(steps):
         found = _by_loader([item for item in seen if tuple(item[:2]) == (epoch, index)])
         for name, ids in zip(LOADERS, expected[epoch][index], strict=True):
-            if said := _difference(found[name], Counter(ids), num_ranks - 1):
+            if said := _difference(found[name], Counter(ids)):
                 return f"epoch {epoch}, batch {index}, loader {name} {said}"
     return None
 
