@@ -296,6 +296,12 @@ webdataset's `shuffle` without a seed does, that is an error (not with persisten
 and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn
 for it. A rank that has no samples left takes part with a batch that counts for nothing.
 
+**Several loaders.** Loaders that are read side by side (a dict or list of loaders, a `CombinedLoader`) continue
+together, each in its own order. On several ranks each of them needs a number of samples that the ranks divide, or
+`drop_last=True`; others are refused by name: see [guarantees.md](guarantees.md#batches). A checkpoint in mid-epoch may
+leave a number of samples that another number of ranks does not divide, which is refused, too. Shards of a stream beside
+other loaders continue on as many ranks. `mode="sequential"` is for evaluation: Lightning refuses it in training.
+
 **Epoch numbers.** What a hook gives a data set by `set_epoch`, or as its attribute `epoch`, a resumed run gives it
 again. If workers have started before that, and so would not see it, that is an error.
 
