@@ -14,9 +14,11 @@ from .packing import PackSequences, block_diagonal_mask, cu_seqlens
 from .replayed import digest_of_generators, loses_its_buffer, reread_if_buffered
 from .sample_seeds import SeededLoader, SeededSamples, check_seedable, seed_samples
 from .shards import ShardedLoader, ShardedStream, read_by_shards, remaining_shards, why_not_shardable
+from .side_by_side import check_evaluated_side_by_side, check_trained_side_by_side
 from .stateful import (
     StateTrackingLoader,
     as_stateful,
+    is_litdata_loader,
     is_stateful,
     starts_iterator,
     track_states,
@@ -63,12 +65,14 @@ __all__ = [
     "as_uneven_train",
     "block_diagonal_mask",
     "check_batch_sizes",
+    "check_evaluated_side_by_side",
     "check_length",
     "check_loader",
     "check_made_for",
     "check_own_part",
     "check_script_makes_none",
     "check_seedable",
+    "check_trained_side_by_side",
     "clone_loader",
     "controlling_sampler",
     "cu_seqlens",
@@ -80,6 +84,7 @@ __all__ = [
     "even_batches_of",
     "has_workers",
     "is_custom",
+    "is_litdata_loader",
     "is_stateful",
     "loses_its_buffer",
     "naming_foreign_ranks",

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import RandomSampler
 
 from .._compat.lightning import _DatasetSamplerWrapper
+from .beside_others import not_beside_others
 from .drawing import DrawnOrder, PassHistory, restore_sampler, state_of
 
 __all__ = ["GlobalOrder", "Samples"]
@@ -75,6 +76,10 @@ class GlobalOrder(DistributedSamplerWrapper):
         self._resumes = False
         self._at_end: Any = None
         self._at_once = at_once
+        self.name_beside_others: str | None = None
+        """The name of the loader in messages, if its items are the user's batches, read side by side with others'."""
+        self.num_even_batches = 0.0
+        """The number of batches on each rank, from the start of a pass, that must have as many samples on all ranks."""
         self._unread: DrawnOrder | None = None
         """A pass whose iterator was made, and of which nothing was read; None without one."""
 
@@ -188,11 +193,28 @@ class GlobalOrder(DistributedSamplerWrapper):
 
     def _items(self, opened: DrawnOrder | None) -> Iterator[Any]:
         drawing = self.begin(opened)
-        for _ in range(self._rounds(len(self.sampler) - drawing.at)):  # type: ignore[arg-type]
+        num_rounds = self._rounds(len(self.sampler) - drawing.at)  # type: ignore[arg-type]
+        if self.name_beside_others is not None:
+            self._check_sizes(drawing, int(min(num_rounds, self.num_even_batches)), self.name_beside_others)
+        for _ in range(num_rounds):
             taken = drawing.take(self.num_replicas)
             # Every rank needs equally many samples for the collectives of each step: the first samples are repeated.
             yield taken[self.rank] if self.rank < len(taken) else self._first(drawing, self.rank - len(taken))
         drawing.take(1)
+
+    def _check_sizes(self, drawing: DrawnOrder, num_rounds: int, name: str) -> None:
+        """Checks that the batches of a pass, which are read side by side with others, are alike on all ranks.
+
+        Raises:
+            ValueError: those of one step have other sizes.
+        """
+        at, num_ranks = drawing.at, self.num_replicas
+        order = drawing.up_to(at + num_rounds * num_ranks)
+        for first in range(at, at + num_rounds * num_ranks, num_ranks):
+            sizes = [len(batch) for batch in order[first : first + num_ranks]]
+            if len(set(sizes)) > 1:
+                what = f"has batches of {sizes} samples for a step"
+                raise not_beside_others(name, what, "Give it a batch sampler with batches of one size, or none")
 
     def _first(self, drawing: DrawnOrder, index: int) -> Any:
         return drawing.order[index % len(drawing.order)]

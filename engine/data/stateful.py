@@ -23,6 +23,7 @@ __all__ = [
     "as_stateful",
     "has_position_state",
     "is_hugging_face_dataset",
+    "is_litdata_loader",
     "is_stateful",
     "starts_iterator",
     "track_states",
@@ -43,6 +44,11 @@ def tracks_own_position(loader: Any) -> bool:
     if is_torchdata_loader(loader):
         return isinstance(loader.dataset, IterableDataset) or is_stateful(loader.dataset)
     return is_stateful(loader)
+
+
+def is_litdata_loader(loader: Any) -> bool:
+    """Whether a loader is litdata's own."""
+    return any(cls.__module__.partition(".")[0] == "litdata" for cls in type(loader).__mro__)
 
 
 def starts_iterator(loader: Any) -> bool:
@@ -128,6 +134,9 @@ class StateTrackingLoader(DataLoader):
         Lightning has fetched a batch from the first iterator: a data set with a state would continue after that batch.
         """
         is_second = epoch == self._epoch and self._is_iterated
+        if epoch != self._epoch and is_litdata_loader(self):
+            # litdata clears it when a pass is read to its end, past its last batch, and would apply the state again.
+            self.restore = False
         if is_second and has_position_state(self) and self.has_cross_epoch_state:
             self._latest = self._draws = None
             self.load_state_dict({})  # type: ignore[attr-defined]  # torchdata: lets go of workers that stay
@@ -218,8 +227,11 @@ class StateTrackingLoader(DataLoader):
                 f"{name} has no `state_dict`, and was read again up to its place; but it has yielded other batches than"
                 " in the run that saved the checkpoint: its order, or its augmentation, depends on what no checkpoint"
                 " has, such as a generator that is seeded by the clock (webdataset's `shuffle` without `seed`, and"
-                " `shardshuffle` without `detshuffle=True`). Resume at the end of an epoch, or load the weights alone;"
-                " for the next run, seed these generators, or give the data set `state_dict` and `load_state_dict`."
+                " `shardshuffle` without `detshuffle=True`) or by the system's entropy. Resume at the end of an epoch,"
+                " or load the weights alone. For the next run, seed these generators; if only the augmentation draws"
+                " so, have it draw from the global generators of torch, NumPy or Python, which checkpoints have, or"
+                " augment in the module; or give the data set `state_dict` and `load_state_dict`, with which it is not"
+                " read again."
             )
         if self._reapplied_state is not None and self._reapplied_state.is_due:
             reapplied, self._reapplied_state = self._reapplied_state, None

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, default_collate
 
+from .beside_others import SHARE_EVENLY, not_beside_others
 from .clone_loader import clone_loader
 from .global_order import Samples
 from .shards import ShardedLoader, padding_batch
@@ -47,6 +48,10 @@ class UnevenTrainLoader(DataLoader):
     """Number of batches; None if some rank does not know its own."""
     num_done: Callable[[], int]
     """Returns the number of batches of the epoch that were done before this pass."""
+    lengths: list[int | None]
+    """Number of batches by rank; None for a rank that does not know its own."""
+    name_beside_others: str | None = None
+    """The name of the loader in messages, if it is read side by side with others, whose batches a loss has together."""
     _sizes: dict[int, list[int]]
 
     def samples(self, index: int) -> Samples:
@@ -86,6 +91,10 @@ class UnevenTrainLoader(DataLoader):
             if max(sizes) == _NONE_LEFT == min(sizes) or (self.policy == "drop" and _NONE_LEFT in sizes):
                 self._report(index, sizes)
                 return
+            if self.name_beside_others is not None and len(set(sizes)) > 1:
+                found = [max(0, size) for size in sizes]
+                what = f"has {found} samples for batch {index}"
+                raise not_beside_others(self.name_beside_others, what, SHARE_EVENLY)
             # The rest of a resumed epoch may be less than a batch for each rank.
             is_rest = isinstance(self, ShardedLoader) and self.dataset.dealt is not None
             if batch is latest is _NOTHING and is_rest:
@@ -145,6 +154,7 @@ def as_uneven_train(
         "rank": rank,
         "all_gather_ints": all_gather_ints,
         "num_done": num_done,
+        "lengths": lengths,
         "length": (min if policy == "drop" else max)(known) if len(known) == len(lengths) else None,
     }
     return clone_loader(loader, UnevenTrainLoader, **attributes)

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop
+from ..data import check_evaluated_side_by_side
 from ..strategies import adapt
 from .hooks import Hooks
 from .log import attach_log, detach_log
@@ -94,6 +95,8 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         combined: Any = self._combined_loader
         padding = EvalPadding(combined.flattened, self._is_sequential)
         self._padding = padding if padding.may_occur else None
+        if padding.may_occur and not self._is_sequential:
+            check_evaluated_side_by_side(combined)
         connector: Any = self.trainer._logger_connector
         connector.padding = self._padding
         # A user's loader may be empty on some ranks, where Lightning then skips it.

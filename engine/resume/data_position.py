@@ -23,6 +23,7 @@ from ..data import (
     WatchedLoaders,
     WithWorkers,
     Workers,
+    check_trained_side_by_side,
     controlling_sampler,
     order_of,
     restore_sampler,
@@ -127,6 +128,7 @@ class DataPosition:
     def watch(self, combined: CombinedLoader) -> None:
         """Tracks the loaders that stay the user's own objects; called before their first iterators are made."""
         self._lengths = lengths_of(combined)
+        check_trained_side_by_side(combined, self.trainer.data_size)
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
         self.data_epochs.watch(combined)
@@ -380,6 +382,7 @@ class DataPosition:
         if are_others:
             set_limits(trainer)
             set_lengths(trainer)
+            check_trained_side_by_side(combined, trainer.data_size)
 
 
 def _is_known(sampler: Any) -> bool:

@@ -4,7 +4,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ..data import ShardedLoader, StateTrackingLoader, is_stateful, remaining_shards, why_not_shardable
+from ..data import (
+    ShardedLoader,
+    StateTrackingLoader,
+    is_litdata_loader,
+    is_stateful,
+    remaining_shards,
+    why_not_shardable,
+)
 
 __all__ = ["resume_stream", "stateful"]
 
@@ -62,10 +69,11 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
     Raises:
         ValueError: it can't continue there.
     """
-    if saved and _is_litdatas(loader):
+    if saved and is_litdata_loader(loader) and type(loader.dataset).__name__ != "StreamingDataset":
         raise ValueError(
-            f"litdata's {type(loader).__name__} can't continue in mid-epoch: the epoch after it would be empty."
-            " Resume at the end of an epoch, or load the weights alone to begin one."
+            f"litdata's {type(loader).__name__} over a {type(loader.dataset).__name__} can't continue where it was:"
+            " only one over a StreamingDataset is known to. Resume from a checkpoint that was saved between two epochs,"
+            " or load the weights alone to begin one."
         )
     then = state["saved_by"]
     if then != world_size:
@@ -136,11 +144,6 @@ def _resume_shards(
     batches = max(window, batches // window * window)  # an optimizer step begins with the next one
     loader.go_on_with(epoch, batches, remaining_shards(states, now))
     return batches
-
-
-def _is_litdatas(loader: Any) -> bool:
-    """Whether a loader is litdata's own, which applies a loaded state to the epoch after the resumed one as well."""
-    return any(cls.__module__.partition(".")[0] == "litdata" for cls in type(loader).__mro__)
 
 
 def _why_not_dealt(loader: Any, state: dict[str, Any]) -> str:

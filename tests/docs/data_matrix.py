@@ -243,7 +243,7 @@ Run by hand under `ddp` on 2 ranks, with torch 2.13: 48 samples in 8 shards, bat
 | the same, not streaming, `shuffle=True` | once | same batches | once |
 | `webdataset` 1.0.2, `nodesplitter=split_by_node` | once | same batches | refused |
 | the same without a `nodesplitter` | refused by webdataset | - | - |
-| `litdata` 0.2.76, its `StreamingDataLoader` | once | refused in mid-epoch | refused in mid-epoch |
+| `litdata` 0.2.76, its `StreamingDataLoader` | once | same batches | refused |
 | the same in a `DataLoader` | once | refused | refused with 1; 3 not tried |
 | `mosaicml-streaming` 0.13.0, its `StreamingDataLoader`, under torchrun | once | same batches | refused |
 | the same in a `DataLoader` | once | refused | refused |
@@ -256,9 +256,10 @@ made. `polyphase launch` and torchrun set these variables before the script star
 engine sets them in each rank when the run begins: make the data set in `train_dataloader()` or `setup()`. A data set
 that the script makes before `fit` is refused before any process starts. (The rows of torchrun were run with 48 shards.)
 
-litdata's own loader was silently wrong (the epoch after the resumed one was empty) until the engine refused it by its
-class; that refusal was tested with a class of the same module name. Under `tp` and `pp`, ranks that compute together
-need the same samples: a data set that divides itself among all ranks is refused there.
+litdata's own loader applies a loaded state to the epoch after the resumed one, too, unless a pass is read to its end;
+the engine clears it as that epoch begins. It was tried on 1 and 2 ranks, with 0 and 2 workers, saved in mid-epoch and
+after an epoch's last batch; with other data sets than `StreamingDataset` it is refused. Under `tp` and `pp`, ranks that
+compute together need the same samples: a data set that divides itself among all ranks is refused there.
 
 `pip install "polyphase[data]"` installs `datasets` and `webdataset`. It does not install `litdata`, which requires
 torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch.
@@ -294,6 +295,12 @@ webdataset's `shuffle` without a seed does, that is an error (not with persisten
 **Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
 and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn
 for it. A rank that has no samples left takes part with a batch that counts for nothing.
+
+**Several loaders.** Loaders that are read side by side (a dict or list of loaders, a `CombinedLoader`) continue
+together, each in its own order. On several ranks each of them needs a number of samples that the ranks divide, or
+`drop_last=True`; others are refused by name: see [guarantees.md](guarantees.md#batches). A checkpoint in mid-epoch may
+leave a number of samples that another number of ranks does not divide, which is refused, too. Shards of a stream beside
+other loaders continue on as many ranks. `mode="sequential"` is for evaluation: Lightning refuses it in training.
 
 **Epoch numbers.** What a hook gives a data set by `set_epoch`, or as its attribute `epoch`, a resumed run gives it
 again. If workers have started before that, and so would not see it, that is an error.

@@ -8,13 +8,12 @@ _Seen = list[Any]
 """Epoch, index and `[ids of a, ids of b]` of each batch of each rank."""
 
 
-def wrong_steps(seen: _Seen, expected: list[list[list[Any]]], num_ranks: int) -> str | None:
+def wrong_steps(seen: _Seen, expected: list[list[list[Any]]]) -> str | None:
     """Compares each step of all ranks together with a batch of one process.
 
     Args:
         seen: by all ranks.
         expected: by epoch, the batches of one process that are as large as those of all ranks together.
-        num_ranks: of which all but one may have a sample that only fills up.
     """
     steps = {(epoch, index) for epoch, index, _ in seen}
     if steps != (wanted := {(epoch, index) for epoch, batches in enumerate(expected) for index in range(len(batches))}):
@@ -22,7 +21,7 @@ def wrong_steps(seen: _Seen, expected: list[list[list[Any]]], num_ranks: int) ->
     for epoch, index in sorted(steps):
         found = _by_loader([item for item in seen if tuple(item[:2]) == (epoch, index)])
         for name, ids in zip(LOADERS, expected[epoch][index], strict=True):
-            if said := _difference(found[name], Counter(ids), num_ranks - 1):
+            if said := _difference(found[name], Counter(ids)):
                 return f"epoch {epoch}, batch {index}, loader {name} {said}"
     return None
 
@@ -40,19 +39,18 @@ def wrong_epochs(what: Any, done: _Seen, rest: _Seen, num_epochs: int) -> str | 
     for epoch in range(num_epochs):
         found = _by_loader([item for item in done + rest if item[0] == epoch])
         num_done = len({index for number, index, _ in done if number == epoch})
-        size_of_a, counts, passes = _expected(what, num_done, then, now)
-        fills = (max(what.num_ranks, what.later_num_ranks) - 1) * passes
-        if (again := found["a"] - Counter(range(what.num_samples))).total() > fills:
+        size_of_a, counts = _expected(what, num_done, then, now)
+        if again := found["a"] - Counter(range(what.num_samples)):
             return f"epoch {epoch}, loader a has {dict(again)} too often"
         if len(found["a"]) < size_of_a:
             return f"epoch {epoch}, loader a has {len(found['a'])} samples, not {size_of_a}"
-        if said := _difference(found["b"], counts, fills):
+        if said := _difference(found["b"], counts):
             return f"epoch {epoch}, loader b {said}"
     return None
 
 
-def _expected(what: Any, num_done: int, then: int, now: int) -> tuple[int, Counter[int], int]:
-    """The number of samples of the first loader, how often the second has each, and the passes that may fill up.
+def _expected(what: Any, num_done: int, then: int, now: int) -> tuple[int, Counter[int]]:
+    """The number of samples of the first loader, and how often the second has each.
 
     Args:
         what: the draw.
@@ -66,16 +64,16 @@ def _expected(what: Any, num_done: int, then: int, now: int) -> tuple[int, Count
     steps = (min if mode == "min_size" else max)(-(-size // now) for size in left)
     size_of_a = min(sizes[0], num_done * then + steps * now)
     if mode != "max_size_cycle":
-        return size_of_a, Counter(range(sizes[1])), 4
+        return size_of_a, Counter(range(sizes[1]))
     counts: Counter[int] = Counter()
-    at, passes = sizes[1], 2
+    at = sizes[1]
     for number in range(num_done + steps):
         if at >= sizes[1]:
-            at, passes = 0, passes + 1
+            at = 0
         size = then if number < num_done else now
         counts.update(range(at, min(at + size, sizes[1])))
         at += size
-    return size_of_a, counts, 2 * passes
+    return size_of_a, counts
 
 
 def _by_loader(seen: _Seen) -> dict[str, Counter[int]]:
@@ -86,9 +84,9 @@ def _by_loader(seen: _Seen) -> dict[str, Counter[int]]:
     return found
 
 
-def _difference(found: Counter[int], expected: Counter[int], fills: int) -> str | None:
+def _difference(found: Counter[int], expected: Counter[int]) -> str | None:
     if lacking := expected - found:
         return f"lacks {dict(lacking)}"
-    if (again := found - expected).total() > fills:
+    if again := found - expected:
         return f"has {dict(again)} too often"
     return None

@@ -102,7 +102,7 @@ def _wrong_as_a_whole(what: Draw, begun: list[dict[str, Any]], expected: list[li
     if what.kind not in COMBINED:
         return _wrong_epochs(what, seen, expected, range(num_epochs), what.batch_size)
     batch_size = what.batch_size * what.num_ranks
-    return combined_draws.wrong_steps(seen, plain(replace(what, batch_size=batch_size), num_epochs), what.num_ranks)
+    return combined_draws.wrong_steps(seen, plain(replace(what, batch_size=batch_size), num_epochs))
 
 
 def _together(found: list[dict[str, Any]], name: str) -> list[Any]:

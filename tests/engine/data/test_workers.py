@@ -128,6 +128,21 @@ def test_a_second_run_on_workers_that_stayed_goes_on_too(tmp_path):
     assert twice(tmp_path / "saved") == whole[3:]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, of torch
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_second_run_after_one_that_was_stopped_in_mid_epoch_goes_on_too(persistent_workers, tmp_path):
+    def make() -> StatefulDataLoader:
+        shared: Any = {"num_workers": 1, "persistent_workers": persistent_workers}
+        return StatefulDataLoader(range(14), 3, shuffle=True, **shared)  # type: ignore[arg-type]
+
+    seed_everything(7, verbose=False)
+    loader, module = make(), Trains()
+    engine(max_epochs=2, max_steps=2).fit(Trains(), loader)
+    saves = SavesIn("on_train_batch_end", 3, tmp_path / "saved")
+    engine(max_epochs=3, callbacks=[saves]).fit(module, loader)
+    assert train(make, tmp_path / "saved") == module.seen[3:]
+
+
 def test_other_workers_begin_anew(tmp_path):
     def indices(seen: list[Any]) -> list[Any]:
         return [[sample[0] for sample in batch] for _, _, batch in seen]

@@ -1,0 +1,21 @@
+"""The error of a training loader that is read side by side with others, and of which the ranks have uneven shares."""
+
+__all__ = ["SHARE_EVENLY", "not_beside_others"]
+
+SHARE_EVENLY = "Give each rank as much of it, or set uneven='drop' and this loader's drop_last=True"
+"""The remedy for a stream, or for samplers of each rank's own."""
+
+
+def not_beside_others(name: str, what: str, remedy: str) -> ValueError:
+    """Returns the error of a loader that is read side by side with others, and of which the ranks have uneven shares.
+
+    Args:
+        name: of the loader, the subject of the message.
+        what: its verb and object.
+        remedy: what to do.
+    """
+    return ValueError(
+        f"{name} is read side by side with others, and {what}, which the ranks can't share evenly. A step has one loss"
+        " of all these loaders, which can't be weighed by the samples of each: some would count for more than in one"
+        f" process. {remedy}."
+    )
