@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the
 import pytest
 
 from tests import warm
+from tests.huge_pages import have_huge_pages
 
 IGNORED = (
     # Advice about the loader's workers, which tiny test data doesn't need.
@@ -104,6 +105,7 @@ def pytest_collection_finish() -> None:
     # objects, and so copy the pages that it shares with this process: half a second per rank.
     gc.collect()
     gc.freeze()
+    have_huge_pages()
     atexit.register(gc.unfreeze)  # what is frozen is never cleared: triton, where it is there, takes it for a leak
 
 
