@@ -7,6 +7,9 @@ TORCH ?= torch>=2.13,<2.14
 OLDEST ?= $(TORCH)
 NEWEST ?= torch>=2.15,<2.16
 
+# Else each process compiles the package, and each process of the tests compiles those, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test nightly compatibility versions bench gpu zoo chaos clusters draws docs pictures lint format check clean
 
@@ -32,10 +35,10 @@ demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
 test: install  ## the tests; two or three at a time, but for those that measure seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone and not deadlines and not device and not nightly" $(SIDE_BY_SIDE) 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "deadlines and not nightly" $(SIDE_BY_SIDE) 3
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "alone and not nightly"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "device and not nightly" $(SIDE_BY_SIDE) 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part unmarked $(SIDE_BY_SIDE) 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part deadlines $(SIDE_BY_SIDE) 3
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part alone
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part device $(SIDE_BY_SIDE) 2
 
 nightly: install  ## all combinations, all interpreters cold, patterns of others' code, random loaders; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly

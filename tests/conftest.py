@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the
 import pytest
 
 from tests import warm
+from tests.huge_pages import have_huge_pages
 
 IGNORED = (
     # Advice about the loader's workers, which tiny test data doesn't need.
@@ -70,14 +71,33 @@ DEADLINES = (
 """Files whose tests have processes end within seconds: they mostly wait, and only for their own."""
 
 
+PARTS = ("unmarked", "deadlines", "alone", "device")
+
+_TESTS = Path(__file__).parent
+_MARKS = {_TESTS / name: mark for mark, names in (("alone", ALONE), ("deadlines", DEADLINES)) for name in names}
+
+
+def _mark_of(file: Path) -> str | None:
+    """Which part of `make test` runs it; None for the first, whose tests are not marked."""
+    return "device" if _TESTS / "simulated_device" in file.parents else _MARKS.get(file)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=PARTS, help="the files of one part of `make test`; no other file is imported")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    part = config.getoption("--part")
+    if part is None or not collection_path.name.startswith("test_"):
+        return None
+    return part != (_mark_of(collection_path) or "unmarked") or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    root = Path(__file__).parent
+    marks = {file: _mark_of(file) for file in {item.path for item in items}}
     for item in items:
-        for mark, files in (("alone", ALONE), ("deadlines", DEADLINES)):
-            if item.path.relative_to(root).as_posix() in files:
-                item.add_marker(mark)
-        if root / "simulated_device" in item.path.parents:
-            item.add_marker("device")
+        if mark := marks[item.path]:
+            item.add_marker(mark)
 
 
 def pytest_collection_finish() -> None:
@@ -85,6 +105,7 @@ def pytest_collection_finish() -> None:
     # objects, and so copy the pages that it shares with this process: half a second per rank.
     gc.collect()
     gc.freeze()
+    have_huge_pages()
     atexit.register(gc.unfreeze)  # what is frozen is never cleared: triton, where it is there, takes it for a leak
 
 
@@ -93,9 +114,10 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in IGNORED:
         config.addinivalue_line("filterwarnings", line)
-    if not hasattr(config, "workerinput"):  # xdist's workers have that of the process that has started them
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:  # xdist's workers have that of the process that has started them
         _have_temporary_folder(config)
-    warm.keep_environment()
+    warm.keep_environment(is_worker)
 
 
 def _have_temporary_folder(config: pytest.Config) -> None:

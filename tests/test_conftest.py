@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ALONE
+from .conftest import ALONE, DEADLINES, PARTS, pytest_ignore_collect
 from .distributed import ROOT
 
 
@@ -18,5 +18,15 @@ def test_nothing_runs_in_the_repository(folder_of_the_module):
         assert not folder.is_relative_to(ROOT)
 
 
-def test_files_that_run_alone_are_there():
-    assert not [name for name in ALONE if not (ROOT / "tests" / name).exists()]
+def test_files_of_a_part_are_there():
+    assert not [name for name in (*ALONE, *DEADLINES) if not (ROOT / "tests" / name).exists()]
+
+
+def test_each_file_is_of_one_part(pytestconfig, monkeypatch):
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if "compatibility" not in file.parts]
+    seen = []
+    for part in PARTS:
+        monkeypatch.setattr(pytestconfig.option, "part", part)
+        seen += [file for file in files if not pytest_ignore_collect(file, pytestconfig)]
+    assert sorted(seen) == sorted(files)
+    assert len(seen) > len(ALONE) + len(DEADLINES)

@@ -11,6 +11,7 @@ session and process group; modules have been imported; all of them hash strings 
 """
 
 import atexit
+import fcntl
 import multiprocessing.spawn
 import os
 import subprocess
@@ -26,20 +27,38 @@ from tests.warm.client import SOCKET_LIMIT, tell
 
 _END_S = 10.0
 _environment: dict[str, str] = {}
+_shared_by: list[int] = []
+"""The process whose children share a server, where there is one."""
 _ends: list[Callable[[], None]] = []
 _SHEBANG_LIMIT = 127
 """Bytes that each kernel reads of it."""
 
 
-def keep_environment() -> None:
-    """Has the server the variables of now, whatever a test changes before the server is started."""
+def keep_environment(is_worker: bool) -> None:
+    """Has the server the variables of now, whatever a test changes before the server is started.
+
+    A worker shares its server with the other workers of its run; the server belongs to the process that has started
+    them all, and is in the temporary folder of the run.
+    """
     _environment.update(os.environ)
+    if is_worker:
+        _shared_by.append(os.getppid())
 
 
 @cache
 def python() -> str:
     """The executable; the server is started with the first use. With POLYPHASE_COLD=1 it is the interpreter."""
-    return sys.executable if os.environ.get("POLYPHASE_COLD") else str(_start(os.getpid()))
+    if os.environ.get("POLYPHASE_COLD"):
+        return sys.executable
+    if not _shared_by:
+        return _start(os.getpid(), Path(tempfile.mkdtemp(prefix="polyphase-warm-")))
+    folder = Path(_environment["TMPDIR"]) / "warm"
+    with (folder.parent / "warm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return _executable(folder)
+        folder.mkdir(mode=0o700)
+        return _start(_shared_by[0], folder)
 
 
 def commands() -> str:
@@ -62,12 +81,15 @@ def is_running() -> bool:
     return python.cache_info().currsize > 0
 
 
-def _start(owner: int) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="polyphase-warm-"))
+def _executable(folder: Path) -> str:
+    path = folder / "bin" / "python"
+    return str(path) if path.exists() else sys.executable
+
+
+def _start(owner: int, folder: Path) -> str:
     shebang, address = f"#!{sys.executable} -IS", folder / "socket"
     if len(shebang) > _SHEBANG_LIMIT or len(str(address)) > SOCKET_LIMIT or sys.platform != "linux":
-        folder.rmdir()
-        return Path(sys.executable)
+        return sys.executable
     executable = folder / "bin" / "python"
     executable.parent.mkdir()
     for beside in Path(sys.executable).parent.iterdir():  # commands are looked for where the interpreter is
@@ -89,7 +111,7 @@ def _start(owner: int) -> Path:
     while not address.exists():
         assert process.poll() is None, (folder / "log").read_text()
         time.sleep(0.02)
-    return executable
+    return str(executable)
 
 
 def _copy_command(command: Path, copy: Path, executable: Path) -> None:
@@ -111,7 +133,7 @@ def stop() -> None:
 
 
 def _end(server: subprocess.Popen, folder: Path, owner: int) -> None:
-    if os.getpid() != owner:  # a fork has the function, too
+    if os.getpid() != owner:  # a fork has the function, too; a server of several workers ends with who started them
         return
     with suppress(OSError):
         tell(str(folder / "socket"), {"stop": True})

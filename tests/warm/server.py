@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from tests.huge_pages import have_huge_pages
 from tests.warm import interpreter
 from tests.warm.client import here
 
@@ -95,6 +96,7 @@ class Server:
         assert len(threads) == threading.active_count() == 1, "a fork would have none of the other threads"
         gc.collect()
         gc.freeze()
+        have_huge_pages()
         self.listener.bind(path)
         self.listener.listen(64)
         for descriptor in (self.owner, self.listener.fileno()):

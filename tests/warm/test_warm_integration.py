@@ -231,10 +231,15 @@ def test_workers_that_are_spawned_are_warm(tmp_path):
     assert ran(warm.python(), "script.py") == (0, "(True, '__mp_main__')\n0\n", "")
 
 
-def test_the_server_ends_with_its_owner(tmp_path):
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests import warm; import subprocess, os\n"
-    code += "subprocess.Popen([warm.python(), '-c', 'import os, time; print(os.getppid(), os.getpid(), flush=True); "
-    code += "time.sleep(60)']).stdout\nimport time; time.sleep(60)"
+def test_workers_share_a_server_that_ends_with_who_has_started_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    worker = "import sys; sys.path.insert(0, sys.argv[1]); from tests import warm; "
+    worker += "warm.keep_environment(is_worker=True); print(warm.python())"
+    code = f"import subprocess, sys, time\nword = [sys.executable, '-c', {worker!r}, sys.argv[1]]\n"
+    code += "workers = [subprocess.Popen(word, stdout=subprocess.PIPE, text=True) for _ in range(2)]\n"
+    code += "[path] = {each.communicate()[0].strip() for each in workers}\nassert path != sys.executable\n"
+    code += "subprocess.Popen([path, '-c', 'import os, time; print(os.getppid(), os.getpid(), flush=True); "
+    code += "time.sleep(60)'])\ntime.sleep(60)"
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     owner = subprocess.Popen([sys.executable, "-c", code, root], stdout=subprocess.PIPE, text=True)
     processes = [psutil.Process(int(word)) for word in owner.stdout.readline().split()]

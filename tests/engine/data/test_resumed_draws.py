@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from polyphase.engine.data import set_own_states, states_of_own
+from tests.pairs import alternating
 
 from ..tiny import SavesIn
 from . import runs
@@ -141,18 +142,20 @@ def test_goes_on_with_the_same_draws(kind, draws, at, flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "draws", "workers"),
-    [
-        (Augmented, Own, WORKERS),
-        (Augmented, Own, STAY),
-        (Stated, Own, WORKERS),
-        (Stated, lambda: from_globals, WORKERS),
-        (Shards, lambda: from_globals, WORKERS),
-        (Shuffled, lambda: from_globals, STAY),
-        (Shards, Own, STAY),
-    ],
+    ("kind", "draws", "workers", "at", "flags"),
+    alternating(
+        [
+            (Augmented, Own, WORKERS),
+            (Augmented, Own, STAY),
+            (Stated, Own, WORKERS),
+            (Stated, lambda: from_globals, WORKERS),
+            (Shards, lambda: from_globals, WORKERS),
+            (Shuffled, lambda: from_globals, STAY),
+            (Shards, Own, STAY),
+        ],
+        [(10, {}), (1, BETWEEN)],
+    ),
 )
-@pytest.mark.parametrize(("at", "flags"), [(10, {}), (1, BETWEEN)])
 def test_so_do_workers(kind, draws, workers, at, flags, tmp_path):
     assert_goes_on(partial(loader, kind, draws, **workers), tmp_path, at, **{"max_epochs": 2, **flags})
 

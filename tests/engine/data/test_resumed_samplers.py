@@ -19,6 +19,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.pairs import alternating
+
 from ..tiny import Positions, SavesIn, engine
 from .runs import Trains, assert_goes_on, train
 
@@ -163,19 +165,21 @@ LOADERS = {
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
-@pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize(
-    ("at", "hook"),
-    [
-        (2, "on_train_batch_end"),
-        (4, "on_train_batch_end"),
-        (6, "on_train_batch_end"),
-        (7, "on_train_batch_start"),
-        (1, "on_train_start"),
-        (2, "on_train_epoch_start"),
-        (1, "on_train_epoch_end"),
-        (2, "on_train_epoch_end"),
-    ],
+    ("at", "hook", "name"),
+    alternating(
+        [
+            (2, "on_train_batch_end"),
+            (4, "on_train_batch_end"),
+            (6, "on_train_batch_end"),
+            (7, "on_train_batch_start"),
+            (1, "on_train_start"),
+            (2, "on_train_epoch_start"),
+            (1, "on_train_epoch_end"),
+            (2, "on_train_epoch_end"),
+        ],
+        LOADERS,
+    ),
 )
 def test_goes_on(name, at, hook, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, hook=hook)

@@ -12,6 +12,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from polyphase.engine.data.stream_loader import StreamLoader, can_be_read
+from tests.pairs import alternating
 
 from ..tiny import SavesIn, Stream
 from .runs import train
@@ -100,8 +101,7 @@ def batches(loader: Any, num: int | None = None) -> list[Any]:
     return [torch.as_tensor(batch).tolist() for batch in islice(loader, num)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", [*HOW, {**HOW[1], "persistent_workers": True}])
+@pytest.mark.parametrize(("kind", "how"), alternating(KINDS, [*HOW, {**HOW[1], "persistent_workers": True}]))
 def test_the_batches_and_the_draws_are_torchs(kind, how):
     def epochs(cls: Any) -> list[Any]:
         torch.manual_seed(3)
@@ -111,8 +111,7 @@ def test_the_batches_and_the_draws_are_torchs(kind, how):
     assert epochs(StreamLoader) == epochs(DataLoader)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("kind", "how"), alternating(KINDS, HOW))
 @pytest.mark.parametrize("places", [slice(0, None, 4), pytest.param(slice(0, None), marks=pytest.mark.nightly)])
 def test_each_place_is_continued_from(kind, how, places):
     torch.manual_seed(3)

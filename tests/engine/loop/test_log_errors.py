@@ -7,6 +7,8 @@ import pytest
 import torch
 from torchmetrics import MeanMetric, Metric
 
+from tests.pairs import alternating
+
 from .both import TRAINERS, Small, error_of, exactly, outcome, rows, trainer_of
 
 
@@ -141,8 +143,7 @@ def both(tmp_path: Any, make: Any, **flags: Any) -> list[Any]:
 
 # What Lightning only warns of, it warns of once in a process: both do, or this test would depend on their order.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("hook", "at"), PLACES)
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize(("hook", "at", "what"), alternating(PLACES, WRONG))
 def test_a_wrong_call(tmp_path, what, hook, at):
     stock, engine = both(tmp_path, lambda: logging_in(hook, WRONG[what], at), max_epochs=2)
     assert engine == stock

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
-from tests.pairs import paired
+from tests.pairs import alternating, paired
 
 from ..parity import TOLERANCE, adamw, largest_difference, suffixed
 from ..tiny import QUIET
@@ -157,8 +157,9 @@ def test_what_a_comm_hook_keeps_is_as_if_it_had_not_happened(compression):
     assert largest_difference(weights(scarce), weights(ample)) == 0
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("flag", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("flag", "devices", "where"), alternating([("single", 1), ("ddp", 2), ("fsdp", 2)], ["forward", "backward"])
+)
 def test_all_else_is_as_if_it_had_not_happened(flag, devices, where, tmp_path):
     found = []
     for most, micro in ((3, "auto"), (SIZE, 3)):

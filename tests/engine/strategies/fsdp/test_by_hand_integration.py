@@ -12,6 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
+from tests import pairs
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.test_ddp_integration import QUIET
 
@@ -167,9 +168,12 @@ def run(strategy: str, step: Callable[..., None]) -> ByHand:
     return module
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize(
-    "strategy", ["fsdp_fork", "ddp_fork:find_unused_parameters=true", "zero1_fork:find_unused_parameters=true"]
+    ("strategy", "step"),
+    pairs.alternating(
+        ["fsdp_fork", "ddp_fork:find_unused_parameters=true", "zero1_fork:find_unused_parameters=true"], STEPS
+    ),
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_equals_a_plain_loop(strategy, step):
     expected = plain(step)
