@@ -184,12 +184,16 @@ class Replay:
             batch, batch_idx = self._on_device(window[0]), window[0].batch_idx
             module.on_train_batch_start(batch, batch_idx)
             first = None
+            before = [] if self.joins_batches else [(buffer, buffer.clone()) for buffer in module.buffers()]
             for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
                 if micro_batch.samples == 0:
                     continue
-                buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if rank else []
+                # Each rank begins with the same buffers (a spectral norm's vectors, say) ...
+                buffers = [(buffer, buffer.clone()) for buffer, _ in before] if rank else []
+                for buffer, value in before:
+                    buffer.data.copy_(value)
                 output = self._call(micro_batch)
-                for buffer, value in buffers:  # as in DDP, rank 0's buffers count
+                for buffer, value in buffers:  # ... and as in DDP, those of rank 0 count after the batch
                     buffer.data.copy_(value)
                 loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
                 if loss is None:

@@ -8,10 +8,13 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.nn.utils.parametrizations import spectral_norm
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies.fsdp import strategy as fsdp
 from tests.defects.defects import DEFECTS, nothing
+from tests.engine.parity import MLP
+from tests.engine.parity import loader as digits
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.zoo.model import build, loader
 from tests.zoo.plain import MODELS
@@ -122,3 +125,17 @@ def test_who_asks_for_it_is_warned_where_it_cant_compare():
 
 def test_windows_of_micro_batches_and_clipping_are_those_of_one_process():
     fit(MODELS["DiT"], "fsdp_fork", True, accumulate_grad_batches=2, gradient_clip_val=0.1)
+
+
+class Spectral(MLP):
+    """Each forward in training renews the vectors of its power iterations, which its weights depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(spectral_norm(nn.Linear(64, 64)), nn.ReLU()) for _ in range(3)))
+
+
+def test_each_rank_begins_a_batch_with_the_same_buffers():
+    torch.manual_seed(1)
+    engine = Engine(strategy="fsdp_fork", accelerator="cpu", devices=2, max_steps=3, check_first_steps=True, **QUIET)
+    engine.fit(Spectral(), digits("mlp", 1, 2))  # a difference would be an error
