@@ -153,6 +153,7 @@ def test_ctrl_c_leaves_the_bar_where_it_was_and_the_terminal_usable(tmp_path, st
     assert "<the end>" not in shown.rows
 
 
+@pytest.mark.nightly  # .ci/run has the demo in a terminal, too
 @pytest.mark.timeout(240)
 def test_the_demo_of_the_makefile(tmp_path):
     (command,) = re.findall(r"^demo:.*\n\t(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

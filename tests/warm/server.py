@@ -68,6 +68,7 @@ class Imports(NamedTuple):
 def import_all() -> Imports:
     """Imports what a script with a LightningModule and an engine has imported when it trains."""
     environment, path = dict(os.environ), list(sys.path)
+    importlib.import_module("fsspec.config")  # it copies all variables, for those that begin with its name
     os.environ.__class__ = _Recorded
     for name in IMPORTED:
         importlib.import_module(name)

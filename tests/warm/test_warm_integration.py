@@ -209,6 +209,8 @@ def test_the_rest_is_cold(monkeypatch):
             patch.setenv(name, value)
             assert not is_warm(), name
     monkeypatch.setenv("ANYTHING", "else")
+    monkeypatch.setenv("PWD", "/as/shells/set/it")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "another")
     assert is_warm()
 
 

@@ -126,11 +126,10 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_that_has_let_the_failed_one_end_makes_no_further_call_of_its_store(tmp_path, monkeypatch):
+def test_a_rank_that_has_let_the_failed_one_end_makes_no_further_call_of_its_store(tmp_path):
     """The store may be gone at any moment then, and torch prints each call that fails with its C++ stack."""
     path = tmp_path / "late.py"
-    path.write_text(LATE)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{LATE}")
     finished = run_command([sys.executable, path], timeout_s=60)
     calls = [line for line in finished.output.splitlines() if line.startswith("asks ")]
     assert calls[-1].endswith("first_failure/done"), finished.output
