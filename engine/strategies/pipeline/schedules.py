@@ -115,6 +115,7 @@ class Stage(PipelineStage):
         super().__init__(part, *args, **kwargs)
         self.clock = clock
         self._wire = wire
+        self._part: Any = part
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduces gradients under FSDP2, if backward runs."""
@@ -141,7 +142,7 @@ class Stage(PipelineStage):
     # torch: all schedules call these methods of PipelineStage's base class.
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs forward of a micro-batch, and measures it."""
-        self.submod.micro_batch = fwd_chunk_id
+        self._part.micro_batch = fwd_chunk_id
         return self.clock.span(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
