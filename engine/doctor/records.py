@@ -67,6 +67,8 @@ class RankInfo:
     """Memory of the device; None if unknown."""
     peak_flops_per_s: float | None = None
     """Peak rate of the device in that format, by its data sheet; measured on a CPU."""
+    operator_s: float | None = None
+    """Seconds that the host takes for an operator with next to nothing to compute; None if not measured."""
     lr_interval_steps: int | None = None
     """Interval of the learning-rate schedulers in optimizer steps; None without one, or for epochs."""
     waits_are_told: bool = True
@@ -109,6 +111,8 @@ class Interval:
     """Floating-point operations of this rank in forward and backward, from the second batch; None if unknown."""
     recomputed_flops: float | None = None
     """Additional operations that activation checkpointing repeats."""
+    num_operators: int | None = None
+    """Number of torch's operators in forward and backward, from the second batch; None if unknown, or compiled."""
     grad_norm: float | None = None
     """Norm of this rank's gradients (or of its shards) at one step of the interval."""
     loss_scale: float | None = None
@@ -129,6 +133,8 @@ class Interval:
     """Time in which that thread was ready to run but had no CPU; None if the system does not report it."""
     padding: float | None = None
     """Share of the tokens that are padding, by an ``attention_mask``, in the measured batches."""
+    num_padding_looks: int | None = None
+    """Number of these batches; None for none."""
     reads: dict[str, int] = dataclasses.field(default_factory=dict)
     """Number of device reads in one sampled `training_step`, by ``"item() at file.py:12 in training_step"``."""
     rss_mb: float | None = None
@@ -148,7 +154,11 @@ class Interval:
     power_w: float | None = None
     compression: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of compressing (``compress_s``) and of collectives (``wire_s``) in a step; ``sent_mb`` of a step, and
-    ``plain_mb``, which it would have sent without compression; as training ended, ``plain_mb_per_s``."""
+    ``plain_mb``, which it would have sent without compression; ``num_looks``, the number of steps that were timed."""
+    collectives: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    """``calls`` and ``sent_mb`` of a step by operation, in the last steps of training; empty if not known."""
+    all_reduce_mb_per_s: float | None = None
+    """Rate at which this rank sent in an all-reduce of 8 MB as training ended; None if not measured."""
     links: list[float] = dataclasses.field(default_factory=list)
     """Rate in MB/s at which this rank received from each other rank as training ended; empty if not measured."""
 
@@ -172,6 +182,7 @@ class Interval:
             num_tokens=self._sum_with(later, "num_tokens"),
             flops=self._sum_with(later, "flops"),
             recomputed_flops=self._sum_with(later, "recomputed_flops"),
+            num_operators=self._sum_with(later, "num_operators"),
             grad_norm=_largest(self.grad_norm, later.grad_norm),
             loss_scale=_latest(self.loss_scale, later.loss_scale),
             without_gradient=_common(self.without_gradient, later.without_gradient),
@@ -181,7 +192,8 @@ class Interval:
             lr_steps=_latest(self.lr_steps, later.lr_steps),
             cpu_s=_sum(self.cpu_s, later.cpu_s),
             runqueue_s=_sum(self.runqueue_s, later.runqueue_s),
-            padding=_mean(self.padding, later.padding),
+            padding=self._mean_with(later, "padding", "num_padding_looks"),
+            num_padding_looks=_sum_of_present(self.num_padding_looks, later.num_padding_looks),
             reads={**self.reads, **later.reads},
             rss_mb=_largest(self.rss_mb, later.rss_mb),
             device_mb=_largest(self.device_mb, later.device_mb),
@@ -189,10 +201,12 @@ class Interval:
             swapped_mb=_largest(self.swapped_mb, later.swapped_mb),
             num_looks=_sum_of_present(self.num_looks, later.num_looks),
             throttled=_by_name(self.throttled, later.throttled, _sum_of_present),
-            clock_share=_mean(self.clock_share, later.clock_share),
+            clock_share=self._mean_with(later, "clock_share", "num_looks"),
             temperature_c=_largest(self.temperature_c, later.temperature_c),
-            power_w=_mean(self.power_w, later.power_w),
-            compression=_by_name(self.compression, later.compression, _mean),
+            power_w=self._mean_with(later, "power_w", "num_looks"),
+            compression=_mean_of_steps(self.compression, later.compression),
+            collectives=later.collectives or self.collectives,
+            all_reduce_mb_per_s=_latest(self.all_reduce_mb_per_s, later.all_reduce_mb_per_s),
             links=later.links or self.links,
         )
 
@@ -201,6 +215,12 @@ class Interval:
         parts = [(part.num_batches, getattr(part, count)) for part in (self, later)]
         values = [value for num_batches, value in parts if num_batches or value is not None]
         return None if None in values or not values else sum(values)
+
+    def _mean_with(self, later: "Interval", name: str, num_looks: str) -> float | None:
+        """Returns the mean over the looks of both intervals; one look each where their number is not noted."""
+        parts = [(getattr(part, name), getattr(part, num_looks) or 1) for part in (self, later)]
+        known = [(value, looks) for value, looks in parts if value is not None]
+        return sum(value * looks for value, looks in known) / sum(looks for _, looks in known) if known else None
 
     def line(self) -> str:
         """Returns the interval as JSON without empty fields; seconds have microsecond precision."""
@@ -375,9 +395,13 @@ def _present(*values: float | None) -> Sequence[float]:
     return [value for value in values if value is not None]
 
 
-def _mean(*values: float | None) -> float | None:
-    present = _present(*values)
-    return sum(present) / len(present) if present else None
+def _mean_of_steps(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+    """Returns the means over the steps that were timed, whose number is ``num_looks``."""
+    if not first or not second:
+        return first or second
+    looks = [each.get("num_looks", 1.0) for each in (first, second)]
+    means = {name: (first[name] * looks[0] + second[name] * looks[1]) / sum(looks) for name in first if name in second}
+    return means | {"num_looks": sum(looks)}
 
 
 def _largest(*values: float | None) -> float | None:

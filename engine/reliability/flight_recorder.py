@@ -6,8 +6,11 @@ called and others have not, and collectives with different types or sizes. torch
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from .._compat.torch import _distributed_c10d
 from .rank_registry import in_words
 
-__all__ = ["describe_differences", "mismatches", "recorded"]
+__all__ = ["Traffic", "describe_differences", "mismatches", "recorded", "traffic"]
 
 _NUM_CALLS = 20
 """The number of last calls of each group that are kept."""
@@ -27,6 +30,64 @@ _DIFFERENCES = {
     "COLLECTIVE_DTYPE_MISMATCH": "types",
 }
 """The difference, by the name of torch's `MatchState`; its other states are no errors."""
+
+
+_ITEM_BYTES = {
+    "Double": 8, "Long": 8, "ComplexFloat": 8, "UInt64": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "UInt32": 4,
+    "Half": 2, "BFloat16": 2, "Short": 2, "UInt16": 2,
+}  # fmt: skip
+"""Bytes of a value by torch's name for its type; other types have 1."""
+
+
+@dataclass
+class Traffic:
+    """The calls of one operation."""
+
+    number: int = 0
+    sent_bytes: float = 0.0
+    """The bytes that this rank has to send, as a ring does it: no method sends fewer."""
+
+
+def traffic(windows_ns: Sequence[tuple[int, int]]) -> dict[str, Traffic] | None:
+    """Returns this rank's collectives that were called in some windows of time, by operation.
+
+    Args:
+        windows_ns: begin and end of each one, in nanoseconds since 1970, in order.
+
+    Returns:
+        None if the recorder has forgotten a part of the first window, or nothing is recorded.
+    """
+    entries = list(_entries())
+    # What was called before the first window is still there, so nothing in it was forgotten.
+    is_whole = any(each["time_created_ns"] < windows_ns[0][0] or each["record_id"] == 0 for each in entries)
+    if not is_whole:
+        return None
+    sizes = {name: len(ranks) for name, ranks in _groups().items()}
+    calls: dict[str, Traffic] = {}
+    for entry in entries:
+        if any(begin <= entry["time_created_ns"] <= end for begin, end in windows_ns):
+            call = calls.setdefault(_operation(entry), Traffic())
+            call.number += 1
+            call.sent_bytes += _sent_bytes(entry, sizes.get(entry["process_group"][0], dist.get_world_size()))
+    return calls
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    """``"nccl:_all_gather_base"`` -> ``"all_gather"``, ``"nccl:send 0->1"`` -> ``"send"``."""
+    name = entry["profiling_name"].partition(":")[2].partition(" ")[0].strip("_")
+    return re.sub(r"(_base|_coalesced|_into_tensor|_tensor)+$", "", name)
+
+
+def _sent_bytes(entry: Mapping[str, Any], size: int) -> float:
+    operation = _operation(entry)
+    if operation.startswith(("recv", "barrier")):
+        return 0.0
+    side = "output" if operation.startswith("all_gather") else "input"
+    numels, dtypes = [prod(sizes) for sizes in entry[f"{side}_sizes"]], entry[f"{side}_dtypes"]
+    total = sum(numel * _ITEM_BYTES.get(dtype, 1) for numel, dtype in zip(numels, dtypes, strict=False))
+    if operation.startswith(("send", "broadcast")):
+        return total
+    return total * (size - 1) / size * (2 if operation.startswith("all_reduce") else 1)
 
 
 def recorded() -> dict[str, Any] | None:

@@ -11,7 +11,14 @@ from .health import (
     lr_stands_still,
     replicas_differ,
 )
-from .host import cpu_shortage, memory_leak, swapping, thread_oversubscription, unused_parameter_search
+from .host import (
+    cpu_shortage,
+    host_bound,
+    memory_leak,
+    swapping,
+    thread_oversubscription,
+    unused_parameter_search,
+)
 from .network import costly_compression, slow_link
 from .ranks import exposed_communication, slow_rank, unequal_stages, varying_steps
 
@@ -33,9 +40,11 @@ RULES = (
     Rule(cause="slow_callback", threshold=0.05, find=slow_callback, of="share of the time in one class's hooks"),
     Rule(cause="slow_logging", threshold=0.05, find=slow_logging, of="share of the time in loggers"),
     Rule(cause="checkpoint_stall", threshold=0.05, find=checkpoint_stall, of="share of the time in saves"),
-    Rule(cause="exposed_communication", threshold=0.15, find=exposed_communication,
-         of="share of the time in exposed communication, mean over ranks; called sync_while_accumulating where"
-            " gradients are averaged 1.5 times or more for an optimizer step, and small_buckets below bucket_cap_mb=1"),
+    Rule(cause="exposed_communication", threshold=0.05, find=exposed_communication,
+         of="share of the time in exposed communication, mean over ranks (on CPUs 0.15); called"
+            " sync_while_accumulating where gradients are averaged 1.5 times or more for an optimizer step,"
+            " small_buckets below bucket_cap_mb=1, small_units where fsdp or hsdp gather 8 times a step or more, less"
+            " than 1 MB each, and underused_link below 0.6 of the rate of a large all-reduce"),
     Rule(cause="costly_compression", threshold=COSTLY_COMPRESSION, find=costly_compression,
          of="share of a step by which gradients take longer with the compression than an all-reduce of them took as"
             " training ended, where communication took 0.15 of the time"),
@@ -44,6 +53,8 @@ RULES = (
             " ends, where communication took 0.15 of the time"),
     Rule(cause="device_reads", threshold=1, find=device_reads,
          of="reads of an accelerator in the `training_step` that was watched"),
+    Rule(cause="host_bound", threshold=0.3, find=host_bound,
+         of="share of the time that the calls of operators take, by the time of one with next to nothing to compute"),
     Rule(cause="thread_oversubscription", threshold=0.10, find=thread_oversubscription,
          of="share of the time without a CPU, where threads outnumber CPUs"),
     Rule(cause="cpu_shortage", threshold=0.15, find=cpu_shortage,

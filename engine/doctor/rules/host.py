@@ -1,4 +1,4 @@
-"""Rules about the host of a step: threads, CPUs, memory; searches of the graph."""
+"""Rules about the host of a step: operators, threads, CPUs, memory; searches of the graph."""
 
 from statistics import median
 
@@ -6,10 +6,48 @@ from ..figures import Figures
 from ..records import RankInfo
 from .finding import Finding, at, option
 
-__all__ = ["cpu_shortage", "memory_leak", "swapping", "thread_oversubscription", "unused_parameter_search"]
+__all__ = [
+    "cpu_shortage",
+    "host_bound",
+    "memory_leak",
+    "swapping",
+    "thread_oversubscription",
+    "unused_parameter_search",
+]
 
 _MIN_INTERVALS = 5
 """Intervals below which no growth of memory is called a leak."""
+
+
+def host_bound(figures: Figures, threshold: float) -> Finding | None:
+    """Steps are as long as the host takes for the calls of their operators, which have little to compute each."""
+    shares = {rank: share for rank in figures.totals if (share := _calling_share(figures, rank)) is not None}
+    if len(shares) < len(figures.totals) or min(shares.values()) < threshold:
+        return None
+    rank = min(shares, key=lambda each: shares[each])
+    total, operator_s = figures.totals[rank], figures.ranks[rank].operator_s or 0.0
+    per_step = (total.num_operators or 0) / max(total.num_steps, 1)
+    each_s = figures.step_seconds("compute", rank) / max(per_step, 1e-12)
+    return Finding(
+        cause="host_bound",
+        evidence=f"{per_step:,.0f} operators a step take {1e6 * each_s:.3g} us each, of which {1e6 * operator_s:.3g} us"
+        f" are the host's to call one: {shares[rank]:.0%} of the time",
+        numbers={"operators": per_step, "operator_us": 1e6 * operator_s, "share": shares[rank]},
+        remedy="compile=True, which makes few operators of many; a larger batch, which has as many; or fewer and larger"
+        " operators in the module",
+        gain=shares[rank],
+    )
+
+
+def _calling_share(figures: Figures, rank: int) -> float | None:
+    """Returns the share of a rank's time that the calls of its operators take, at least; None if unknown."""
+    total, operator_s = figures.totals[rank], figures.ranks[rank].operator_s
+    if total.num_operators is None or operator_s is None:
+        return None
+    calls_s = total.num_operators * operator_s
+    # Operators that were counted and are not called, since others have been compiled, say nothing.
+    compute_s = total.seconds.get("compute", 0.0)
+    return calls_s / max(total.wall_s, 1e-12) if calls_s <= compute_s else None
 
 
 def thread_oversubscription(figures: Figures, threshold: float) -> Finding | None:

@@ -275,12 +275,13 @@ def test_exposed_communication_by_small_buckets():
     assert judge(run_of(interval(), interval(), flags={"strategy": "ddp:bucket_cap_mb=0.1"})).findings == []
 
 
-def compressing(compress_ms, wire_ms, **fields):
+def compressing(compress_ms, wire_ms, **phases):
     """Gradients of 4 MB, of which 1 MB is sent; an all-reduce carries 2 MB in a millisecond."""
-    of = {"compress_s": compress_ms / 1e3, "sent_mb": 1.0, "plain_mb": 4.0, "plain_mb_per_s": 2000.0}
-    ranks = [changed(interval(**fields), compression=of | {"wire_s": wire_ms / 1e3})]
+    of = {"compress_s": compress_ms / 1e3, "sent_mb": 1.0, "plain_mb": 4.0}
+    fields = {"all_reduce_mb_per_s": 2000.0}
+    ranks = [changed(interval(**phases), **fields, compression=of | {"wire_s": wire_ms / 1e3})]
     # The other one waits for it in its collectives: that is no time of the compression.
-    ranks.append(changed(interval(**fields), compression=of | {"wire_s": wire_ms / 1e3 + 0.005}))
+    ranks.append(changed(interval(**phases), **fields, compression=of | {"wire_s": wire_ms / 1e3 + 0.005}))
     return run_of(*ranks, compression="int8")
 
 
@@ -302,7 +303,7 @@ def test_of_averages_that_are_seldom_sent_or_not_compared_no_cost_is_known():
     seldom, alone = compressing(3.0, 0.5), compressing(3.0, 0.5)
     for info in seldom.ranks.values():
         info.strategy = "local_sgd"
-    del alone.intervals[0][0].compression["plain_mb_per_s"]
+    alone.intervals[0][0].all_reduce_mb_per_s = None
     assert judge(seldom).findings == judge(alone).findings == []
 
 
