@@ -249,10 +249,10 @@ class Grows(Blocks):
 
 
 def test_what_compression_costs_is_timed_in_one_step_of_an_interval(tmp_path, monkeypatch):
-    monkeypatch.setattr("polyphase.callbacks.doctor._LONG_COMMUNICATION", 0.0)
+    monkeypatch.setattr("polyphase.callbacks._watches._LONG_COMMUNICATION", 0.0)
     noted = run(tmp_path, "ddp_fork", module=Grows(), compression="topk")
     for intervals in noted.intervals.values():
-        assert intervals[-1].compression["plain_mb_per_s"] > 0.0
+        assert intervals[-1].all_reduce_mb_per_s > 0.0
         costs = [each.compression for each in intervals if "wire_s" in each.compression]
         assert len(costs) >= 2
         for cost in costs:
@@ -262,10 +262,28 @@ def test_what_compression_costs_is_timed_in_one_step_of_an_interval(tmp_path, mo
             assert min(cost["compress_s"], cost["wire_s"]) > 0.0
 
 
+@pytest.mark.parametrize(
+    ("strategy", "operation"), [("ddp_fork", "all_reduce"), ("zero1_fork", "all_reduce"), ("fsdp_fork", "all_gather")]
+)
+def test_collectives_of_a_step_are_counted_by_operation(tmp_path, strategy, operation):
+    noted = run(tmp_path, strategy)
+    weights_mb = sum(p.numel() * p.element_size() for p in Blocks().parameters()) / 1e6
+    for intervals in noted.intervals.values():
+        assert not any(each.collectives for each in intervals[:-1])
+        call = intervals[-1].collectives[operation]
+        if operation == "all_reduce":
+            # One bucket holds all gradients; each of two ranks sends as many bytes in a ring.
+            assert (call["calls"], call["sent_mb"]) == (1.0, pytest.approx(weights_mb, rel=1e-3))
+        else:
+            # A unit for each block, half of which is sent: for forward and, but for the last one, for backward.
+            assert call["calls"] == 7
+            assert call["sent_mb"] == pytest.approx(7 / 4 * weights_mb / 2, rel=1e-3)
+
+
 @pytest.mark.parametrize(("threshold", "are_measured"), [(0.0, True), (1.0, False)])
 def test_links_are_measured_where_communication_takes_long(tmp_path, monkeypatch, threshold, are_measured):
-    monkeypatch.setattr("polyphase.callbacks.doctor._LONG_COMMUNICATION", threshold)
-    monkeypatch.setattr("polyphase.callbacks.doctor._MIN_HOSTS", 1)
+    monkeypatch.setattr("polyphase.callbacks._watches._LONG_COMMUNICATION", threshold)
+    monkeypatch.setattr("polyphase.callbacks._watches._MIN_HOSTS", 1)
     noted = run(tmp_path, "ddp_fork", devices=3)
     check_sums(noted, tmp_path, 3)
     for rank, intervals in noted.intervals.items():

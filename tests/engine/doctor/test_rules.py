@@ -194,6 +194,28 @@ def test_every_rank_waits_for_a_cpu_because_others_compute_there():
     assert judge(run_of(queued, queued, device="cuda")).findings == [], "there the device computes meanwhile"
 
 
+def calling(num_operators, *, operator_us=4.0, **phases):
+    each = changed(interval(**phases), num_operators=num_operators * STEPS)
+    return run_of(each, each, operator_s=operator_us / 1e6)
+
+
+def test_many_small_operators():
+    finding = only(calling(1500))
+    assert (finding.cause, finding.ranks) == ("host_bound", ())
+    assert finding.gain == pytest.approx(0.6, abs=0.01)
+    assert (
+        "1,500 operators a step take 5.33 us each, of which 4 us are the host's to call one: 60% of" in finding.evidence
+    )
+    assert "compile=True" in finding.remedy
+
+
+def test_operators_that_are_few_or_not_known_or_compiled():
+    unknown = calling(1500)
+    unknown.ranks[1].operator_s = None
+    for run in (calling(500), calling(1500, compute=30.0), calling(3000), unknown):
+        assert judge(run).findings == []
+
+
 def test_padding():
     finding = only(run_of(changed(interval(), padding=0.5)))
     assert finding.cause == "padding"
@@ -273,6 +295,55 @@ def test_exposed_communication_by_small_buckets():
     assert (finding.cause, finding.numbers["bucket_mb"]) == ("small_buckets", 0.1)
     assert "bucket_cap_mb" in finding.remedy
     assert judge(run_of(interval(), interval(), flags={"strategy": "ddp:bucket_cap_mb=0.1"})).findings == []
+
+
+def sending(calls, sent_mb, *, mb_per_s=500.0, operation="all_reduce", **info):
+    """Collectives of a step that take 4 ms which nothing hides."""
+    call = {operation: {"calls": calls, "sent_mb": sent_mb}}
+    each = changed(interval(communication=4.0), collectives=call, all_reduce_mb_per_s=mb_per_s)
+    return run_of(each, each, **info)
+
+
+def test_many_small_collectives_don_t_use_a_link():
+    finding = only(sending(200, 0.2))
+    assert (finding.cause, finding.numbers["use"]) == ("underused_link", pytest.approx(0.1))
+    assert finding.gain == pytest.approx(0.9 * 4 / 13.6, abs=0.01)
+    assert "they send 50 MB/s, and a large one 500" in finding.evidence
+    assert finding.remedy.startswith("fewer and larger collectives")
+
+
+def test_large_collectives_that_are_slower_than_a_large_one_share_the_link():
+    assert only(sending(2, 0.8)).remedy.startswith("fewer and larger collectives")
+    assert only(sending(2, 2.0, mb_per_s=1000.0)).remedy.startswith("look what else sends there")
+
+
+@pytest.mark.parametrize("info", [{}, {"strategy": "ddp", "mb_per_s": None}, {"strategy": "pp"}])
+def test_a_link_that_is_used_or_not_known_is_exposed_communication(info):
+    sent_mb = 0.01 if info else 1.4
+    assert only(sending(20, sent_mb, **info)).cause == "exposed_communication"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_units_that_are_gathered_one_by_one_are_small(strategy):
+    finding = only(sending(40, 0.4, operation="all_gather", strategy=strategy))
+    assert (finding.cause, finding.numbers["calls"]) == ("small_units", 40)
+    assert "units are gathered 40 times a step for 0.01 MB each" in finding.evidence
+    assert "`shard_units()`" in finding.remedy
+    assert finding.gain == pytest.approx(0.8 * 4 / 13.6, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("calls", "sent_mb", "strategy"), [(4, 0.4, "fsdp"), (40, 80.0, "fsdp"), (40, 1.6, "fsdp"), (40, 0.4, "ddp")]
+)
+def test_units_that_are_few_or_large_are_not_small(calls, sent_mb, strategy):
+    finding = only(sending(calls, sent_mb, operation="all_gather", strategy=strategy))
+    assert finding.cause in ("exposed_communication", "underused_link")
+
+
+def test_on_accelerators_less_exposed_communication_counts():
+    some = [interval(communication=1.0)] * 2
+    assert only(run_of(*some, device="cuda")).cause == "exposed_communication"
+    assert judge(run_of(*some)).findings == []
 
 
 def compressing(compress_ms, wire_ms, **phases):
