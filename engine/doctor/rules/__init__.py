@@ -21,6 +21,7 @@ from .host import (
 )
 from .network import costly_compression, slow_link
 from .ranks import exposed_communication, slow_rank, unequal_stages, varying_steps
+from .remaining import low_compute
 
 __all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
 
@@ -88,5 +89,8 @@ RULES = (
          of="looks, none of which found a parameter without gradient, under find_unused_parameters"),
     Rule(cause="varying_steps", threshold=0.15, find=varying_steps,
          of="share of the time in which even the rank that waits least waits for the others"),
+    Rule(cause="low_compute", threshold=0.85, find=low_compute, is_last=True,
+         of="share of a step in forward, backward and optimizer (on CPUs, and in collectives), below it, where nothing"
+            " else was found"),
 )  # fmt: skip
 """All causes; docs/doctor.md has the same table."""

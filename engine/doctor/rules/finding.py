@@ -42,6 +42,8 @@ class Rule:
     of: str
     """The quantity that is compared with the threshold."""
     find: Callable[[Figures, float], Finding | None]
+    is_last: bool = False
+    """Whether it is applied only where no other rule has found anything."""
 
 
 def one_or_all(figures: Figures, phase: str, threshold: float) -> tuple[Outlier, bool] | None:

@@ -40,14 +40,15 @@ def host_bound(figures: Figures, threshold: float) -> Finding | None:
 
 
 def _calling_share(figures: Figures, rank: int) -> float | None:
-    """Returns the share of a rank's time that the calls of its operators take, at least; None if unknown."""
+    """Returns the share of a rank's time with a CPU that the calls of its operators take, at least; None if unknown."""
     total, operator_s = figures.totals[rank], figures.ranks[rank].operator_s
     if total.num_operators is None or operator_s is None:
         return None
     calls_s = total.num_operators * operator_s
     # Operators that were counted and are not called, since others have been compiled, say nothing.
     compute_s = total.seconds.get("compute", 0.0)
-    return calls_s / max(total.wall_s, 1e-12) if calls_s <= compute_s else None
+    with_cpu_s = total.wall_s - (total.runqueue_s or 0.0)
+    return calls_s / max(with_cpu_s, 1e-12) if calls_s <= compute_s else None
 
 
 def thread_oversubscription(figures: Figures, threshold: float) -> Finding | None:
