@@ -1,8 +1,12 @@
-"""Renders a run as one HTML page without scripts or network access: verdict, shares, steps, time line, memory."""
+"""Renders a run as one HTML page without scripts or network access.
+
+It has the verdict, the shares, the times of steps, a time line, communication by operation, and memory.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from .page_communication import communication
 from .records import Interval, Run, compact
 from .verdict import Verdict, name, rate_text
 
@@ -39,6 +43,7 @@ p.soft, .soft { color: var(--soft); margin: 0 0 8px; }
 svg { width: 100%; display: block; border-radius: 3px; }
 .ends { display: flex; justify-content: space-between; font-size: 12px; }
 .row { display: flex; align-items: center; gap: 8px; margin-bottom: 2px; } .row span { flex: 0 0 64px; margin: 0; }
+.operation span { flex: 0 0 112px; overflow-wrap: anywhere; } .operation span:last-child { flex: 0 0 150px; }
 .legend span { display: inline-block; margin: 0 14px 4px 0; white-space: nowrap; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
@@ -73,6 +78,7 @@ def page(run: Run, verdict: Verdict) -> str:
           for rank in _few(sorted(figures.totals))),
         f"<h2>Time of a step, by rank</h2>{_heat(run)}",
         *_time_line(run),
+        *communication(figures),
         *_memory(run),
         f'<h2>Shares by rank</h2><div class="scroll">{_table(verdict)}</div>',
     ]  # fmt: skip

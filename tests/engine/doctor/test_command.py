@@ -116,6 +116,18 @@ def test_a_page_has_the_memory_of_each_rank_over_time():
     assert "Memory of the devices" not in text
 
 
+def test_a_page_has_the_communication_of_a_step_by_operation():
+    calls = {"all_gather": {"calls": 7.0, "sent_mb": 1.5}, "all_reduce": {"calls": 4.0, "sent_mb": 0.03}}
+    last = replace(interval(communication=2.0), collectives=calls, all_reduce_mb_per_s=900.0, links=[0.0, 120.0])
+    text = page(run := run_of(last, replace(last, links=[80.0, 0.0])), judge(run))
+    rows = re.findall(r'aria-label="(all_\w+)"><rect .*? width="([0-9.]+)".*?<span class="soft">(.*?)</span>', text)
+    assert rows == [("all_gather", "1000", "7 calls, 1.5 MB"), ("all_reduce", "20", "4 calls, 30 KB")]
+    assert "take 2 ms of a step, in which they send 765 MB/s; a large all-reduce sends 900 MB/s." in text
+    assert "<tr><td>to rank 1</td><td>80</td><td></td></tr>" in text
+    alone = run_of(interval())
+    assert "Communication by operation" not in page(alone, judge(alone))
+
+
 def test_a_page_escapes_what_ranks_say(folder, tmp_path, monkeypatch, capsys):
     odd = info(1)
     odd.host = "<script>alert(1)</script>"
