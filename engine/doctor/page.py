@@ -132,12 +132,18 @@ def _bands(intervals: Sequence[Interval]) -> str:
 
 
 def _heat(run: Run) -> str:
-    """Returns a heat map of each rank's own busy time per step: one row per rank, one column per interval."""
-    rows = {rank: _busy(intervals) for rank, intervals in run.intervals.items()}
+    """Returns a heat map of each rank's own busy time per step: one row per rank, one column per interval.
+
+    The first steps are left out where there are others: beside them all others look alike.
+    """
+    settled = {
+        rank: [i for i in intervals if not i.is_warmup] or intervals for rank, intervals in run.intervals.items()
+    }
+    rows = {rank: _busy(intervals) for rank, intervals in settled.items()}
     slowest = sorted(rows, key=lambda rank: -sum(rows[rank]) / max(len(rows[rank]), 1))[:_MAX_ROWS]
     most = max((ms for rank in slowest for ms in rows[rank]), default=0.0) or 1.0
     few = "" if len(rows) <= _MAX_ROWS else f"; the {_MAX_ROWS} slowest ranks of {len(rows)}"
-    note = f"without waiting for others, saves and validation; the darkest is {most:.3g} ms{few}"
+    note = f"without waiting for others, saves, validation and the first steps; the darkest is {most:.3g} ms{few}"
     parts = [f'<p class="soft">{note}</p>']
     for rank in sorted(slowest):
         cells = "".join(

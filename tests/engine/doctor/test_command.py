@@ -116,6 +116,14 @@ def test_a_page_has_the_memory_of_each_rank_over_time():
     assert "Memory of the devices" not in text
 
 
+def test_the_first_steps_don_t_pale_the_others():
+    first = replace(interval(3, 3, compute=900.0), is_warmup=True)
+    run = run_of(interval(13, 10))
+    run.intervals[0] = [first, interval(13, 10), interval(23, 10, compute=16.0)]
+    heat = re.search(r'aria-label="steps">(.*?)</svg>', page(run, judge(run)))[1]
+    assert re.findall(r"<title>(.*?)</title>", heat) == ["9.3 ms", "17.3 ms"]
+
+
 def test_a_page_has_the_communication_of_a_step_by_operation():
     calls = {"all_gather": {"calls": 7.0, "sent_mb": 1.5}, "all_reduce": {"calls": 4.0, "sent_mb": 0.03}}
     last = replace(interval(communication=2.0), collectives=calls, all_reduce_mb_per_s=900.0, links=[0.0, 120.0])
