@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from polyphase.engine.distributed.link_rates import MOST_RANKS, all_reduce_rate, receive_rates
 from polyphase.engine.reliability.flight_recorder import traffic
 
 from ._compression_cost import CompressionWatch
@@ -20,7 +21,6 @@ from ._counts import count_samples, num_places
 from ._flops import StepFlops
 from ._health import HealthWatch
 from ._host_use import HostUse
-from ._links import MOST_RANKS, all_reduce_rate, receive_rates
 from ._padding import PaddingWatch
 from ._reads import ReadWatch
 from ._swap import SwapWatch

@@ -8,7 +8,15 @@ from statistics import mean
 from ..figures import Figures
 from .finding import Finding, ms
 
-__all__ = ["UNDERUSED", "compression_cost", "costly_compression", "link_use", "slow_link"]
+__all__ = [
+    "UNDERUSED",
+    "compression_cost",
+    "costly_compression",
+    "culprits",
+    "link_use",
+    "slow_link",
+    "slow_links",
+]
 
 _NEEDED = {"compress_s", "wire_s", "sent_mb", "plain_mb"}
 _QUICK_QUANTILE = 0.75
@@ -83,13 +91,10 @@ def costly_compression(figures: Figures, threshold: float) -> Finding | None:
 def slow_link(figures: Figures, threshold: float) -> Finding | None:
     """The link between two ranks on different hosts, or all those of one rank, is much slower than the others."""
     rates = _rates(figures)
-    if len({rank for pair in rates for rank in pair}) < _MIN_RANKS:
-        return None
-    usual = sorted(rates.values())[math.ceil(_QUICK_QUANTILE * (len(rates) - 1))]
-    slow = {pair: rate for pair, rate in rates.items() if _is_slow(rate, usual, threshold)}
+    usual, slow = slow_links(rates, threshold)
     if not slow:
         return None
-    ranks = _culprits(slow)
+    ranks = culprits(slow)
     worst = min(slow, key=lambda pair: slow[pair])
     hosts = [figures.ranks[rank].host for rank in ranks]
     if len(ranks) == 1:
@@ -128,11 +133,24 @@ def _rates(figures: Figures) -> dict[tuple[int, int], float]:
     }
 
 
+def slow_links(rates: Mapping[tuple[int, int], float], threshold: float) -> tuple[float, dict[tuple[int, int], float]]:
+    """Returns the rate of quick links, and those links that carry at most `threshold` of it; none of two ranks.
+
+    Args:
+        rates: in MB/s, by source and target.
+        threshold: a part of the rate of quick links, 0 to 1.
+    """
+    if len({rank for pair in rates for rank in pair}) < _MIN_RANKS:
+        return 0.0, {}
+    usual = sorted(rates.values())[math.ceil(_QUICK_QUANTILE * (len(rates) - 1))]
+    return usual, {pair: rate for pair, rate in rates.items() if _is_slow(rate, usual, threshold)}
+
+
 def _is_slow(rate: float, quick: float, threshold: float) -> bool:
     return rate <= threshold * quick and _MESSAGE_MB / max(rate, 1e-9) - _MESSAGE_MB / quick >= _MIN_LATER_S
 
 
-def _culprits(slow: Mapping[tuple[int, int], float]) -> tuple[int, ...]:
+def culprits(slow: Mapping[tuple[int, int], float]) -> tuple[int, ...]:
     """Returns the rank that all slow links have in common; both where there is one pair; else all of them."""
     counts = Counter(rank for pair in slow for rank in pair)
     pairs = {frozenset(pair) for pair in slow}
