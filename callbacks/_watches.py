@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from polyphase.engine.devices import memory_stats
 from polyphase.engine.distributed.link_rates import MOST_RANKS, all_reduce_rate, receive_rates
 from polyphase.engine.reliability.flight_recorder import traffic
 
@@ -20,6 +21,7 @@ from ._compression_cost import CompressionWatch
 from ._counts import count_samples, num_places
 from ._flops import StepFlops
 from ._health import HealthWatch
+from ._host_figures import HostFigures
 from ._host_use import HostUse
 from ._padding import PaddingWatch
 from ._reads import ReadWatch
@@ -50,6 +52,9 @@ class Watches:
         self._reads = ReadWatch(trainer)
         self._health = HealthWatch(trainer)
         self._swap = SwapWatch()
+        self._host = HostFigures()
+        self._device = device
+        self._num_retries = 0
         self._throttling = throttle_watch(device)
         self._compression = CompressionWatch(trainer)
         self._use = HostUse()
@@ -151,10 +156,21 @@ class Watches:
             **self._operations(num_batches, num_samples),
             **health,
             **self._swap.take(),
+            **self._host.take(),
+            **self._allocator(),
             **device,
         }
         self._begin()
         return found
+
+    def _allocator(self) -> dict[str, Any]:
+        """Returns what torch's allocator says of the device; nothing where it counts nothing."""
+        stats = memory_stats(self._device)
+        if "num_alloc_retries" not in stats:
+            return {}
+        before, self._num_retries = self._num_retries, stats["num_alloc_retries"]
+        retries = self._num_retries - before
+        return {"reserved_mb": stats["reserved_bytes.all.peak"] / 1e6, "num_alloc_retries": retries}
 
     def _operations(self, num_batches: int, num_samples: int | None) -> dict[str, Any]:
         """Returns operations and operators: those of the batch that was counted, for each sample, or each batch."""

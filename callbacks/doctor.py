@@ -29,6 +29,7 @@ from ._clocks import HostClock, Measured, make_clock, shown_steps
 from ._counts import count_samples
 from ._flops import device_name, dtype_of, operator_s, peak_flops_per_s
 from ._health import lr_interval_steps
+from ._host_figures import shm_capacity_mb
 from ._host_use import num_cpus, rss_mb
 from ._interval import positive_steps
 from ._notes import Notes
@@ -132,6 +133,7 @@ class Doctor(Callback):
             dtype=dtype,
             peak_flops_per_s=peak,
             operator_s=operator_s(device),
+            shm_capacity_mb=shm_capacity_mb(),
             lr_interval_steps=lr_interval_steps(trainer),
         )
 

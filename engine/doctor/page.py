@@ -233,7 +233,12 @@ def _memory(run: Run) -> Iterable[str]:
     """Yields a chart of each rank's memory over time for the host's and the device's, where it is known."""
     ranks = _few(sorted(run.intervals))
     colors = dict(zip(ranks, _COLORS.values(), strict=False))
-    for field, title in (("rss_mb", "Memory of the processes"), ("device_mb", "Memory of the devices")):
+    for field, title in (
+        ("rss_mb", "Memory of the processes"),
+        ("workers_mb", "Memory of loader workers"),
+        ("shm_mb", "Shared memory of the hosts"),
+        ("device_mb", "Memory of the devices"),
+    ):
         lines = {rank: _curve(_columns(run.intervals[rank]), field) for rank in ranks}
         most = max((mb for line in lines.values() for _, mb in line), default=0.0)
         if not most:

@@ -30,6 +30,9 @@ MAX_INTERVALS = 512
 """Largest number of lines of a rank, without the first; each has about 1 KB."""
 _EXACT = ("grad_norm", "loss_scale", "checksum", "lr", "flops", "recomputed_flops")
 """Numbers that are not seconds and are not rounded."""
+_LARGEST = ("reserved_mb", "workers_mb", "num_files", "shm_mb")
+_SUMS = ("num_alloc_retries", "process_cpu_s", "received_mb", "sent_mb")
+"""Numbers of which two intervals have the larger one, and their sum."""
 NUM_HOOKS = 8
 """Largest number of hooks named in a line, slowest first; the rest is summed as "others"."""
 
@@ -73,6 +76,8 @@ class RankInfo:
     """Interval of the learning-rate schedulers in optimizer steps; None without one, or for epochs."""
     waits_are_told: bool = True
     """Whether waits for slower ranks were separated from communication during the run; False: later, by interval."""
+    shm_capacity_mb: float | None = None
+    """Size of the host's `/dev/shm`; None without one."""
     started_at: float = 0.0
     """Start of the run, in seconds since 1970."""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -140,6 +145,22 @@ class Interval:
     rss_mb: float | None = None
     device_mb: float | None = None
     """Peak of torch's memory on the device."""
+    reserved_mb: float | None = None
+    """Peak of the memory that torch has reserved on the device; None if unknown."""
+    num_alloc_retries: int | None = None
+    """How often torch had to free what it kept in reserve, to allocate; None if unknown."""
+    process_cpu_s: float | None = None
+    """CPU time of all threads of the rank's process."""
+    received_mb: float | None = None
+    """What the interfaces of the host received, without its loopback; all processes."""
+    sent_mb: float | None = None
+    """What they sent."""
+    workers_mb: float | None = None
+    """Resident memory of the processes that the rank has started: workers of its loaders; None without any."""
+    num_files: int | None = None
+    """Number of the process's open files."""
+    shm_mb: float | None = None
+    """What is used of the host's `/dev/shm`, by all processes."""
     swap_read_mb: float | None = None
     """Memory that the host read back from swap, in MB; None for nothing, or if unknown."""
     swapped_mb: float | None = None
@@ -148,6 +169,8 @@ class Interval:
     """Number of looks at the device through NVML; None without it."""
     throttled: dict[str, int] = dataclasses.field(default_factory=dict)
     """Number of looks at which the device held its clock down, by reason: heat, power brake, power limit."""
+    utilization: float | None = None
+    """Share of the time in which a kernel ran on the device, by NVML, mean over the looks."""
     clock_share: float | None = None
     """Clock of the device as a share of its highest one, mean over the looks."""
     temperature_c: float | None = None
@@ -197,6 +220,9 @@ class Interval:
             reads={**self.reads, **later.reads},
             rss_mb=_largest(self.rss_mb, later.rss_mb),
             device_mb=_largest(self.device_mb, later.device_mb),
+            **{name: _largest(getattr(self, name), getattr(later, name)) for name in _LARGEST},
+            **{name: _sum_of_present(getattr(self, name), getattr(later, name)) for name in _SUMS},
+            utilization=self._mean_with(later, "utilization", "num_looks"),
             swap_read_mb=_sum_of_present(self.swap_read_mb, later.swap_read_mb),
             swapped_mb=_largest(self.swapped_mb, later.swapped_mb),
             num_looks=_sum_of_present(self.num_looks, later.num_looks),

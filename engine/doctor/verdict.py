@@ -65,6 +65,7 @@ _ENDANGER_THE_RUN = (
     "lr_stands_still",
     "memory_leak",
     "full_memory",
+    "full_shared_memory",
 )
 """Causes of a wrong result or an early end, which come before those of lost time."""
 

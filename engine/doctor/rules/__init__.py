@@ -13,6 +13,7 @@ from .health import (
 )
 from .host import (
     cpu_shortage,
+    full_shared_memory,
     host_bound,
     memory_leak,
     swapping,
@@ -62,10 +63,12 @@ RULES = (
          of="share of the time in which each rank, at least, is without a CPU, where threads don't outnumber CPUs;"
             " called busy_neighbour where ranks don't outnumber them either, or leave half of them idle"),
     Rule(cause="full_memory", threshold=0.9, find=full_memory,
-         of="share of a device's memory that was allocated at most"),
+         of="share of a device's memory that was allocated at most; or torch had to free what it kept in reserve"),
     Rule(cause="unused_memory", threshold=0.7, find=unused_memory,
          of="share of the devices' memory that was allocated at most, below it, where they compute at less than 0.3 of"
             " the peak rate"),
+    Rule(cause="full_shared_memory", threshold=0.9, find=full_shared_memory,
+         of="share of a host's `/dev/shm` that was used at most"),
     Rule(cause="swapping", threshold=1.0, find=swapping,
          of="MB a second that a host reads back from swap while it trains"),
     Rule(cause="throttled_device", threshold=0.5, find=throttled_device,

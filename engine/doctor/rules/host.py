@@ -8,6 +8,7 @@ from .finding import Finding, at, option
 
 __all__ = [
     "cpu_shortage",
+    "full_shared_memory",
     "host_bound",
     "memory_leak",
     "swapping",
@@ -127,6 +128,27 @@ def memory_leak(figures: Figures, threshold: float) -> Finding | None:
         numbers={"mb_per_step": per_step, "from_mb": first_mb, "to_mb": last_mb},
         remedy="keep nothing of each step: `loss.detach()` in lists and sums, no batches on `self`; and look at caches",
         **where,
+    )
+
+
+def full_shared_memory(figures: Figures, threshold: float) -> Finding | None:
+    """A host's `/dev/shm`, through which loader workers hand over batches, is nearly full."""
+    capacities = {rank: figures.ranks[rank].shm_capacity_mb for rank in figures.totals}
+    used = {rank: (figures.totals[rank].shm_mb or 0.0) / capacity for rank, capacity in capacities.items() if capacity}
+    rank = max(used, key=lambda each: used[each], default=0)
+    if not used or used[rank] < threshold:
+        return None
+    host = figures.ranks[rank].host
+    there = tuple(each for each in figures.totals if figures.ranks[each].host == host)
+    return Finding(
+        cause="full_shared_memory",
+        ranks=() if len(there) == len(figures.totals) else there,
+        host=host,
+        evidence=f"/dev/shm of {host} was {used[rank]:.0%} full: {figures.totals[rank].shm_mb:,.0f} of"
+        f" {capacities[rank]:,.0f} MB; a loader's worker that finds no room ends in a bus error",
+        numbers={"share": used[rank], "mb": figures.totals[rank].shm_mb or 0.0},
+        remedy="docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm; fewer loader workers, or a"
+        " smaller prefetch_factor",
     )
 
 

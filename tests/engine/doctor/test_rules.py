@@ -475,6 +475,25 @@ def test_memory_that_is_nearly_full():
     assert judge(allocating(70_000.0, 60_000.0)).findings == []
 
 
+def test_an_allocator_that_has_to_free_its_reserve_is_at_the_end_of_its_memory():
+    run = allocating(50_000.0, 40_000.0)
+    run.intervals[1][0].num_alloc_retries = 3
+    finding = only(run)
+    assert (finding.cause, finding.ranks) == ("full_memory", (1,))
+    assert "3 times torch had to free what it kept in reserve" in finding.evidence
+
+
+def test_shared_memory_that_is_nearly_full():
+    used = [changed(interval(), shm_mb=mb) for mb in (10.0, 62.0, 60.0)]
+    run = run_of(*used, shm_capacity_mb=64.0)
+    run.ranks[1].host = run.ranks[2].host = "b"
+    finding = only(run)
+    assert (finding.cause, finding.ranks, finding.host) == ("full_shared_memory", (1, 2), "b")
+    assert "/dev/shm of b was 97% full: 62 of 64 MB" in finding.evidence
+    assert "--shm-size" in finding.remedy
+    assert judge(run_of(used[0], changed(interval(), shm_mb=50.0), shm_capacity_mb=64.0)).findings == []
+
+
 def test_memory_that_is_not_used_counts_where_devices_have_little_to_do():
     flops = {share: share * 100e12 * interval().wall_s for share in (0.1, 0.5)}
     finding = only(allocating(8_000.0, 20_000.0, flops=flops[0.1]))
