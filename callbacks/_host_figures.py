@@ -15,7 +15,7 @@ _SHM = "/dev/shm"
 
 
 class HostFigures:
-    """Looks at files of `/proc` as an interval ends: some 200 us."""
+    """Looks at files of `/proc` as an interval ends: some 40 us."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

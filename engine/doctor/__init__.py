@@ -1,5 +1,6 @@
 """The doctor: records of a run, and the reasons why it is slow. Nothing here imports torch."""
 
+from .figures import Figures
 from .records import MAX_INTERVALS, Interval, RankInfo, Run, compact, read_run, slowest_hooks, write_rank
 from .rules import RULES, Finding
 from .verdict import Verdict, judge
@@ -7,6 +8,7 @@ from .verdict import Verdict, judge
 __all__ = [
     "MAX_INTERVALS",
     "RULES",
+    "Figures",
     "Finding",
     "Interval",
     "RankInfo",
