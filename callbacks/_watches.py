@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from polyphase.engine.devices import memory_stats
+from polyphase.engine.devices import memory_stats, peak_bytes
 from polyphase.engine.distributed.link_rates import MOST_RANKS, all_reduce_rate, receive_rates
+from polyphase.engine.memory import model_state_bytes
 from polyphase.engine.reliability.flight_recorder import traffic
 
 from ._compression_cost import CompressionWatch
@@ -188,7 +189,7 @@ class Watches:
 
     def take_last(self, trainer: Any) -> dict[str, Any]:
         """Returns what is measured once, as training ends; to be called on all ranks."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"model_mb": self._model_mb(trainer)}
         if trainer.world_size > 1:
             found["collectives"] = self._collectives()
         shares = self._communication_shares
@@ -198,6 +199,13 @@ class Watches:
             if trainer.num_nodes >= _MIN_HOSTS and 2 < trainer.world_size <= MOST_RANKS:
                 found["links"] = receive_rates()
         return found
+
+    def _model_mb(self, trainer: Any) -> dict[str, float]:
+        """Returns what the memory is used for, without what is used for nothing."""
+        held = {kind: float(size) for kind, size in model_state_bytes(trainer).items()}
+        if (peak := peak_bytes(self._device)) is not None:
+            held["activations"] = max(0.0, peak - sum(held.values()))
+        return {kind: size / 1e6 for kind, size in held.items() if size}
 
     def _collectives(self) -> dict[str, dict[str, float]]:
         """Returns calls and MB sent in a step by operation, over the last steps that torch's recorder has whole."""

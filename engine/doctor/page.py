@@ -80,6 +80,7 @@ def page(run: Run, verdict: Verdict) -> str:
         *_time_line(run),
         *communication(figures),
         *_memory(run),
+        *_model_memory(run),
         f'<h2>Shares by rank</h2><div class="scroll">{_table(verdict)}</div>',
     ]  # fmt: skip
     return _document("\n".join(parts))
@@ -263,6 +264,23 @@ def _memory(run: Run) -> Iterable[str]:
             f' style="height:{height}px; background:var(--card)" role="img" aria-label="{title}">{curves}</svg>'
             f'<p class="soft ends"><span>0 s</span><span>{end:.3g} s</span></p>'
         )
+
+
+def _model_memory(run: Run) -> Iterable[str]:
+    """Yields a table of what the memory of each rank is used for, as training ended."""
+    by_rank = {rank: run.intervals[rank][-1].model_mb for rank in _few(sorted(run.intervals)) if run.intervals[rank]}
+    kinds = list(dict.fromkeys(kind for parts in by_rank.values() for kind in parts))
+    if not kinds:
+        return
+    head = "".join(f"<th>{escape(kind)}</th>" for kind in kinds)
+    rows = "".join(
+        f"<tr><td>{rank}</td>{''.join(f'<td>{parts.get(kind, 0.0):,.4g}</td>' for kind in kinds)}</tr>"
+        for rank, parts in by_rank.items()
+    )
+    yield (
+        '<p class="soft" style="margin-top:12px">MB of a model\'s parts, as training ended</p>'
+        f'<div class="scroll"><table><tr><th>rank</th>{head}</tr>{rows}</table></div>'
+    )
 
 
 def _curve(intervals: Sequence[Interval], field: str) -> list[tuple[float, float]]:

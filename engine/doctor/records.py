@@ -147,6 +147,9 @@ class Interval:
     """Peak of torch's memory on the device."""
     reserved_mb: float | None = None
     """Peak of the memory that torch has reserved on the device; None if unknown."""
+    model_mb: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Memory of this rank's parameters, gradients, optimizer state and buffers as training ended; what the most that
+    was allocated on the device has beyond that is ``activations``. Empty if not known."""
     num_alloc_retries: int | None = None
     """How often torch had to free what it kept in reserve, to allocate; None if unknown."""
     process_cpu_s: float | None = None
@@ -232,6 +235,7 @@ class Interval:
             power_w=self._mean_with(later, "power_w", "num_looks"),
             compression=_mean_of_steps(self.compression, later.compression),
             collectives=later.collectives or self.collectives,
+            model_mb=later.model_mb or self.model_mb,
             all_reduce_mb_per_s=_latest(self.all_reduce_mb_per_s, later.all_reduce_mb_per_s),
             links=later.links or self.links,
         )

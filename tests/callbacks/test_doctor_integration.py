@@ -271,6 +271,9 @@ def test_collectives_of_a_step_are_counted_by_operation(tmp_path, strategy, oper
     noted = run(tmp_path, strategy)
     weights_mb = sum(p.numel() * p.element_size() for p in Blocks().parameters()) / 1e6
     for intervals in noted.intervals.values():
+        own = 0.5 if strategy == "fsdp_fork" else 1.0
+        assert intervals[-1].model_mb["parameters"] == pytest.approx(own * weights_mb, rel=1e-3)
+        assert intervals[-1].model_mb["gradients"] == pytest.approx(own * weights_mb, rel=1e-3)
         assert not any(each.collectives for each in intervals[:-1])
         call = intervals[-1].collectives[operation]
         if operation == "all_reduce":

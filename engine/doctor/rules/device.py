@@ -41,12 +41,14 @@ def full_memory(figures: Figures, threshold: float) -> Finding | None:
     is_one = len(used) > 1 and all(
         share < threshold and not retries[each] for each, share in used.items() if each != rank
     )
+    parts = sorted(figures.totals[rank].model_mb.items(), key=lambda part: -part[1])
+    of = f": {', '.join(f'{kind} {mb:,.0f} MB' for kind, mb in parts)}" if parts else ""
     again = f"; {retries[rank]} times torch had to free what it kept in reserve" if retries[rank] else ""
     total_mb, capacity_mb = figures.totals[rank].device_mb or 0.0, figures.ranks[rank].device_capacity_mb or 0.0
     return Finding(
         cause="full_memory",
         evidence=f"rank {rank} has had {used[rank]:.0%} of its device's memory allocated: {total_mb:,.0f} of"
-        f" {capacity_mb:,.0f} MB{again}",
+        f" {capacity_mb:,.0f} MB{of}{again}",
         numbers={"share": used[rank], "mb": total_mb, "retries": retries[rank]},
         remedy="a smaller micro-batch with accumulate_grad_batches; activation_checkpointing; or fsdp",
         **at(figures, rank, is_one),

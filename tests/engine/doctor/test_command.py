@@ -114,6 +114,10 @@ def test_a_page_has_the_memory_of_each_rank_over_time():
     assert [round(y, 1) for _, y in points] == [32.9, 32.9, 18.6, 18.6, 4.3, 4.3]
     assert (points[0][0], points[-1][0]) == (0, 1000)
     assert "Memory of the devices" not in text
+    assert "a model's parts" not in text
+    run.intervals[0][-1] = replace(grows[-1], model_mb={"parameters": 12.0, "optimizer state": 24.0})
+    text = page(run, judge(run))
+    assert "<th>parameters</th><th>optimizer state</th></tr><tr><td>0</td><td>12</td><td>24</td></tr>" in text
 
 
 def test_the_first_steps_don_t_pale_the_others():

@@ -472,6 +472,9 @@ def test_memory_that_is_nearly_full():
     assert (one.cause, one.ranks) == ("full_memory", (0,))
     assert "95% of its device's memory allocated: 76,000 of 80,000 MB" in one.evidence
     assert only(allocating(76_000.0, 75_000.0)).ranks == ()
+    parts = allocating(76_000.0, 40_000.0)
+    parts.intervals[0][0].model_mb = {"parameters": 9_000.0, "activations": 67_000.0}
+    assert "76,000 of 80,000 MB: activations 67,000 MB, parameters 9,000 MB" in only(parts).evidence
     assert judge(allocating(70_000.0, 60_000.0)).findings == []
 
 
