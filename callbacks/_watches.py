@@ -209,16 +209,11 @@ class Watches:
 
     def _collectives(self) -> dict[str, dict[str, float]]:
         """Returns calls and MB sent in a step by operation, over the last steps that torch's recorder has whole."""
-        steps_ns = list(self._steps_ns)
-        for number in range(len(steps_ns)):
-            calls = traffic(steps_ns[number:])
-            if calls is not None:
-                num_steps = len(steps_ns) - number
-                return {
-                    name: {"calls": call.number / num_steps, "sent_mb": call.sent_bytes / num_steps / 1e6}
-                    for name, call in calls.items()
-                }
-        return {}
+        num_steps, calls = traffic(list(self._steps_ns))
+        return {
+            name: {"calls": call.number / num_steps, "sent_mb": call.sent_bytes / num_steps / 1e6}
+            for name, call in calls.items()
+        }
 
     def close(self) -> None:
         """Leaves everything as it was."""

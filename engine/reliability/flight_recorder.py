@@ -48,20 +48,24 @@ class Traffic:
     """The bytes that this rank has to send, as a ring does it: no method sends fewer."""
 
 
-def traffic(windows_ns: Sequence[tuple[int, int]]) -> dict[str, Traffic] | None:
+def traffic(windows_ns: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Traffic]]:
     """Returns this rank's collectives that were called in some windows of time, by operation.
 
     Args:
-        windows_ns: begin and end of each one, in nanoseconds since 1970, in order.
+        windows_ns: begin and end of each one, in nanoseconds since 1970.
 
     Returns:
-        None if the recorder has forgotten a part of the first window, or nothing is recorded.
+        The number of windows of which no recorder has forgotten a part, and the calls in these.
     """
-    entries = list(_entries())
-    # What was called before the first window is still there, so nothing in it was forgotten.
-    is_whole = any(each["time_created_ns"] < windows_ns[0][0] or each["record_id"] == 0 for each in entries)
-    if not is_whole:
-        return None
+    dumps = [entries for entries in _dumps() if entries]
+    # A recorder that still has its first call has forgotten none.
+    oldest_ns = [
+        min(each["time_created_ns"] for each in entries)
+        for entries in dumps
+        if all(each["record_id"] for each in entries)
+    ]
+    windows_ns = [window for window in windows_ns if window[0] > max(oldest_ns, default=0)]
+    entries = [entry for dump in dumps for entry in dump]
     sizes = {name: len(ranks) for name, ranks in _groups().items()}
     calls: dict[str, Traffic] = {}
     for entry in entries:
@@ -69,7 +73,7 @@ def traffic(windows_ns: Sequence[tuple[int, int]]) -> dict[str, Traffic] | None:
             call = calls.setdefault(_operation(entry), Traffic())
             call.number += 1
             call.sent_bytes += _sent_bytes(entry, sizes.get(entry["process_group"][0], dist.get_world_size()))
-    return calls
+    return len(windows_ns), calls
 
 
 def _operation(entry: Mapping[str, Any]) -> str:
@@ -106,11 +110,16 @@ def recorded() -> dict[str, Any] | None:
 
 
 def _entries() -> Iterator[dict[str, Any]]:
+    for entries in _dumps():
+        yield from entries
+
+
+def _dumps() -> Iterator[list[dict[str, Any]]]:
     # torch: the recorder of all backends but NCCL, and the one of NCCL, which only builds with NCCL have.
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
-            yield from json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ())
+            yield json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
 
 
 def _call(entry: Mapping[str, Any], operation: str, description: str) -> dict[str, Any]:
