@@ -6,7 +6,8 @@ from functools import reduce
 from statistics import median
 
 from ..phases import PHASES
-from .records import Interval, RankInfo, Run
+from .interval import Interval, RankInfo
+from .records import Run
 
 __all__ = ["Figures", "Outlier", "figures_of"]
 

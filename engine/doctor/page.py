@@ -6,8 +6,9 @@ It has the verdict, the shares, the times of steps, a time line, communication b
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from .interval import Interval
 from .page_communication import communication
-from .records import Interval, Run, compact
+from .records import Run, compact
 from .verdict import Verdict, name, rate_text
 
 __all__ = ["page"]

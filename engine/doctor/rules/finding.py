@@ -6,7 +6,7 @@ from typing import Any
 
 from ...flags import parse_flag
 from ..figures import Figures, Outlier
-from ..records import RankInfo
+from ..interval import RankInfo
 
 __all__ = ["COSTLY_COMPRESSION", "RATIO", "Finding", "Rule", "at", "ms", "one_or_all", "option", "who"]
 

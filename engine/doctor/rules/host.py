@@ -3,7 +3,7 @@
 from statistics import median
 
 from ..figures import Figures
-from ..records import RankInfo
+from ..interval import RankInfo
 from .finding import Finding, at, option
 
 __all__ = [

@@ -23,9 +23,9 @@ _REMEDIES = {
 
 def low_compute(figures: Figures, threshold: float) -> Finding | None:
     """Forward, backward and optimizer take a small part of the time."""
-    useful = _USEFUL
+    useful = list(_USEFUL)
     if figures.info.device == "cpu":
-        useful += ("communication",)  # on CPUs collectives compute as well, and have a rule of their own
+        useful.append("communication")  # on CPUs collectives compute as well, and have a rule of their own
     ranks = figures.totals
     share = sum(sum(_share(figures, phase, rank) for phase in useful) for rank in ranks) / len(ranks)
     if share >= threshold:
