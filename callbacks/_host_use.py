@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-__all__ = ["HostUse", "num_cpus", "rss_mb"]
+__all__ = ["HostUse", "num_cpus", "own_cpus", "rss_mb"]
 
 _EVERY_BATCHES = 4
 
@@ -76,6 +76,14 @@ def _open_counters() -> int | None:
 def rss_mb() -> float:
     """Returns the resident memory of this process, in MB."""
     return psutil.Process().memory_info().rss / 1e6
+
+
+def own_cpus() -> list[int] | None:
+    """Returns the CPUs that this process may use; None if these are all, or the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    usable = sorted(os.sched_getaffinity(0))
+    return usable if len(usable) < (os.cpu_count() or 1) else None
 
 
 def num_cpus() -> float:

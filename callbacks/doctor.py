@@ -30,7 +30,7 @@ from ._counts import count_samples
 from ._flops import device_name, dtype_of, operator_s, peak_flops_per_s
 from ._health import lr_interval_steps
 from ._host_figures import shm_capacity_mb
-from ._host_use import num_cpus, rss_mb
+from ._host_use import num_cpus, own_cpus, rss_mb
 from ._interval import positive_steps
 from ._notes import Notes
 from ._tensorboard import Boards
@@ -347,6 +347,7 @@ def describe(trainer: Any) -> RankInfo:
         local_ranks=max(1, trainer.world_size // trainer.num_nodes),
         num_threads=torch.get_num_threads(),
         num_cpus=num_cpus(),
+        cpus=own_cpus(),
         num_workers=getattr(loader, "num_workers", None),
         pins_memory=getattr(loader, "pin_memory", None),
         accumulate_grad_batches=trainer.accumulate_grad_batches,

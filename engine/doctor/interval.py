@@ -35,6 +35,8 @@ class RankInfo:
     """Number of torch's threads for one operator."""
     num_cpus: float = 1.0
     """Number of CPUs that this process may use, limited by its affinity and its container's quota."""
+    cpus: list[int] | None = None
+    """The CPUs that this process may use; None if that is all of the host's, or unknown."""
     num_workers: int | None = None
     """Number of worker processes of the training loader; None if it is not a DataLoader."""
     pins_memory: bool | None = None

@@ -58,15 +58,16 @@ def thread_oversubscription(figures: Figures, threshold: float) -> Finding | Non
     wanted = info.num_threads * info.local_ranks
     queued = _queued_shares(figures)
     share = sum(queued) / len(queued)
-    if not _has_too_many_threads(info) or share < threshold:
+    num_cpus = figures.host_cpus(info.host)
+    if not _has_too_many_threads(info, num_cpus) or share < threshold:
         return None
-    fitting = max(1, int(info.num_cpus / max(info.local_ranks, 1)))
+    fitting = max(1, int(num_cpus / max(info.local_ranks, 1)))
     return Finding(
         cause="thread_oversubscription",
         host=info.host,
-        evidence=f"{info.local_ranks} ranks of {info.num_threads} threads share {info.num_cpus:g} CPUs, and have none"
+        evidence=f"{info.local_ranks} ranks of {info.num_threads} threads share {num_cpus:g} CPUs, and have none"
         f" for {share:.0%} of the time",
-        numbers={"threads": wanted, "cpus": info.num_cpus, "share": share},
+        numbers={"threads": wanted, "cpus": num_cpus, "share": share},
         remedy=f"OMP_NUM_THREADS={fitting}",
         gain=share,
     )
@@ -75,19 +76,19 @@ def thread_oversubscription(figures: Figures, threshold: float) -> Finding | Non
 def cpu_shortage(figures: Figures, threshold: float) -> Finding | None:
     """Every rank waits for a CPU, with one thread each: the ranks outnumber the CPUs, or others compute there."""
     info = figures.info
-    share = min(_queued_shares(figures))
-    if info.device != "cpu" or _has_too_many_threads(info) or share < threshold:
+    share, num_cpus = min(_queued_shares(figures)), figures.host_cpus(info.host)
+    if info.device != "cpu" or _has_too_many_threads(info, num_cpus) or share < threshold:
         return None
     cause = "busy_neighbour"
     evidence = f"every rank is ready to compute, and other processes have its CPU, for {share:.0%} of the time or more"
     remedy = f"end what else computes on {info.host}, or give each rank CPUs of its own (taskset)"
     busy_cpus = sum((total.cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
     # Ranks that compute for less than that have lost their CPUs to somebody else.
-    if info.local_ranks > info.num_cpus and busy_cpus > info.num_cpus / 2:
+    if info.local_ranks > num_cpus and busy_cpus > num_cpus / 2:
         cause = "cpu_shortage"
-        evidence = f"{info.local_ranks} ranks share {info.num_cpus:g} CPUs, and have none for {share:.0%} of the time"
-        remedy = f"devices={max(1, int(info.num_cpus))}: no more ranks on a host than it has CPUs"
-    numbers = {"ranks": info.local_ranks, "cpus": info.num_cpus, "busy_cpus": busy_cpus, "share": share}
+        evidence = f"{info.local_ranks} ranks share {num_cpus:g} CPUs, and have none for {share:.0%} of the time"
+        remedy = f"devices={max(1, int(num_cpus))}: no more ranks on a host than it has CPUs"
+    numbers = {"ranks": info.local_ranks, "cpus": num_cpus, "busy_cpus": busy_cpus, "share": share}
     return Finding(cause=cause, host=info.host, evidence=evidence, numbers=numbers, remedy=remedy, gain=share)
 
 
@@ -96,8 +97,8 @@ def _queued_shares(figures: Figures) -> list[float]:
     return [(total.runqueue_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values()]
 
 
-def _has_too_many_threads(info: RankInfo) -> bool:
-    return info.device == "cpu" and info.num_threads > 1 and info.num_threads * info.local_ranks > info.num_cpus
+def _has_too_many_threads(info: RankInfo, num_cpus: float) -> bool:
+    return info.device == "cpu" and info.num_threads > 1 and info.num_threads * info.local_ranks > num_cpus
 
 
 def memory_leak(figures: Figures, threshold: float) -> Finding | None:

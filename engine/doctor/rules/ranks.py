@@ -141,8 +141,8 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         cause, gain = "underused_link", share * (1.0 - use["use"])
         few = "fewer and larger collectives: one for values that are reduced one by one"
         remedy = f"{few if use['call_mb'] < _SMALL_MESSAGE_MB else 'look what else sends there'}; or {remedy}"
-    if info.device == "cpu" and info.local_ranks > info.num_cpus:
-        remedy = f"no more ranks on a host than CPUs: {info.local_ranks} share {info.num_cpus:g} here; or {remedy}"
+    if info.device == "cpu" and info.local_ranks > (num_cpus := figures.host_cpus(info.host)):
+        remedy = f"no more ranks on a host than CPUs: {info.local_ranks} share {num_cpus:g} here; or {remedy}"
     return Finding(
         cause=cause,
         evidence=evidence,

@@ -186,6 +186,18 @@ def test_every_rank_waits_for_a_cpu_because_ranks_outnumber_cpus():
     assert "4 ranks share 2 CPUs" in finding.evidence
 
 
+def test_ranks_that_are_bound_to_cpus_of_their_own_share_none():
+    queued = changed(interval(), runqueue_s=0.3)
+    run = run_of(queued, queued)
+    for rank, info in run.ranks.items():
+        info.host, info.num_cpus, info.cpus = "a", 1.0, [rank]
+    assert only(run).cause == "busy_neighbour"
+    for info in run.ranks.values():
+        info.cpus = [0]
+    finding = only(run)
+    assert (finding.cause, finding.numbers["cpus"]) == ("cpu_shortage", 1.0)
+
+
 def test_every_rank_waits_for_a_cpu_because_others_compute_there():
     queued = changed(interval(), runqueue_s=0.3)
     finding = only(run_of(queued, queued))
