@@ -16,6 +16,8 @@ __all__ = [
     "unused_parameter_search",
 ]
 
+_OWN = 0.75
+"""Part of a host's CPUs from which on its ranks have them themselves, with all threads of theirs."""
 _MIN_INTERVALS = 5
 """Intervals below which no growth of memory is called a leak."""
 
@@ -83,6 +85,11 @@ def cpu_shortage(figures: Figures, threshold: float) -> Finding | None:
     evidence = f"every rank is ready to compute, and other processes have its CPU, for {share:.0%} of the time or more"
     remedy = f"end what else computes on {info.host}, or give each rank CPUs of its own (taskset)"
     busy_cpus = sum((total.cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
+    # What their other threads compute, such as those of collectives, no neighbour does.
+    own_cpus = sum((total.process_cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
+    num_hosts = len({each.host for each in figures.ranks.values()})
+    if info.local_ranks <= num_cpus and own_cpus / num_hosts >= _OWN * num_cpus:
+        return None
     # Ranks that compute for less than that have lost their CPUs to somebody else.
     if info.local_ranks > num_cpus and busy_cpus > num_cpus / 2:
         cause = "cpu_shortage"

@@ -186,6 +186,16 @@ def test_every_rank_waits_for_a_cpu_because_ranks_outnumber_cpus():
     assert "4 ranks share 2 CPUs" in finding.evidence
 
 
+def test_cpus_that_the_ranks_other_threads_have_are_no_neighbours():
+    """Threads of gloo reduce gradients on the CPU for which the thread that trains waits."""
+    for own_s, causes in ((0.9, []), (0.4, ["busy_neighbour"])):
+        queued = changed(interval(), runqueue_s=0.3, process_cpu_s=own_s)
+        run = run_of(queued, queued)
+        for info in run.ranks.values():
+            info.host, info.num_cpus = "a", 2.0
+        assert [finding.cause for finding in judge(run).findings] == causes
+
+
 def test_ranks_that_are_bound_to_cpus_of_their_own_share_none():
     queued = changed(interval(), runqueue_s=0.3)
     run = run_of(queued, queued)
