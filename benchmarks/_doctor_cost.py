@@ -119,7 +119,7 @@ def added_us(form: str, num_blocks: int) -> Added:
         finally:
             gc.enable()
         if doctor is not None and doctor not in engine.callbacks:
-            doctor._detach()
+            doctor._end()
     return toggle.added
 
 

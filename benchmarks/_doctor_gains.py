@@ -31,6 +31,9 @@ REMEDIES = {
     "padding": "samples of one length",
     "small_buckets": "bucket_cap_mb left out",
     "costly_compression": "compression='none'",
+    "small_units": "`shard_units()` without them",
+    "many_collectives": "one of all values",
+    "small_operators": "one operator",
     "sync_while_accumulating": "no_sync()",
     "threads": "one thread a rank",
 }

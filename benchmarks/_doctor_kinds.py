@@ -74,6 +74,11 @@ KINDS = {
     "sync_while_accumulating": Kind(
         cause="sync_while_accumulating", strategies=("ddp",), strength=(12.0, 24.0), steps=20, interval=5, step_ms=15.0
     ),
+    "small_units": Kind(cause="small_units", strategies=("fsdp",), strength=(40, 70), ranks=(2, 2), step_ms=40.0),
+    "many_collectives": Kind(cause="underused_link", strategies=("ddp",), strength=(150, 300), step_ms=40.0),
+    "small_operators": Kind(
+        cause="host_bound", strategies=FEW, strength=(8000, 16000), ranks=(2, 2), step_ms=10.0
+    ),
     "needless_search": Kind(cause="unused_parameter_search", strategies=("ddp",)),
     "threads": Kind(cause="thread_oversubscription", strategies=DDP, strength=(4, 8), ranks=(2, 2)),
     "leak": Kind(cause="memory_leak", strategies=(*REPLICAS, PIPE), at_one_rank=True, strength=(3.0, 6.0), interval=4),

@@ -113,11 +113,13 @@ class Module(LightningModule):
         self.blocks = nn.ModuleList(Block(fault, i == BLOCKS - 1) for i in range(BLOCKS))
         self.automatic_optimization = fault.kind not in ("sync_while_accumulating", "scheduler_stands_still")
         self.more = nn.ParameterList(_more_parameters(fault))
+        num_small = round(fault.strength) if fault.kind == "small_units" else 0
+        self.small = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_small))
         self.leaked: list[Tensor] = []
 
     def shard_units(self) -> list[nn.Module]:
         """Every second block: a gather among four processes on two CPUs takes 4 ms, and a block computes for 30."""
-        return list(self.blocks[::2])
+        return [*self.blocks[::2], *(self.small if self.fault.is_("small_units") else ())]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.fault.kind == "padding":
@@ -151,6 +153,16 @@ class Module(LightningModule):
         for i, block in enumerate(self.blocks):
             x = x + (0.0 * block(x) if fault.kind == "dead_parameters" and i == 1 else block(x))
         loss = x.square().mean()
+        for layer in self.small:
+            loss = loss + _MORE_GRADIENT * layer(x).square().mean()
+        if fault.kind == "many_collectives":
+            values = torch.ones(round(fault.strength))
+            for part in values.split(values.numel() if fault.trial.is_mended else 1):
+                dist.all_reduce(part)
+        if fault.kind == "small_operators":
+            scale = torch.ones(())
+            for _ in range(1 if fault.trial.is_mended else round(fault.strength / 2)):
+                loss = loss * scale
         for parameter in self.more:
             loss = loss + _MORE_GRADIENT * parameter.sum()
         if fault.kind == "gradient_spike" and self.global_step == self.fault.trial.steps // 8 * 4 - 1:

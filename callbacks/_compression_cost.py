@@ -60,6 +60,7 @@ class CompressionWatch:
             "compress_s": max(0.0, busy_s(done["buckets"]) - wire_s),
             "sent_mb": done["sent"] / 1e6,
             "plain_mb": done["plain"] / 1e6,
+            "num_looks": 1.0,
         }
 
     def close(self) -> None:

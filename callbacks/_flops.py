@@ -15,11 +15,13 @@ from polyphase.engine._compat.torch import tree_leaves
 from polyphase.engine.devices import module_of
 from polyphase.engine.doctor.peaks import peak_of
 
-__all__ = ["StepFlops", "device_name", "dtype_of", "matmul_rate", "peak_flops_per_s"]
+__all__ = ["StepFlops", "device_name", "dtype_of", "matmul_rate", "operator_s", "peak_flops_per_s"]
 
 _ATEN = torch.ops.aten
 _SIZE = 512
 _MEASURING_S = 0.03
+_NUM_OPERATORS, _REPEATS = 64, 5
+"""Operators of forward by which the time of one without work is measured, and how often."""
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -48,12 +50,14 @@ class StepFlops(FlopCounterMode):
         model: operations of forward and backward.
         recomputed: operations of forward that were repeated in backward.
         is_known: whether all operations could be counted.
+        num_operators: operators of forward and backward; None where code is compiled, which runs others.
     """
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=_CPU_ATTENTION)
         self.model = self.recomputed = 0
         self.is_known = True
+        self.num_operators: int | None = 0
         self._tracker = ModuleTracker()  # only for `is_bw`; its hooks on all modules are not needed
         self.mod_tracker: Any = contextlib.nullcontext()
         self._under_way = contextlib.ExitStack()
@@ -63,6 +67,8 @@ class StepFlops(FlopCounterMode):
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes seconds
             # The dispatch mode alone also disables compilation, but dynamo would then never compile that code.
             self._under_way.enter_context(torch.compiler.set_stance("force_eager"))
+            if sys.modules["torch._dynamo"].utils.counters["stats"]["unique_graphs"]:
+                self.num_operators = None
         self._under_way.enter_context(self)
 
     def close(self) -> None:
@@ -71,6 +77,8 @@ class StepFlops(FlopCounterMode):
 
     # torch: the mode calls this after each operator.
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if self.num_operators is not None:
+            self.num_operators += 1
         count = self.flop_registry.get(func_packet)
         if count is None:
             return out
@@ -125,6 +133,31 @@ def peak_flops_per_s(device: torch.device, dtype: str | None) -> float | None:
         return matmul_rate({"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32))
     name = device_name(device)
     return None if name is None else peak_of(name, dtype)
+
+
+def operator_s(device: torch.device) -> float:
+    """Measures the host's time for an operator that has next to nothing to compute, in forward and backward.
+
+    It is the mean of 64 products of a number and their gradients, the quickest of five times: a few milliseconds, which
+    wait for no device. A step of so many operators takes at least that long, however small they are.
+    """
+    one = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        product = one
+        for _ in range(_NUM_OPERATORS):
+            product = product * one
+        torch.autograd.grad(product, one)
+
+    with torch.enable_grad(), StepFlops() as counted:
+        chain()
+    best_s = float("inf")
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        with torch.enable_grad():
+            chain()
+        best_s = min(best_s, time.perf_counter() - began)
+    return best_s / max(counted.num_operators or 0, 1)
 
 
 def matmul_rate(dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-__all__ = ["HostUse", "num_cpus"]
+__all__ = ["HostUse", "num_cpus", "own_cpus", "rss_mb"]
 
 _EVERY_BATCHES = 4
 
@@ -21,7 +21,6 @@ class HostUse:
 
     def __init__(self) -> None:
         self._file = _open_counters()
-        self._process = psutil.Process()
         self._is_under_way = False
         self._reset()
 
@@ -53,11 +52,6 @@ class HostUse:
         factor = num_batches / num_looks
         return cpu_s * factor, None if self._file is None else runqueue_s * factor
 
-    @property
-    def rss_mb(self) -> float:
-        """Returns the resident memory of this process, in MB."""
-        return self._process.memory_info().rss / 1e6
-
     def close(self) -> None:
         """Closes the counters."""
         if self._file is not None:
@@ -77,6 +71,19 @@ def _open_counters() -> int | None:
         os.close(file)
         return None
     return file
+
+
+def rss_mb() -> float:
+    """Returns the resident memory of this process, in MB."""
+    return psutil.Process().memory_info().rss / 1e6
+
+
+def own_cpus() -> list[int] | None:
+    """Returns the CPUs that this process may use; None if these are all, or the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    usable = sorted(os.sched_getaffinity(0))
+    return usable if len(usable) < (os.cpu_count() or 1) else None
 
 
 def num_cpus() -> float:

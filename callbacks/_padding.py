@@ -24,7 +24,7 @@ class PaddingWatch:
         self._device = device
         self._sums: list[Tensor] = []
         self._num_tokens = 0
-        self._copied: tuple[Tensor, int, Any] | None = None
+        self._copied: tuple[Tensor, int, int, Any] | None = None
 
     def look(self, batch: Any, number: int) -> None:
         """Counts the tokens of the `number`-th batch, if that is one to measure."""
@@ -34,8 +34,11 @@ class PaddingWatch:
                 self._sums.append((mask != 0).sum())
                 self._num_tokens += mask.numel()
 
-    def take(self) -> float | None:
-        """Returns the share of padding, 0 to 1, since the last call (on accelerators, before it); None if unknown."""
+    def take(self) -> tuple[float, int] | tuple[None, None]:
+        """Returns the share of padding, 0 to 1, and the number of batches that were measured; None if unknown.
+
+        It is that since the last call; on accelerators, before it.
+        """
         sums, num_tokens, before = self._sums, self._num_tokens, self._copied
         self._sums, self._num_tokens, self._copied = [], 0, None
         module = module_of(self._device)
@@ -44,9 +47,9 @@ class PaddingWatch:
             copy = torch.empty((), dtype=torch.int64, pin_memory=True)
             copy.copy_(torch.stack(sums).sum(), non_blocking=True)
             event.record()
-            self._copied = copy, num_tokens, event
+            self._copied = copy, num_tokens, len(sums), event
         elif sums:
-            before = torch.stack(sums).sum(), num_tokens, None
-        if before is None or (before[2] is not None and not before[2].query()):
-            return None
-        return 1.0 - float(before[0]) / before[1]
+            before = torch.stack(sums).sum(), num_tokens, len(sums), None
+        if before is None or (before[3] is not None and not before[3].query()):
+            return None, None
+        return 1.0 - float(before[0]) / before[1], before[2]

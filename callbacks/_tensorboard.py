@@ -1,4 +1,4 @@
-"""Writes `Doctor`'s per-rank shares, memory and verdict to TensorBoard.
+"""Writes `Doctor`'s per-rank shares, memory, rates and verdict to TensorBoard.
 
 Rank 0 uses the user's own `TensorBoardLogger`. Its writer supports what `log_metrics` does not: a layout of charts (the
 tab "Custom Scalars") and texts.
@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from polyphase.engine.doctor import Run, judge
+from polyphase.engine.doctor import Figures, Run, judge
 from polyphase.engine.phases import PHASES
 
 __all__ = ["Boards"]
@@ -49,7 +49,7 @@ class Boards:
                 board.log_metrics(shares, step=step)
 
     def verdict(self, run: Run, step: int) -> None:
-        """Writes the verdict, and the memory of each rank at each interval."""
+        """Writes the verdict, and at each interval the memory of each rank and the rates of its device."""
         self._lay_out()
         text = "\n".join(_markdown(run))
         for board in self._boards:
@@ -57,6 +57,8 @@ class Boards:
                 for interval in run.intervals[rank]:
                     memory = {"rss_mb": interval.rss_mb, "device_mb": interval.device_mb}
                     numbers = {f"doctor/{name}/rank_{rank}": mb for name, mb in memory.items() if mb is not None}
+                    rates = Figures({rank: run.ranks[rank]}, {rank: interval}).rates(rank) if interval.num_steps else {}
+                    numbers |= {f"doctor/{name}/rank_{rank}": rate for name, rate in rates.items()}
                     board.log_metrics(numbers, step=interval.step)
             board.experiment.add_text("doctor/verdict", text, global_step=step)
 
@@ -67,6 +69,8 @@ class Boards:
         charts = {"shares of the time, mean over ranks": [f"doctor/{phase}" for phase in PHASES]}
         for rank in range(self._num_ranks):
             charts[f"shares of the time, rank {rank}"] = [f"doctor/rank_{rank}/{phase}" for phase in PHASES]
+        charts["share of the peak FLOP/s, by rank (MFU)"] = ["doctor/mfu/rank_[0-9]+"]
+        charts["samples a second, by rank"] = ["doctor/samples_per_s/rank_[0-9]+"]
         charts["memory of the ranks, MB"] = ["doctor/rss_mb/rank_[0-9]+", "doctor/device_mb/rank_[0-9]+"]
         layout = {"Doctor": {name: ["Multiline", _patterns(tags)] for name, tags in charts.items()}}
         for board in self._boards:

@@ -31,6 +31,7 @@ class ThrottleWatch:
             return {
                 "throttled": dict.fromkeys((reason for bit, reason in _REASONS.items() if bits & bit), 1),
                 "num_looks": 1,
+                "utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
                 "clock_share": clock / max(most, 1),
                 "temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, _GPU_SENSOR)),
                 "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,

@@ -97,19 +97,7 @@ class LightDoctor(Doctor):
         return []
 
     def _begin_watches(self, trainer: Any) -> None:
-        """Begins none of them."""
-
-    def _is_exposed(self, trainer: Any) -> bool:
-        return False
-
-    def _watched(self, is_exposed: bool) -> dict[str, Any]:
-        return {}
-
-    def _looked_at(self, trainer: Any) -> dict[str, Any]:
-        return {}
-
-    def _cpu_use(self) -> tuple[float | None, float | None]:
-        return None, None
+        """Returns none."""
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Notes the rest, and has rank 0 know what all ranks noted: one gather."""

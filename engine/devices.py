@@ -49,6 +49,12 @@ def capacity_bytes(device: torch.device) -> int | None:
     return module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
 
 
+def memory_stats(device: torch.device) -> dict[str, int]:
+    """What torch's allocator has counted on `device`, by the names of `torch.cuda.memory_stats`; else nothing."""
+    module = module_of(device)
+    return dict(module.memory_stats(device)) if hasattr(module, "memory_stats") else {}
+
+
 def reset_peak(device: torch.device) -> None:
     """Starts the measurement of `peak_bytes` anew."""
     module = module_of(device)

@@ -185,6 +185,19 @@ def num_launched() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def master_port() -> int | None:
+    """The port at which ranks meet, where the user or a launcher has named one."""
+    port = os.environ.get("MASTER_PORT", "")
+    return int(port) if port.isdecimal() else None
+
+
+def launched_as() -> tuple[int, int, str]:
+    """This process's rank in the job, that on its host, and the address of rank 0, as torchrun says them."""
+    names = (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"))
+    rank, local_rank, address = (os.environ.get(name) or default for name, default in names)
+    return int(rank), int(local_rank), address
+
+
 def environment_with(more: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process for another one, with `more` variables set."""
     return {**os.environ, **more}

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..environment import num_launched
 from ..flags import choose
 from ..phases import PHASES
+from .cluster import check_cluster
 from .compare_command import compare_command
 from .host import Check, check_host
 from .page import page
@@ -40,8 +42,10 @@ ranks have noted with callbacks=[Doctor()], or --callbacks+=Doctor.
                tries each remedy that is a flag (see polyphase doctor fit --help)
 
   host         checks this host before a run: versions, devices, CPUs and their quota, other load,
-               memory, /dev/shm, open files, its own name, and the disk of DIR (default: .), where
-               64 MB are written and removed; exit code 1 where something fails
+               memory, /dev/shm, open files, its own name, MASTER_PORT, and the disk of DIR
+               (default: .), where 64 MB are written and removed; exit code 1 where something
+               fails. In all processes of a job (torchrun ... -m polyphase.engine doctor host) it
+               checks all hosts, whether they meet, their clocks, and the rate between them
 """
 
 _SHOWN = 0.005
@@ -100,7 +104,9 @@ def _host(words: Sequence[str]) -> int:
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
-    checks = check_host(*folders or ".")
+    checks = check_host(*folders or ".") if num_launched() == 1 else check_cluster(*folders or ".")
+    if not checks:
+        return 0  # rank 0 says it
     if "--json" in words:
         print(json.dumps([check._asdict() for check in checks], indent=2))
     else:
@@ -110,13 +116,14 @@ def _host(words: Sequence[str]) -> int:
 
 def show_host(checks: Sequence[Check], console: Console) -> None:
     """Prints a line and a remedy for each check."""
+    width = max(len(check.name) for check in checks)
     colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for check in checks:
-        line = Text.assemble((f"{check.status:5}", colors[check.status]), f"{check.name:12}", check.found)
+        line = Text.assemble((f"{check.status:5}", colors[check.status]), f"{check.name:{width}} ", check.found)
         console.print(line, soft_wrap=True)
         if check.remedy:
             console.print(
-                Text(f"{'':17}{check.remedy}", style="dim" if check.status == "ok" else "bold"), soft_wrap=True
+                Text(f"{'':{width + 6}}{check.remedy}", style="dim" if check.status == "ok" else "bold"), soft_wrap=True
             )
 
 

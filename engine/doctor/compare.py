@@ -5,7 +5,8 @@ from typing import Any
 
 from ..phases import PHASES
 from .figures import Figures
-from .records import RankInfo, Run
+from .interval import RankInfo
+from .records import Run
 from .verdict import Verdict, judge, name
 
 __all__ = ["Comparison", "PhaseChange", "compare_runs"]

@@ -14,9 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
+
+from ..environment import master_port, num_launched
 
 __all__ = ["CHECKS", "Check", "check_host"]
 
@@ -119,12 +122,30 @@ def judge_versions(found: dict[str, str | None]) -> Check:
     return Check("versions", "ok", text)
 
 
-def judge_devices(kind: str | None, names: list[str]) -> Check:
-    """Judges the accelerators that torch sees."""
+def judge_devices(kind: str | None, names: list[str], driver: str | None = None) -> Check:
+    """Judges the accelerators that torch sees, and NVIDIA's driver, of which torch may know nothing."""
+    drivers = "" if driver is None else f", driver {driver}"
+    if kind is None and driver is not None:
+        remedy = (
+            "the torch that is built for CUDA (`python -c 'import torch; print(torch.version.cuda)'`), for a CUDA that"
+        )
+        remedy += " `nvidia-smi` names or an older one; and CUDA_VISIBLE_DEVICES that is not empty"
+        return Check("devices", "warn", f"torch sees no accelerator{drivers}", remedy)
     if kind is None:
         remedy = "fine for the CPU; else install the driver, and the torch that is built for it"
         return Check("devices", "ok", "torch sees no accelerator", remedy)
-    return Check("devices", "ok", f"{len(names)} x {kind}: {', '.join(dict.fromkeys(names))}")
+    return Check("devices", "ok", f"{len(names)} x {kind}: {', '.join(dict.fromkeys(names))}{drivers}")
+
+
+def judge_port(port: int | None, error: str | None, *, is_in_job: bool = False) -> Check:
+    """Judges the port at which ranks are to meet; in a job rank 0 has it."""
+    if port is None:
+        return Check("port", "ok", "MASTER_PORT is not set: a free one is chosen")
+    whose = "this job's" if is_in_job else "free"
+    if error is None:
+        return Check("port", "ok", f"{port} (MASTER_PORT) is {whose}")
+    remedy = "leave MASTER_PORT unset, or choose a free one; `ss -ltnp` names the process that has it"
+    return Check("port", "fail", f"{port} (MASTER_PORT): {error}", remedy)
 
 
 def _shm() -> Check:
@@ -191,11 +212,33 @@ def _devices() -> Check:
 
     kind = torch.accelerator.current_accelerator()
     if kind is None:
-        return judge_devices(None, [])
+        return judge_devices(None, [], _driver())
     module = torch.get_device_module(kind)
     count = torch.accelerator.device_count()
     named = getattr(module, "get_device_name", None)
-    return judge_devices(kind.type, [str(named(index)) if named else kind.type for index in range(count)])
+    return judge_devices(kind.type, [str(named(index)) if named else kind.type for index in range(count)], _driver())
+
+
+def _driver() -> str | None:
+    """Returns the version of NVIDIA's driver; None if the kernel has none."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    return next((word for word in line.split() if word[0].isdigit()), line)
+
+
+def _port() -> Check:
+    port, is_in_job = master_port(), num_launched() > 1
+    error = None
+    if port is not None and not is_in_job:
+        try:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("", port))
+        except (OSError, OverflowError) as found:
+            error = str(found)
+    return judge_port(port, error, is_in_job=is_in_job)
 
 
 CHECKS: tuple[Callable[[str], Check], ...] = (
@@ -207,6 +250,7 @@ CHECKS: tuple[Callable[[str], Check], ...] = (
     lambda _: _shm(),
     lambda _: judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
     lambda _: _name(),
+    lambda _: _port(),
     _disk,
 )
 """The checks; each is called with the folder of checkpoints."""

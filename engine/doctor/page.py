@@ -1,9 +1,14 @@
-"""Renders a run as one HTML page without scripts or network access: verdict, shares, steps, time line, memory."""
+"""Renders a run as one HTML page without scripts or network access.
+
+It has the verdict, the shares, the times of steps, a time line, communication by operation, and memory.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from .records import Interval, Run, compact
+from .interval import Interval
+from .page_communication import communication
+from .records import Run, compact
 from .verdict import Verdict, name, rate_text
 
 __all__ = ["page"]
@@ -39,6 +44,7 @@ p.soft, .soft { color: var(--soft); margin: 0 0 8px; }
 svg { width: 100%; display: block; border-radius: 3px; }
 .ends { display: flex; justify-content: space-between; font-size: 12px; }
 .row { display: flex; align-items: center; gap: 8px; margin-bottom: 2px; } .row span { flex: 0 0 64px; margin: 0; }
+.operation span { flex: 0 0 112px; overflow-wrap: anywhere; } .operation span:last-child { flex: 0 0 150px; }
 .legend span { display: inline-block; margin: 0 14px 4px 0; white-space: nowrap; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
@@ -73,7 +79,9 @@ def page(run: Run, verdict: Verdict) -> str:
           for rank in _few(sorted(figures.totals))),
         f"<h2>Time of a step, by rank</h2>{_heat(run)}",
         *_time_line(run),
+        *communication(figures),
         *_memory(run),
+        *_model_memory(run),
         f'<h2>Shares by rank</h2><div class="scroll">{_table(verdict)}</div>',
     ]  # fmt: skip
     return _document("\n".join(parts))
@@ -126,12 +134,18 @@ def _bands(intervals: Sequence[Interval]) -> str:
 
 
 def _heat(run: Run) -> str:
-    """Returns a heat map of each rank's own busy time per step: one row per rank, one column per interval."""
-    rows = {rank: _busy(intervals) for rank, intervals in run.intervals.items()}
+    """Returns a heat map of each rank's own busy time per step: one row per rank, one column per interval.
+
+    The first steps are left out where there are others: beside them all others look alike.
+    """
+    settled = {
+        rank: [i for i in intervals if not i.is_warmup] or intervals for rank, intervals in run.intervals.items()
+    }
+    rows = {rank: _busy(intervals) for rank, intervals in settled.items()}
     slowest = sorted(rows, key=lambda rank: -sum(rows[rank]) / max(len(rows[rank]), 1))[:_MAX_ROWS]
     most = max((ms for rank in slowest for ms in rows[rank]), default=0.0) or 1.0
     few = "" if len(rows) <= _MAX_ROWS else f"; the {_MAX_ROWS} slowest ranks of {len(rows)}"
-    note = f"without waiting for others, saves and validation; the darkest is {most:.3g} ms{few}"
+    note = f"without waiting for others, saves, validation and the first steps; the darkest is {most:.3g} ms{few}"
     parts = [f'<p class="soft">{note}</p>']
     for rank in sorted(slowest):
         cells = "".join(
@@ -221,7 +235,12 @@ def _memory(run: Run) -> Iterable[str]:
     """Yields a chart of each rank's memory over time for the host's and the device's, where it is known."""
     ranks = _few(sorted(run.intervals))
     colors = dict(zip(ranks, _COLORS.values(), strict=False))
-    for field, title in (("rss_mb", "Memory of the processes"), ("device_mb", "Memory of the devices")):
+    for field, title in (
+        ("rss_mb", "Memory of the processes"),
+        ("workers_mb", "Memory of loader workers"),
+        ("shm_mb", "Shared memory of the hosts"),
+        ("device_mb", "Memory of the devices"),
+    ):
         lines = {rank: _curve(_columns(run.intervals[rank]), field) for rank in ranks}
         most = max((mb for line in lines.values() for _, mb in line), default=0.0)
         if not most:
@@ -246,6 +265,23 @@ def _memory(run: Run) -> Iterable[str]:
             f' style="height:{height}px; background:var(--card)" role="img" aria-label="{title}">{curves}</svg>'
             f'<p class="soft ends"><span>0 s</span><span>{end:.3g} s</span></p>'
         )
+
+
+def _model_memory(run: Run) -> Iterable[str]:
+    """Yields a table of what the memory of each rank is used for, as training ended."""
+    by_rank = {rank: run.intervals[rank][-1].model_mb for rank in _few(sorted(run.intervals)) if run.intervals[rank]}
+    kinds = list(dict.fromkeys(kind for parts in by_rank.values() for kind in parts))
+    if not kinds:
+        return
+    head = "".join(f"<th>{escape(kind)}</th>" for kind in kinds)
+    rows = "".join(
+        f"<tr><td>{rank}</td>{''.join(f'<td>{parts.get(kind, 0.0):,.4g}</td>' for kind in kinds)}</tr>"
+        for rank, parts in by_rank.items()
+    )
+    yield (
+        '<p class="soft" style="margin-top:12px">MB of a model\'s parts, as training ended</p>'
+        f'<div class="scroll"><table><tr><th>rank</th>{head}</tr>{rows}</table></div>'
+    )
 
 
 def _curve(intervals: Sequence[Interval], field: str) -> list[tuple[float, float]]:

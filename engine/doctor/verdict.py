@@ -65,6 +65,7 @@ _ENDANGER_THE_RUN = (
     "lr_stands_still",
     "memory_leak",
     "full_memory",
+    "full_shared_memory",
 )
 """Causes of a wrong result or an early end, which come before those of lost time."""
 
@@ -78,7 +79,10 @@ def judge(run: Run) -> Verdict:
     if figures.num_steps < MIN_STEPS:
         caveats.append(f"{figures.num_steps} steps were measured after the first ones: {MIN_STEPS} are needed to judge")
         return Verdict(figures, [], caveats)
-    findings = [finding for rule in RULES if (finding := rule.find(figures, rule.threshold)) is not None]
+    findings: list[Finding] = []
+    for rule in sorted(RULES, key=lambda each: each.is_last):
+        if (not rule.is_last or not findings) and (finding := rule.find(figures, rule.threshold)) is not None:
+            findings.append(finding)
     findings.sort(key=lambda finding: (finding.cause not in _ENDANGER_THE_RUN, -(finding.gain or 0.0)))
     return Verdict(figures, findings, caveats)
 

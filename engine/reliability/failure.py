@@ -177,7 +177,7 @@ def _tell(
     sentences = [f"{in_words(same)} failed with the same error"] if same and first["kind"] == "exception" else []
     sentences += [f"{in_words(stopped)} stopped because of it"] if stopped else []
     consequences = "".join(f"; {sentence}" for sentence in sentences)
-    where = "" if report is None else f". The failure report, with all frames: {report.where}"
+    where = "" if report is None else f"{_advice(report)}. The failure report, with all frames: {report.where}"
     differences = "" if report is None else "".join(f". The collectives differ: {each}" for each in report.mismatches)
     if first["kind"] != "exception":
         print_rank(me, f"ends the run {blame(first)}{consequences}{differences}{where}")
@@ -253,7 +253,11 @@ def _say_where(rank: int, report: Report | None) -> None:
     """Prints where the report is, for a rank that has not met the others, before Python prints the traceback."""
     if report is not None:
         report.write()
-        print_rank(rank, f"failed. The failure report, with all frames: {report.where}")
+        print_rank(rank, f"failed{_advice(report)}. The failure report, with all frames: {report.where}")
+
+
+def _advice(report: Report) -> str:
+    return "" if report.what_to_do is None else f". What to do: {report.what_to_do}"
 
 
 def _end_group(exception: BaseException) -> None:

@@ -6,8 +6,11 @@ called and others have not, and collectives with different types or sizes. torch
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from .._compat.torch import _distributed_c10d
 from .rank_registry import in_words
 
-__all__ = ["describe_differences", "mismatches", "recorded"]
+__all__ = ["Traffic", "describe_differences", "mismatches", "recorded", "traffic"]
 
 _NUM_CALLS = 20
 """The number of last calls of each group that are kept."""
@@ -27,6 +30,68 @@ _DIFFERENCES = {
     "COLLECTIVE_DTYPE_MISMATCH": "types",
 }
 """The difference, by the name of torch's `MatchState`; its other states are no errors."""
+
+
+_ITEM_BYTES = {
+    "Double": 8, "Long": 8, "ComplexFloat": 8, "UInt64": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "UInt32": 4,
+    "Half": 2, "BFloat16": 2, "Short": 2, "UInt16": 2,
+}  # fmt: skip
+"""Bytes of a value by torch's name for its type; other types have 1."""
+
+
+@dataclass
+class Traffic:
+    """The calls of one operation."""
+
+    number: int = 0
+    sent_bytes: float = 0.0
+    """The bytes that this rank has to send, as a ring does it: no method sends fewer."""
+
+
+def traffic(windows_ns: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Traffic]]:
+    """Returns this rank's collectives that were called in some windows of time, by operation.
+
+    Args:
+        windows_ns: begin and end of each one, in nanoseconds since 1970.
+
+    Returns:
+        The number of windows of which no recorder has forgotten a part, and the calls in these.
+    """
+    dumps = [entries for entries in _dumps() if entries]
+    # A recorder that still has its first call has forgotten none.
+    oldest_ns = [
+        min(each["time_created_ns"] for each in entries)
+        for entries in dumps
+        if all(each["record_id"] for each in entries)
+    ]
+    windows_ns = [window for window in windows_ns if window[0] > max(oldest_ns, default=0)]
+    entries = [entry for dump in dumps for entry in dump]
+    sizes = {name: len(ranks) for name, ranks in _groups().items()}
+    calls: dict[str, Traffic] = {}
+    for entry in entries:
+        if any(begin <= entry["time_created_ns"] <= end for begin, end in windows_ns):
+            call = calls.setdefault(_operation(entry), Traffic())
+            call.number += 1
+            call.sent_bytes += _sent_bytes(entry, sizes.get(entry["process_group"][0], dist.get_world_size()))
+    return len(windows_ns), calls
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    """``"nccl:_all_gather_base"`` -> ``"all_gather"``, ``"nccl:send 0->1"`` -> ``"send"``."""
+    name = entry["profiling_name"].partition(":")[2].partition(" ")[0].strip("_")
+    return re.sub(r"(_base|_coalesced|_into_tensor|_tensor)+$", "", name)
+
+
+def _sent_bytes(entry: Mapping[str, Any], size: int) -> float:
+    operation = _operation(entry)
+    if operation.startswith(("recv", "barrier")):
+        return 0.0
+    side = "output" if operation.startswith("all_gather") else "input"
+    numels, dtypes = [prod(sizes) for sizes in entry[f"{side}_sizes"]], entry[f"{side}_dtypes"]
+    total = sum(numel * _ITEM_BYTES.get(dtype, 1) for numel, dtype in zip(numels, dtypes, strict=False))
+    if operation.startswith(("send", "broadcast")):
+        return total
+    return total * (size - 1) / size * (2 if operation.startswith("all_reduce") else 1)
 
 
 def recorded() -> dict[str, Any] | None:
@@ -45,11 +110,16 @@ def recorded() -> dict[str, Any] | None:
 
 
 def _entries() -> Iterator[dict[str, Any]]:
+    for entries in _dumps():
+        yield from entries
+
+
+def _dumps() -> Iterator[list[dict[str, Any]]]:
     # torch: the recorder of all backends but NCCL, and the one of NCCL, which only builds with NCCL have.
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
-            yield from json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ())
+            yield json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
 
 
 def _call(entry: Mapping[str, Any], operation: str, description: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from ..version import __version__
+from .advice import what_to_do
 from .flight_recorder import describe_differences, mismatches
 from .lost_hosts import HOST_LOST
 
@@ -40,10 +41,11 @@ class Report:
         run_id: str | None = None,
     ) -> None:
         now = time.time()
-        self._content = {
+        self._content: dict[str, Any] = {
             "first_failing_rank": None if failure["kind"] == HOST_LOST else failure["rank"],
             "kind": failure["kind"],
             "message": failure["message"],
+            "what_to_do": what_to_do(failure),
             "exception": details or None,
             "resume_from": resume_from,
             "run": run_id,
@@ -74,6 +76,11 @@ class Report:
         self._content["collectives"] = describe_differences(records)
         self.mismatches = mismatches(records)
         self.write()
+
+    @property
+    def what_to_do(self) -> str | None:
+        """What mends the failure; None if it is none that everybody meets."""
+        return self._content["what_to_do"]
 
     @property
     def collectives(self) -> list[str]:

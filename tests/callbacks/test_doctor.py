@@ -160,6 +160,29 @@ def test_nothing_is_read_between_two_intervals(tmp_path):
     assert [each.padding for each in run.intervals[0] if each.padding is not None] == [0.5, 0.5]
 
 
+class ManySteps(Regression):
+    """Computes with many operators that have next to nothing to do."""
+
+    num_operators = 2000
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for _ in range(self.num_operators):
+            loss = loss * 1.0
+        return loss
+
+
+def test_operators_are_counted_and_their_calls_are_found(tmp_path):
+    run, *_ = fit(tmp_path, module=ManySteps())
+    assert run.ranks[0].operator_s > 0.0
+    for interval in run.intervals[0][1:]:
+        # Each is one in forward, and one in backward.
+        assert (
+            2 * ManySteps.num_operators <= interval.num_operators / interval.num_batches < 3 * ManySteps.num_operators
+        )
+    assert "host_bound" in [finding.cause for finding in judge(run).findings]
+
+
 def test_everything_is_as_before_when_it_ends(tmp_path):
     wait = dist.Work.wait
     _, _, doctor, trainer = fit(tmp_path)

@@ -71,6 +71,10 @@ def test_the_ranks_shares_memory_charts_and_verdict():
         for shares in zip(*values, strict=True):
             assert sum(event.value for event in shares) == pytest.approx(1.0, abs=1e-3)
         assert written.Scalars(f"doctor/rss_mb/rank_{rank}")[-1].value > 10
+        rates = {name: written.Scalars(f"doctor/{name}/rank_{rank}") for name in ("mfu", "samples_per_s")}
+        assert [event.step for event in rates["mfu"]] == [3, 5, 10, 15, 20]
+        assert 0 < rates["mfu"][-1].value < 1
+        assert 10 < rates["samples_per_s"][-1].value < 50, "a sample takes 20 ms"
     mean = written.Scalars("doctor/data_wait")[0].value
     own = [written.Scalars(f"doctor/rank_{rank}/data_wait")[0].value for rank in range(2)]
     assert sum(own) / 2 == pytest.approx(mean, abs=1e-5)
@@ -84,6 +88,8 @@ def test_the_ranks_shares_memory_charts_and_verdict():
         "shares of the time, mean over ranks",
         "shares of the time, rank 0",
         "shares of the time, rank 1",
+        "share of the peak FLOP/s, by rank (MFU)",
+        "samples a second, by rank",
         "memory of the ranks, MB",
     ]
     assert "^doctor/rank_1/data_wait$" in category.chart[2].multiline.tag

@@ -1,10 +1,16 @@
 """The watches of `Doctor` on swap and on the device's clock, by what the system tells them."""
 
+import multiprocessing
+import os
 import resource
+import tempfile
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from polyphase.callbacks._host_figures import HostFigures, shm_capacity_mb
 from polyphase.callbacks._swap import SwapWatch
 from polyphase.callbacks._throttling import ThrottleWatch, throttle_watch
 
@@ -23,6 +29,28 @@ def test_swap_is_that_of_the_host_since_the_last_look_and_of_this_process(tmp_pa
     read_mb = 250 * resource.getpagesize() / 1e6
     assert watch.take() == {"swap_read_mb": pytest.approx(read_mb), "swapped_mb": pytest.approx(2.048)}
     assert watch.take() == {"swapped_mb": pytest.approx(2.048)}
+
+
+def test_what_a_rank_takes_of_its_host():
+    figures = HostFigures()
+    ended = time.process_time() + 0.05
+    while time.process_time() < ended:
+        pass
+    first = figures.take()
+    assert first["process_cpu_s"] >= 0.05
+    assert min(first["received_mb"], first["sent_mb"]) >= 0.0
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    worker.start()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared, open(os.devnull):
+        shared.write(bytes(8_000_000))
+        shared.flush()
+        second = figures.take()
+    worker.kill()
+    worker.join()
+    assert second["workers_mb"] >= (first["workers_mb"] or 0.0) + 5
+    assert second["num_files"] >= first["num_files"] + 2
+    assert second["shm_mb"] - first["shm_mb"] > 6
+    assert second["shm_mb"] < shm_capacity_mb()
 
 
 def test_where_the_system_tells_nothing_of_swap_nothing_is_known(tmp_path):
@@ -56,6 +84,9 @@ class Nvml:
     def nvmlDeviceGetTemperature(self, handle, sensor):  # noqa: N802
         return {0: 88}[sensor]
 
+    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
+        return SimpleNamespace(gpu=75, memory=30)
+
     def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
         return 512_000
 
@@ -74,6 +105,7 @@ def test_reasons_of_a_device(bits, reasons):
     assert ThrottleWatch(Nvml(bits), 0).take() == {
         "throttled": dict.fromkeys(reasons, 1),
         "num_looks": 1,
+        "utilization": 0.75,
         "clock_share": 0.6,
         "temperature_c": 88.0,
         "power_w": 512.0,

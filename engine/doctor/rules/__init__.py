@@ -11,9 +11,18 @@ from .health import (
     lr_stands_still,
     replicas_differ,
 )
-from .host import cpu_shortage, memory_leak, swapping, thread_oversubscription, unused_parameter_search
+from .host import (
+    cpu_shortage,
+    full_shared_memory,
+    host_bound,
+    memory_leak,
+    swapping,
+    thread_oversubscription,
+    unused_parameter_search,
+)
 from .network import costly_compression, slow_link
 from .ranks import exposed_communication, slow_rank, unequal_stages, varying_steps
+from .remaining import low_compute
 
 __all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
 
@@ -33,9 +42,11 @@ RULES = (
     Rule(cause="slow_callback", threshold=0.05, find=slow_callback, of="share of the time in one class's hooks"),
     Rule(cause="slow_logging", threshold=0.05, find=slow_logging, of="share of the time in loggers"),
     Rule(cause="checkpoint_stall", threshold=0.05, find=checkpoint_stall, of="share of the time in saves"),
-    Rule(cause="exposed_communication", threshold=0.15, find=exposed_communication,
-         of="share of the time in exposed communication, mean over ranks; called sync_while_accumulating where"
-            " gradients are averaged 1.5 times or more for an optimizer step, and small_buckets below bucket_cap_mb=1"),
+    Rule(cause="exposed_communication", threshold=0.05, find=exposed_communication,
+         of="share of the time in exposed communication, mean over ranks (on CPUs 0.15); called"
+            " sync_while_accumulating where gradients are averaged 1.5 times or more for an optimizer step,"
+            " small_buckets below bucket_cap_mb=1, small_units where fsdp or hsdp gather 8 times a step or more, less"
+            " than 1 MB each, and underused_link below 0.6 of the rate of a large all-reduce"),
     Rule(cause="costly_compression", threshold=COSTLY_COMPRESSION, find=costly_compression,
          of="share of a step by which gradients take longer with the compression than an all-reduce of them took as"
             " training ended, where communication took 0.15 of the time"),
@@ -44,16 +55,20 @@ RULES = (
             " ends, where communication took 0.15 of the time"),
     Rule(cause="device_reads", threshold=1, find=device_reads,
          of="reads of an accelerator in the `training_step` that was watched"),
+    Rule(cause="host_bound", threshold=0.3, find=host_bound,
+         of="share of the time that the calls of operators take, by the time of one with next to nothing to compute"),
     Rule(cause="thread_oversubscription", threshold=0.10, find=thread_oversubscription,
          of="share of the time without a CPU, where threads outnumber CPUs"),
     Rule(cause="cpu_shortage", threshold=0.15, find=cpu_shortage,
          of="share of the time in which each rank, at least, is without a CPU, where threads don't outnumber CPUs;"
             " called busy_neighbour where ranks don't outnumber them either, or leave half of them idle"),
     Rule(cause="full_memory", threshold=0.9, find=full_memory,
-         of="share of a device's memory that was allocated at most"),
+         of="share of a device's memory that was allocated at most; or torch had to free what it kept in reserve"),
     Rule(cause="unused_memory", threshold=0.7, find=unused_memory,
          of="share of the devices' memory that was allocated at most, below it, where they compute at less than 0.3 of"
             " the peak rate"),
+    Rule(cause="full_shared_memory", threshold=0.9, find=full_shared_memory,
+         of="share of a host's `/dev/shm` that was used at most"),
     Rule(cause="swapping", threshold=1.0, find=swapping,
          of="MB a second that a host reads back from swap while it trains"),
     Rule(cause="throttled_device", threshold=0.5, find=throttled_device,
@@ -77,5 +92,8 @@ RULES = (
          of="looks, none of which found a parameter without gradient, under find_unused_parameters"),
     Rule(cause="varying_steps", threshold=0.15, find=varying_steps,
          of="share of the time in which even the rank that waits least waits for the others"),
+    Rule(cause="low_compute", threshold=0.85, find=low_compute, is_last=True,
+         of="share of a step in forward, backward and optimizer (on CPUs, and in collectives), below it, where nothing"
+            " else was found"),
 )  # fmt: skip
 """All causes; docs/doctor.md has the same table."""

@@ -34,18 +34,24 @@ def device_reads(figures: Figures, threshold: float) -> Finding | None:
 def full_memory(figures: Figures, threshold: float) -> Finding | None:
     """The memory of a device is nearly full: a longer batch, or a little fragmentation, ends the run."""
     used = _memory_shares(figures)
-    rank = max(used, key=lambda each: used[each], default=0)
-    if not used or used[rank] < threshold:
+    retries = {rank: total.num_alloc_retries or 0 for rank, total in figures.totals.items()}
+    rank = max(retries, key=lambda each: (retries[each], used.get(each, 0.0)))
+    if rank not in used or (used[rank] < threshold and not retries[rank]):
         return None
-    others = [share for other, share in used.items() if other != rank]
+    is_one = len(used) > 1 and all(
+        share < threshold and not retries[each] for each, share in used.items() if each != rank
+    )
+    parts = sorted(figures.totals[rank].model_mb.items(), key=lambda part: -part[1])
+    of = f": {', '.join(f'{kind} {mb:,.0f} MB' for kind, mb in parts)}" if parts else ""
+    again = f"; {retries[rank]} times torch had to free what it kept in reserve" if retries[rank] else ""
     total_mb, capacity_mb = figures.totals[rank].device_mb or 0.0, figures.ranks[rank].device_capacity_mb or 0.0
     return Finding(
         cause="full_memory",
         evidence=f"rank {rank} has had {used[rank]:.0%} of its device's memory allocated: {total_mb:,.0f} of"
-        f" {capacity_mb:,.0f} MB",
-        numbers={"share": used[rank], "mb": total_mb},
+        f" {capacity_mb:,.0f} MB{of}{again}",
+        numbers={"share": used[rank], "mb": total_mb, "retries": retries[rank]},
         remedy="a smaller micro-batch with accumulate_grad_batches; activation_checkpointing; or fsdp",
-        **at(figures, rank, len(others) > 0 and median(others) < threshold),
+        **at(figures, rank, is_one),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...flags import parse_flag
 from ..figures import Figures, Outlier
-from ..records import RankInfo
+from ..interval import RankInfo
 
 __all__ = ["COSTLY_COMPRESSION", "RATIO", "Finding", "Rule", "at", "ms", "one_or_all", "option", "who"]
 
@@ -42,6 +42,8 @@ class Rule:
     of: str
     """The quantity that is compared with the threshold."""
     find: Callable[[Figures, float], Finding | None]
+    is_last: bool = False
+    """Whether it is applied only where no other rule has found anything."""
 
 
 def one_or_all(figures: Figures, phase: str, threshold: float) -> tuple[Outlier, bool] | None:

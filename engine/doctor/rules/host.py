@@ -1,15 +1,57 @@
-"""Rules about the host of a step: threads, CPUs, memory; searches of the graph."""
+"""Rules about the host of a step: operators, threads, CPUs, memory; searches of the graph."""
 
 from statistics import median
 
 from ..figures import Figures
-from ..records import RankInfo
+from ..interval import RankInfo
 from .finding import Finding, at, option
 
-__all__ = ["cpu_shortage", "memory_leak", "swapping", "thread_oversubscription", "unused_parameter_search"]
+__all__ = [
+    "cpu_shortage",
+    "full_shared_memory",
+    "host_bound",
+    "memory_leak",
+    "swapping",
+    "thread_oversubscription",
+    "unused_parameter_search",
+]
 
+_OWN = 0.75
+"""Part of a host's CPUs from which on its ranks have them themselves, with all threads of theirs."""
 _MIN_INTERVALS = 5
 """Intervals below which no growth of memory is called a leak."""
+
+
+def host_bound(figures: Figures, threshold: float) -> Finding | None:
+    """Steps are as long as the host takes for the calls of their operators, which have little to compute each."""
+    shares = {rank: share for rank in figures.totals if (share := _calling_share(figures, rank)) is not None}
+    if len(shares) < len(figures.totals) or min(shares.values()) < threshold:
+        return None
+    rank = min(shares, key=lambda each: shares[each])
+    total, operator_s = figures.totals[rank], figures.ranks[rank].operator_s or 0.0
+    per_step = (total.num_operators or 0) / max(total.num_steps, 1)
+    each_s = figures.step_seconds("compute", rank) / max(per_step, 1e-12)
+    return Finding(
+        cause="host_bound",
+        evidence=f"{per_step:,.0f} operators a step take {1e6 * each_s:.3g} us each, of which {1e6 * operator_s:.3g} us"
+        f" are the host's to call one: {shares[rank]:.0%} of the time",
+        numbers={"operators": per_step, "operator_us": 1e6 * operator_s, "share": shares[rank]},
+        remedy="compile=True, which makes few operators of many; a larger batch, which has as many; or fewer and larger"
+        " operators in the module",
+        gain=shares[rank],
+    )
+
+
+def _calling_share(figures: Figures, rank: int) -> float | None:
+    """Returns the share of a rank's time with a CPU that the calls of its operators take, at least; None if unknown."""
+    total, operator_s = figures.totals[rank], figures.ranks[rank].operator_s
+    if total.num_operators is None or operator_s is None:
+        return None
+    calls_s = total.num_operators * operator_s
+    # Operators that were counted and are not called, since others have been compiled, say nothing.
+    compute_s = total.seconds.get("compute", 0.0)
+    with_cpu_s = total.wall_s - (total.runqueue_s or 0.0)
+    return calls_s / max(with_cpu_s, 1e-12) if calls_s <= compute_s else None
 
 
 def thread_oversubscription(figures: Figures, threshold: float) -> Finding | None:
@@ -18,15 +60,16 @@ def thread_oversubscription(figures: Figures, threshold: float) -> Finding | Non
     wanted = info.num_threads * info.local_ranks
     queued = _queued_shares(figures)
     share = sum(queued) / len(queued)
-    if not _has_too_many_threads(info) or share < threshold:
+    num_cpus = figures.host_cpus(info.host)
+    if not _has_too_many_threads(info, num_cpus) or share < threshold:
         return None
-    fitting = max(1, int(info.num_cpus / max(info.local_ranks, 1)))
+    fitting = max(1, int(num_cpus / max(info.local_ranks, 1)))
     return Finding(
         cause="thread_oversubscription",
         host=info.host,
-        evidence=f"{info.local_ranks} ranks of {info.num_threads} threads share {info.num_cpus:g} CPUs, and have none"
+        evidence=f"{info.local_ranks} ranks of {info.num_threads} threads share {num_cpus:g} CPUs, and have none"
         f" for {share:.0%} of the time",
-        numbers={"threads": wanted, "cpus": info.num_cpus, "share": share},
+        numbers={"threads": wanted, "cpus": num_cpus, "share": share},
         remedy=f"OMP_NUM_THREADS={fitting}",
         gain=share,
     )
@@ -35,19 +78,24 @@ def thread_oversubscription(figures: Figures, threshold: float) -> Finding | Non
 def cpu_shortage(figures: Figures, threshold: float) -> Finding | None:
     """Every rank waits for a CPU, with one thread each: the ranks outnumber the CPUs, or others compute there."""
     info = figures.info
-    share = min(_queued_shares(figures))
-    if info.device != "cpu" or _has_too_many_threads(info) or share < threshold:
+    share, num_cpus = min(_queued_shares(figures)), figures.host_cpus(info.host)
+    if info.device != "cpu" or _has_too_many_threads(info, num_cpus) or share < threshold:
         return None
     cause = "busy_neighbour"
     evidence = f"every rank is ready to compute, and other processes have its CPU, for {share:.0%} of the time or more"
     remedy = f"end what else computes on {info.host}, or give each rank CPUs of its own (taskset)"
     busy_cpus = sum((total.cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
+    # What their other threads compute, such as those of collectives, no neighbour does.
+    own_cpus = sum((total.process_cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
+    num_hosts = len({each.host for each in figures.ranks.values()})
+    if info.local_ranks <= num_cpus and own_cpus / num_hosts >= _OWN * num_cpus:
+        return None
     # Ranks that compute for less than that have lost their CPUs to somebody else.
-    if info.local_ranks > info.num_cpus and busy_cpus > info.num_cpus / 2:
+    if info.local_ranks > num_cpus and busy_cpus > num_cpus / 2:
         cause = "cpu_shortage"
-        evidence = f"{info.local_ranks} ranks share {info.num_cpus:g} CPUs, and have none for {share:.0%} of the time"
-        remedy = f"devices={max(1, int(info.num_cpus))}: no more ranks on a host than it has CPUs"
-    numbers = {"ranks": info.local_ranks, "cpus": info.num_cpus, "busy_cpus": busy_cpus, "share": share}
+        evidence = f"{info.local_ranks} ranks share {num_cpus:g} CPUs, and have none for {share:.0%} of the time"
+        remedy = f"devices={max(1, int(num_cpus))}: no more ranks on a host than it has CPUs"
+    numbers = {"ranks": info.local_ranks, "cpus": num_cpus, "busy_cpus": busy_cpus, "share": share}
     return Finding(cause=cause, host=info.host, evidence=evidence, numbers=numbers, remedy=remedy, gain=share)
 
 
@@ -56,8 +104,8 @@ def _queued_shares(figures: Figures) -> list[float]:
     return [(total.runqueue_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values()]
 
 
-def _has_too_many_threads(info: RankInfo) -> bool:
-    return info.device == "cpu" and info.num_threads > 1 and info.num_threads * info.local_ranks > info.num_cpus
+def _has_too_many_threads(info: RankInfo, num_cpus: float) -> bool:
+    return info.device == "cpu" and info.num_threads > 1 and info.num_threads * info.local_ranks > num_cpus
 
 
 def memory_leak(figures: Figures, threshold: float) -> Finding | None:
@@ -88,6 +136,27 @@ def memory_leak(figures: Figures, threshold: float) -> Finding | None:
         numbers={"mb_per_step": per_step, "from_mb": first_mb, "to_mb": last_mb},
         remedy="keep nothing of each step: `loss.detach()` in lists and sums, no batches on `self`; and look at caches",
         **where,
+    )
+
+
+def full_shared_memory(figures: Figures, threshold: float) -> Finding | None:
+    """A host's `/dev/shm`, through which loader workers hand over batches, is nearly full."""
+    capacities = {rank: figures.ranks[rank].shm_capacity_mb for rank in figures.totals}
+    used = {rank: (figures.totals[rank].shm_mb or 0.0) / capacity for rank, capacity in capacities.items() if capacity}
+    rank = max(used, key=lambda each: used[each], default=0)
+    if not used or used[rank] < threshold:
+        return None
+    host = figures.ranks[rank].host
+    there = tuple(each for each in figures.totals if figures.ranks[each].host == host)
+    return Finding(
+        cause="full_shared_memory",
+        ranks=() if len(there) == len(figures.totals) else there,
+        host=host,
+        evidence=f"/dev/shm of {host} was {used[rank]:.0%} full: {figures.totals[rank].shm_mb:,.0f} of"
+        f" {capacities[rank]:,.0f} MB; a loader's worker that finds no room ends in a bus error",
+        numbers={"share": used[rank], "mb": figures.totals[rank].shm_mb or 0.0},
+        remedy="docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm; fewer loader workers, or a"
+        " smaller prefetch_factor",
     )
 
 

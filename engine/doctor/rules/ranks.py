@@ -5,7 +5,7 @@ from statistics import median
 
 from ..figures import Figures, Outlier
 from .finding import COSTLY_COMPRESSION, RATIO, Finding, ms, option
-from .network import compression_cost
+from .network import UNDERUSED, compression_cost, link_use
 
 __all__ = ["exposed_communication", "slow_rank", "unequal_stages", "varying_steps"]
 
@@ -13,6 +13,10 @@ _SYNCS_A_STEP = 1.5
 """Averaged backwards for each optimizer step from which on some of them are not needed."""
 _SMALL_BUCKET_MB = 1.0
 """The size that torch has for its first bucket."""
+_TIMES_ON_CPUS = 3
+"""On CPUs collectives wait for a CPU as well, and so are exposed for longer in a run that nothing is wrong with."""
+_SMALL_MESSAGE_MB, _MANY_CALLS = 1.0, 8
+"""Collectives of a step are many and small from so many on, below that mean size: a link has started when they end."""
 _MICRO_BATCHES_A_STAGE = 2
 """The number of `pp` where the flag has none."""
 
@@ -107,7 +111,7 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         return None
     shares = [figures.share("communication", rank) for rank in figures.totals]
     share = sum(shares) / len(shares)
-    if share < threshold:
+    if share < threshold * (_TIMES_ON_CPUS if figures.info.device == "cpu" else 1):
         return None
     if compression_cost(figures).get("share", 0.0) >= COSTLY_COMPRESSION:
         return None  # that is the cause, and has a finding of its own
@@ -128,19 +132,28 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
     }.get(info.strategy.partition(":")[0].partition("+")[0], "a larger batch")
     if info.strategy.startswith(("ddp", "zero1", "fsdp", "hsdp")):
         remedy += f"; or accumulate_grad_batches={2 * info.accumulate_grad_batches}, which sends half as often"
-    if info.device == "cpu" and info.local_ranks > info.num_cpus:
-        remedy = f"no more ranks on a host than CPUs: {info.local_ranks} share {info.num_cpus:g} here; or {remedy}"
+    use = link_use(figures)
+    evidence = f"collectives that nothing hides take {share:.0%} of the time, without waiting for slower ranks"
+    if use:
+        evidence += f"; they send {use['used_mb_per_s']:,.3g} MB/s, and a large one {use['mb_per_s']:,.3g}"
+    cause, gain = "exposed_communication", share
+    if use and use["use"] < UNDERUSED:
+        cause, gain = "underused_link", share * (1.0 - use["use"])
+        few = "fewer and larger collectives: one for values that are reduced one by one"
+        remedy = f"{few if use['call_mb'] < _SMALL_MESSAGE_MB else 'look what else sends there'}; or {remedy}"
+    if info.device == "cpu" and info.local_ranks > (num_cpus := figures.host_cpus(info.host)):
+        remedy = f"no more ranks on a host than CPUs: {info.local_ranks} share {num_cpus:g} here; or {remedy}"
     return Finding(
-        cause="exposed_communication",
-        evidence=f"collectives that nothing hides take {share:.0%} of the time, without waiting for slower ranks",
-        numbers={"share": share},
+        cause=cause,
+        evidence=evidence,
+        numbers={"share": share, **use},
         remedy=remedy,
-        gain=share,
+        gain=gain,
     )
 
 
 def _why_exposed(figures: Figures, share: float) -> Finding | None:
-    """Returns the more precise cause, if there is one: averages that are not needed, or in small buckets."""
+    """Returns the more precise cause, if there is one: averages that are not needed, small buckets or units."""
     total = figures.totals[min(figures.totals)]
     if total.num_syncs is not None and total.num_syncs >= _SYNCS_A_STEP * total.num_steps:
         syncs = total.num_syncs / max(total.num_steps, 1)
@@ -161,7 +174,27 @@ def _why_exposed(figures: Figures, share: float) -> Finding | None:
             remedy="leave out bucket_cap_mb, which is 25 by default: few large collectives cost less than many",
             gain=share,
         )
-    return None
+    return _small_units(figures, share)
+
+
+def _small_units(figures: Figures, share: float) -> Finding | None:
+    """The units that `fsdp` and `hsdp` gather one by one are small."""
+    use, gathers = link_use(figures), figures.totals[min(figures.totals)].collectives.get("all_gather", {})
+    calls = gathers.get("calls", 0.0)
+    size_mb = gathers.get("sent_mb", 0.0) / max(calls, 1e-12)
+    is_sharded = figures.info.strategy.startswith(("fsdp", "hsdp"))
+    is_small = calls >= _MANY_CALLS and size_mb < _SMALL_MESSAGE_MB and use.get("use", 0.0) < UNDERUSED
+    if not is_sharded or not is_small:
+        return None
+    return Finding(
+        cause="small_units",
+        evidence=f"units are gathered {calls:.3g} times a step for {size_mb:.2g} MB each, and collectives that nothing"
+        f" hides take {share:.0%} of the time",
+        numbers={"share": share, "calls": calls, "mb": size_mb, **use},
+        remedy="larger units: `shard_units()` of the module returns those that are gathered as one; or ddp, where the"
+        " weights fit",
+        gain=share * (1.0 - use.get("use", 0.0)),
+    )
 
 
 def varying_steps(figures: Figures, threshold: float) -> Finding | None:

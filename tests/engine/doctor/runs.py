@@ -6,7 +6,7 @@ from polyphase.engine.doctor import Interval, RankInfo, Run
 from polyphase.engine.phases import PHASES
 
 STEPS = 100
-HEALTHY = {"data_wait": 0.1, "compute": 8.0, "communication": 0.5, "waiting": 0.2, "optimizer": 1.0, "engine": 0.2}
+HEALTHY = {"data_wait": 0.1, "compute": 8.0, "communication": 0.4, "waiting": 0.3, "optimizer": 1.0, "engine": 0.2}
 
 
 def interval(step: int = STEPS, num_steps: int = STEPS, **phases_ms: float) -> Interval:

@@ -114,6 +114,30 @@ def test_a_page_has_the_memory_of_each_rank_over_time():
     assert [round(y, 1) for _, y in points] == [32.9, 32.9, 18.6, 18.6, 4.3, 4.3]
     assert (points[0][0], points[-1][0]) == (0, 1000)
     assert "Memory of the devices" not in text
+    assert "a model's parts" not in text
+    run.intervals[0][-1] = replace(grows[-1], model_mb={"parameters": 12.0, "optimizer state": 24.0})
+    text = page(run, judge(run))
+    assert "<th>parameters</th><th>optimizer state</th></tr><tr><td>0</td><td>12</td><td>24</td></tr>" in text
+
+
+def test_the_first_steps_don_t_pale_the_others():
+    first = replace(interval(3, 3, compute=900.0), is_warmup=True)
+    run = run_of(interval(13, 10))
+    run.intervals[0] = [first, interval(13, 10), interval(23, 10, compute=16.0)]
+    heat = re.search(r'aria-label="steps">(.*?)</svg>', page(run, judge(run)))[1]
+    assert re.findall(r"<title>(.*?)</title>", heat) == ["9.3 ms", "17.3 ms"]
+
+
+def test_a_page_has_the_communication_of_a_step_by_operation():
+    calls = {"all_gather": {"calls": 7.0, "sent_mb": 1.5}, "all_reduce": {"calls": 4.0, "sent_mb": 0.03}}
+    last = replace(interval(communication=2.0), collectives=calls, all_reduce_mb_per_s=900.0, links=[0.0, 120.0])
+    text = page(run := run_of(last, replace(last, links=[80.0, 0.0])), judge(run))
+    rows = re.findall(r'aria-label="(all_\w+)"><rect .*? width="([0-9.]+)".*?<span class="soft">(.*?)</span>', text)
+    assert rows == [("all_gather", "1000", "7 calls, 1.5 MB"), ("all_reduce", "20", "4 calls, 30 KB")]
+    assert "take 2 ms of a step, in which they send 765 MB/s; a large all-reduce sends 900 MB/s." in text
+    assert "<tr><td>to rank 1</td><td>80</td><td></td></tr>" in text
+    alone = run_of(interval())
+    assert "Communication by operation" not in page(alone, judge(alone))
 
 
 def test_a_page_escapes_what_ranks_say(folder, tmp_path, monkeypatch, capsys):

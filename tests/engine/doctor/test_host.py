@@ -2,6 +2,7 @@
 
 import json
 import resource
+import socket
 
 import pytest
 
@@ -16,6 +17,7 @@ from polyphase.engine.doctor.host import (
     judge_load,
     judge_memory,
     judge_name,
+    judge_port,
     judge_shm,
     judge_versions,
 )
@@ -51,6 +53,11 @@ GB = 10**9
         (judge_versions({"torch": "2.13.0"}), "ok", ""),
         (judge_devices(None, []), "ok", "driver"),
         (judge_devices("cuda", ["H100", "H100"]), "ok", ""),
+        (judge_devices("cuda", ["H100"], "550.54"), "ok", ""),
+        (judge_devices(None, [], "550.54"), "warn", "torch.version.cuda"),
+        (judge_port(None, None), "ok", ""),
+        (judge_port(29500, None), "ok", ""),
+        (judge_port(29500, "Address already in use"), "fail", "leave MASTER_PORT unset"),
     ],
     ids=str,
 )
@@ -85,6 +92,15 @@ def test_a_person_reads_a_line_for_each(tmp_path, monkeypatch, capsys):
     assert code in (0, 1)
     for name in ("versions", "devices", "CPUs", "memory", "open files", "disk"):
         assert name in said
+
+
+def test_a_port_that_another_process_has_fails(monkeypatch, tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        check = {each.name: each for each in check_host(str(tmp_path))}["port"]
+    assert (check.status, "in use" in check.found) == ("fail", True), check
 
 
 def test_wrong_words_are_an_error(tmp_path, monkeypatch, capsys):

@@ -66,6 +66,25 @@ def test_joining_loses_no_second_and_no_step(number):
     assert joined[-1].step == noted[-1].step
 
 
+def test_means_are_over_the_looks_however_intervals_are_joined():
+    """Three intervals of 1, 1 and 6 looks, joined from either end, and after a rank has joined two of them."""
+    noted = [
+        dataclasses.replace(
+            interval(), num_looks=looks, clock_share=share, power_w=100.0 * share, num_padding_looks=looks,
+            padding=share, compression={"compress_s": share, "num_looks": float(looks)},
+        )
+        for looks, share in ((1, 0.2), (1, 0.4), (6, 0.9))
+    ]  # fmt: skip
+    first, second, third = noted
+    nothing = interval()
+    for joined in (first.joined(second).joined(third), first.joined(nothing).joined(second.joined(third))):
+        assert joined.clock_share == joined.padding == pytest.approx(0.75)
+        assert joined.power_w == pytest.approx(75.0)
+        assert joined.compression == {"compress_s": pytest.approx(0.75), "num_looks": 8.0}
+        assert joined.num_looks == joined.num_padding_looks == 8
+    assert nothing.joined(interval()).clock_share is None
+
+
 def test_a_line_is_small_and_a_file_is_bounded():
     hooks = {f"ACallbackWithALongName{i}.on_train_batch_end": 0.123456789 for i in range(50)}
     full = dataclasses.replace(

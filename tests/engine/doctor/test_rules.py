@@ -186,12 +186,56 @@ def test_every_rank_waits_for_a_cpu_because_ranks_outnumber_cpus():
     assert "4 ranks share 2 CPUs" in finding.evidence
 
 
+def test_cpus_that_the_ranks_other_threads_have_are_no_neighbours():
+    """Threads of gloo reduce gradients on the CPU for which the thread that trains waits."""
+    for own_s, causes in ((0.9, []), (0.4, ["busy_neighbour"])):
+        queued = changed(interval(), runqueue_s=0.3, process_cpu_s=own_s)
+        run = run_of(queued, queued)
+        for info in run.ranks.values():
+            info.host, info.num_cpus = "a", 2.0
+        assert [finding.cause for finding in judge(run).findings] == causes
+
+
+def test_ranks_that_are_bound_to_cpus_of_their_own_share_none():
+    queued = changed(interval(), runqueue_s=0.3)
+    run = run_of(queued, queued)
+    for rank, info in run.ranks.items():
+        info.host, info.num_cpus, info.cpus = "a", 1.0, [rank]
+    assert only(run).cause == "busy_neighbour"
+    for info in run.ranks.values():
+        info.cpus = [0]
+    finding = only(run)
+    assert (finding.cause, finding.numbers["cpus"]) == ("cpu_shortage", 1.0)
+
+
 def test_every_rank_waits_for_a_cpu_because_others_compute_there():
     queued = changed(interval(), runqueue_s=0.3)
     finding = only(run_of(queued, queued))
     assert (finding.cause, finding.ranks) == ("busy_neighbour", ())
     assert judge(run_of(queued, changed(interval(), runqueue_s=0.1))).findings == []
     assert judge(run_of(queued, queued, device="cuda")).findings == [], "there the device computes meanwhile"
+
+
+def calling(num_operators, *, operator_us=4.0, **phases):
+    each = changed(interval(**phases), num_operators=num_operators * STEPS)
+    return run_of(each, each, operator_s=operator_us / 1e6)
+
+
+def test_many_small_operators():
+    finding = only(calling(1500))
+    assert (finding.cause, finding.ranks) == ("host_bound", ())
+    assert finding.gain == pytest.approx(0.6, abs=0.01)
+    assert (
+        "1,500 operators a step take 5.33 us each, of which 4 us are the host's to call one: 60% of" in finding.evidence
+    )
+    assert "compile=True" in finding.remedy
+
+
+def test_operators_that_are_few_or_not_known_or_compiled():
+    unknown = calling(1500)
+    unknown.ranks[1].operator_s = None
+    for run in (calling(500), calling(1500, compute=30.0), calling(3000), unknown):
+        assert judge(run).findings == []
 
 
 def test_padding():
@@ -212,6 +256,31 @@ def test_slow_validation():
 def test_ranks_that_wait_for_each_other_in_turn():
     finding = only(run_of(interval(waiting=4.0), interval(waiting=4.5)))
     assert (finding.cause, finding.ranks) == ("varying_steps", ())
+
+
+def test_little_computing_where_nothing_else_is_found():
+    finding = only(run_of(interval(compute=4.0, callbacks=1.0, logging=0.2)))
+    assert (finding.cause, finding.ranks) == ("low_compute", ())
+    share = (4.0 + 1.0 + 0.4) / 7.2
+    assert finding.numbers["share"] == pytest.approx(share)
+    assert finding.gain == pytest.approx(1 - share / 0.85)
+    assert "and communication take 75% of a step's time; callbacks 14%, waiting 4%" in finding.evidence
+    assert "hooks" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("phase", "remedy"),
+    [("data_wait", "num_workers"), ("copy", "pin_memory"), ("engine", "a larger batch"), ("callbacks", "fewer")],
+)
+def test_the_rest_of_a_step_says_what_to_do(phase, remedy):
+    rest = dict.fromkeys(("data_wait", "copy", "engine", "callbacks"), 0.45) | {phase: 0.9}
+    finding = only(run_of(interval(**rest)))
+    assert finding.cause == "low_compute"
+    assert remedy in finding.remedy
+
+
+def test_saves_and_validation_are_no_part_of_a_step_that_computes_little():
+    assert judge(run_of(changed(interval(checkpoint=5.0), num_saves=1), strategy="single")).findings == []
 
 
 def test_the_most_costly_comes_first():
@@ -275,12 +344,62 @@ def test_exposed_communication_by_small_buckets():
     assert judge(run_of(interval(), interval(), flags={"strategy": "ddp:bucket_cap_mb=0.1"})).findings == []
 
 
-def compressing(compress_ms, wire_ms, **fields):
+def sending(calls, sent_mb, *, mb_per_s=500.0, operation="all_reduce", **info):
+    """Collectives of a step that take 4 ms which nothing hides."""
+    call = {operation: {"calls": calls, "sent_mb": sent_mb}}
+    each = changed(interval(communication=4.0), collectives=call, all_reduce_mb_per_s=mb_per_s)
+    return run_of(each, each, **info)
+
+
+def test_many_small_collectives_don_t_use_a_link():
+    finding = only(sending(200, 0.2))
+    assert (finding.cause, finding.numbers["use"]) == ("underused_link", pytest.approx(0.1))
+    assert finding.gain == pytest.approx(0.9 * 4 / 13.6, abs=0.01)
+    assert "they send 50 MB/s, and a large one 500" in finding.evidence
+    assert finding.remedy.startswith("fewer and larger collectives")
+
+
+def test_large_collectives_that_are_slower_than_a_large_one_share_the_link():
+    assert only(sending(2, 0.8)).remedy.startswith("fewer and larger collectives")
+    assert only(sending(2, 2.0, mb_per_s=1000.0)).remedy.startswith("look what else sends there")
+
+
+@pytest.mark.parametrize("info", [{}, {"strategy": "ddp", "mb_per_s": None}, {"strategy": "pp"}])
+def test_a_link_that_is_used_or_not_known_is_exposed_communication(info):
+    sent_mb = 0.01 if info else 1.4
+    assert only(sending(20, sent_mb, **info)).cause == "exposed_communication"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_units_that_are_gathered_one_by_one_are_small(strategy):
+    finding = only(sending(40, 0.4, operation="all_gather", strategy=strategy))
+    assert (finding.cause, finding.numbers["calls"]) == ("small_units", 40)
+    assert "units are gathered 40 times a step for 0.01 MB each" in finding.evidence
+    assert "`shard_units()`" in finding.remedy
+    assert finding.gain == pytest.approx(0.8 * 4 / 13.6, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("calls", "sent_mb", "strategy"), [(4, 0.4, "fsdp"), (40, 80.0, "fsdp"), (40, 1.6, "fsdp"), (40, 0.4, "ddp")]
+)
+def test_units_that_are_few_or_large_are_not_small(calls, sent_mb, strategy):
+    finding = only(sending(calls, sent_mb, operation="all_gather", strategy=strategy))
+    assert finding.cause in ("exposed_communication", "underused_link")
+
+
+def test_on_accelerators_less_exposed_communication_counts():
+    some = [interval(communication=1.0)] * 2
+    assert only(run_of(*some, device="cuda")).cause == "exposed_communication"
+    assert judge(run_of(*some)).findings == []
+
+
+def compressing(compress_ms, wire_ms, **phases):
     """Gradients of 4 MB, of which 1 MB is sent; an all-reduce carries 2 MB in a millisecond."""
-    of = {"compress_s": compress_ms / 1e3, "sent_mb": 1.0, "plain_mb": 4.0, "plain_mb_per_s": 2000.0}
-    ranks = [changed(interval(**fields), compression=of | {"wire_s": wire_ms / 1e3})]
+    of = {"compress_s": compress_ms / 1e3, "sent_mb": 1.0, "plain_mb": 4.0}
+    fields = {"all_reduce_mb_per_s": 2000.0}
+    ranks = [changed(interval(**phases), **fields, compression=of | {"wire_s": wire_ms / 1e3})]
     # The other one waits for it in its collectives: that is no time of the compression.
-    ranks.append(changed(interval(**fields), compression=of | {"wire_s": wire_ms / 1e3 + 0.005}))
+    ranks.append(changed(interval(**phases), **fields, compression=of | {"wire_s": wire_ms / 1e3 + 0.005}))
     return run_of(*ranks, compression="int8")
 
 
@@ -302,7 +421,7 @@ def test_of_averages_that_are_seldom_sent_or_not_compared_no_cost_is_known():
     seldom, alone = compressing(3.0, 0.5), compressing(3.0, 0.5)
     for info in seldom.ranks.values():
         info.strategy = "local_sgd"
-    del alone.intervals[0][0].compression["plain_mb_per_s"]
+    alone.intervals[0][0].all_reduce_mb_per_s = None
     assert judge(seldom).findings == judge(alone).findings == []
 
 
@@ -375,7 +494,29 @@ def test_memory_that_is_nearly_full():
     assert (one.cause, one.ranks) == ("full_memory", (0,))
     assert "95% of its device's memory allocated: 76,000 of 80,000 MB" in one.evidence
     assert only(allocating(76_000.0, 75_000.0)).ranks == ()
+    parts = allocating(76_000.0, 40_000.0)
+    parts.intervals[0][0].model_mb = {"parameters": 9_000.0, "activations": 67_000.0}
+    assert "76,000 of 80,000 MB: activations 67,000 MB, parameters 9,000 MB" in only(parts).evidence
     assert judge(allocating(70_000.0, 60_000.0)).findings == []
+
+
+def test_an_allocator_that_has_to_free_its_reserve_is_at_the_end_of_its_memory():
+    run = allocating(50_000.0, 40_000.0)
+    run.intervals[1][0].num_alloc_retries = 3
+    finding = only(run)
+    assert (finding.cause, finding.ranks) == ("full_memory", (1,))
+    assert "3 times torch had to free what it kept in reserve" in finding.evidence
+
+
+def test_shared_memory_that_is_nearly_full():
+    used = [changed(interval(), shm_mb=mb) for mb in (10.0, 62.0, 60.0)]
+    run = run_of(*used, shm_capacity_mb=64.0)
+    run.ranks[1].host = run.ranks[2].host = "b"
+    finding = only(run)
+    assert (finding.cause, finding.ranks, finding.host) == ("full_shared_memory", (1, 2), "b")
+    assert "/dev/shm of b was 97% full: 62 of 64 MB" in finding.evidence
+    assert "--shm-size" in finding.remedy
+    assert judge(run_of(used[0], changed(interval(), shm_mb=50.0), shm_capacity_mb=64.0)).findings == []
 
 
 def test_memory_that_is_not_used_counts_where_devices_have_little_to_do():

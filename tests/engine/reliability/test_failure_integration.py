@@ -94,8 +94,32 @@ def test_the_failed_rank_is_named_and_the_run_ends(strategy, rank, script, tmp_p
     report = the_report()
     assert finished.output.count(str(report["path"])) == 1
     assert report["first_failing_rank"] == rank
+    assert report["what_to_do"] is None, "an error of one's own"
     assert report["run"], "as the manifests of its checkpoints have it"
     assert "lightning/pytorch/loops/fit_loop.py" in report["exception"]["traceback"]
+
+
+KNOWN = """
+from tests.engine.tiny import Regression, engine, rows
+
+class OpensTooMany(Regression):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1:
+            raise OSError(24, "Too many open files")
+        return super().training_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    engine(strategy="ddp_fork", devices=2).fit(OpensTooMany(), rows())
+"""
+
+
+def test_an_error_that_many_meet_has_its_remedy(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "known.py").write_text(KNOWN)
+    finished = run_command([sys.executable, tmp_path / "known.py"], timeout_s=60)
+    assert finished.returncode not in (0, None)
+    assert ". What to do: `ulimit -n 65536`" in finished.output, finished.output
+    assert the_report()["what_to_do"].startswith("`ulimit -n 65536`")
 
 
 # Rank 0 has the store. Its process lives on for a while after its failure, as at any end that takes long.

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
 
-from polyphase.engine.reliability.flight_recorder import describe_differences, recorded
+from polyphase.engine.reliability.flight_recorder import describe_differences, recorded, traffic
 from tests.distributed import run_ranks
 from tests.engine.tiny import as_rank, engine
 
@@ -91,3 +91,23 @@ def test_a_hang_names_the_collective_that_a_rank_has_not_called_and_types_that_d
     said = Path("said0").read_text() + Path("said1").read_text()
     assert f"Collectives: {differ}. Collectives: {absent}." in said
     assert all(report["ranks"][rank]["collectives"]["calls"] for rank in "01")
+
+
+def _traffic_of_windows(rank):
+    windows = []
+    for number_of_calls in (1200, 1200, 3):
+        began_ns = time.time_ns()
+        for _ in range(number_of_calls):
+            dist.all_reduce(torch.ones(1000))
+        windows.append((began_ns, time.time_ns()))
+    dist.all_reduce(torch.ones(10))  # in none of them
+    num_windows, calls = traffic(windows)
+    assert num_windows == 2, "the last 2,000 calls are recorded, which leaves out a part of the first window"
+    assert {name: call.number for name, call in calls.items()} == {"all_reduce": 1203}
+    assert calls["all_reduce"].sent_bytes == 1203 * 4000, "of two ranks each sends as much as it has"
+    assert traffic(windows[:1]) == (0, {})
+    assert traffic(windows[2:])[1]["all_reduce"].number == 3
+
+
+def test_calls_and_bytes_are_those_of_windows_that_the_recorder_has_whole():
+    run_ranks(_traffic_of_windows, 2, start_method="fork", timeout_s=60)

@@ -94,6 +94,7 @@ def test_a_rank_that_is_killed_ends_the_others(rank, trouble):
     report = the_report()
     assert (report["first_failing_rank"], report["kind"]) == (rank, "death")
     assert report["message"].startswith("its process has ended without a word")
+    assert "out-of-memory killer" in report["what_to_do"]
     assert report["written_by"]["rank"] == 1 - rank
 
 

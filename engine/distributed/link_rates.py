@@ -1,4 +1,4 @@
-"""Measures the rate between each two ranks, as training ends; for the hosts' network (gloo), not for NCCL's.
+"""Measures the rate between each two ranks over the hosts' network (gloo), not NCCL's.
 
 Phases, for each distance 1 to W - 1: rank r sends 2 MB to rank r + distance and receives as much from rank
 r - distance, three times. Each rank sends 6 (W - 1) MB, and waits for the slowest pair of each distance.
