@@ -209,7 +209,7 @@ def _mismatch(
 
 
 def _difference(key: str, first: dict[str, Any], second: dict[str, Any], members: list[int]) -> str | None:
-    # An all_gather into a list has an output for each rank, where torch's comparison expects one of all.
+    # torch records some all_gathers with the output of one rank, which its comparison takes for an error.
     if all(first[name] == second[name] for name in ("operation", *_FORMS)):
         return None
     # torch: the comparison that its tool `torchfrtrace` makes; it does not know all operations.

@@ -38,6 +38,12 @@ def test_nothing_is_said_where_all_agree():
     assert describe_differences({0: rank(call(1, "send 0->1", is_done=False, is_p2p=True)), 1: None}) == []
 
 
+def test_equal_calls_do_not_differ():
+    """As torch has recorded an all_gather of FSDP2's: with the output of one rank."""
+    calls = rank(call(1, "all_gather", sizes=[(8, 16)]))
+    assert describe_differences({0: calls, 1: calls, 2: calls}) == []
+
+
 def test_a_rank_of_which_nothing_is_known():
     there = rank(call(2, is_done=False))
     assert describe_differences({0: there, 1: there, 2: None}) == [
