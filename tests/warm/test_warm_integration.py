@@ -215,7 +215,8 @@ def test_the_rest_is_cold(monkeypatch):
 
 
 def test_ranks_of_torchrun_are_warm(tmp_path):
-    code = "import sys, os\nprint('torch' in sys.modules, os.environ['RANK'], sys.executable, flush=True)\n"
+    code = "import sys, os\nline = f\"{'torch' in sys.modules} {os.environ['RANK']} {sys.executable}\\n\"\n"
+    code += "os.write(1, line.encode())\n"  # at once, or the lines of two ranks may be mixed
     code += "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
     code += "dist.destroy_process_group()"
     (tmp_path / "script.py").write_text(code)
