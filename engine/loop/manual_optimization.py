@@ -51,11 +51,15 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         strategy: Any = self.trainer.strategy
         backward = _Backward(strategy.backward, factor, local)
         num_steps = self.optim_step_progress.total.ready
-        strategy.backward = backward  # Lightning: LightningModule.manual_backward calls it
+        own = vars(strategy)
+        others = own.get("backward")  # a user's, who has set one on the object
+        own["backward"] = backward  # Lightning: LightningModule.manual_backward calls it
         try:
             super().advance(kwargs)
         finally:
-            del strategy.backward
+            own.pop("backward")
+            if others is not None:
+                own["backward"] = others
         if (
             factor != 1
             and backward.num_calls == 0
