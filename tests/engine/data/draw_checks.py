@@ -26,7 +26,9 @@ def plain(what: Draw, num_epochs: int, num_ranks: int = 1) -> list[list[list[Any
         for epoch in range(num_epochs):
             if what.reload and epoch and epoch % what.reload == 0:
                 loader = load(what, rank, num_ranks)
-                iter(loader)  # Lightning makes two iterators in such an epoch
+                # Lightning makes two iterators in such an epoch. Persistent workers would go on behind the batches that
+                # they have read for the first one, and so lose these.
+                iter(load(what, rank, num_ranks) if what.kind in STREAMS else loader)
             for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
                 if callable(set_epoch := getattr(part, "set_epoch", None)):
                     set_epoch(epoch)
