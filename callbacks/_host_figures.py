@@ -1,4 +1,4 @@
-"""What a rank takes of its host beside the CPU of its thread: memory of workers, files, shared memory, network."""
+"""The use of its host by a rank, beside the CPU of its thread: memory of workers, files, shared memory, network."""
 
 import multiprocessing
 import os

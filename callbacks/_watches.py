@@ -1,4 +1,4 @@
-"""What `Doctor` looks at beside its clock: batches, operators, gradients, CPU, memory and the links between ranks.
+"""The watches of `Doctor` beside its clock: batches, operators, gradients, CPU, memory and the links between ranks.
 
 `LightDoctor` has none of it. Each watch looks at some batches, or once as an interval ends; what only pays where
 communication took long (the rates of an all-reduce and of the links) is measured once, as training ends.

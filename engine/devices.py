@@ -50,7 +50,7 @@ def capacity_bytes(device: torch.device) -> int | None:
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """What torch's allocator has counted on `device`, by the names of `torch.cuda.memory_stats`; else nothing."""
+    """The counts of torch's allocator on `device`, by the names of `torch.cuda.memory_stats`; else nothing."""
     module = module_of(device)
     return dict(module.memory_stats(device)) if hasattr(module, "memory_stats") else {}
 

@@ -1,4 +1,4 @@
-"""What a rank notes: a record of itself, and one of each interval of optimizer steps, which can be merged."""
+"""Records that a rank notes: one of itself, and one of each interval of optimizer steps, which can be merged."""
 
 import dataclasses
 import json
@@ -136,15 +136,15 @@ class Interval:
     process_cpu_s: float | None = None
     """CPU time of all threads of the rank's process."""
     received_mb: float | None = None
-    """What the interfaces of the host received, without its loopback; all processes."""
+    """Received by the interfaces of the host, without its loopback; of all processes."""
     sent_mb: float | None = None
-    """What they sent."""
+    """Sent by them."""
     workers_mb: float | None = None
     """Resident memory of the processes that the rank has started: workers of its loaders; None without any."""
     num_files: int | None = None
     """Number of the process's open files."""
     shm_mb: float | None = None
-    """What is used of the host's `/dev/shm`, by all processes."""
+    """Used of the host's `/dev/shm`, by all processes."""
     swap_read_mb: float | None = None
     """Memory that the host read back from swap, in MB; None for nothing, or if unknown."""
     swapped_mb: float | None = None

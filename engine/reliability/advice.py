@@ -1,4 +1,4 @@
-"""What to do about errors that everybody meets: a table of their messages, for failure reports and the terminal."""
+"""Remedies for errors that everybody meets: a table by their messages, for failure reports and the terminal."""
 
 import re
 from typing import Any
@@ -95,7 +95,7 @@ _BY_KIND = {
     "hang": _LATE,
     HOST_LOST: f"is that host still there? {_NETWORK}",
 }
-"""By the kind of a failure of which there is no message."""
+"""Remedies by the kind of a failure, where there is no message."""
 
 
 def what_to_do(failure: dict[str, Any]) -> str | None:

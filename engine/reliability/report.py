@@ -79,7 +79,7 @@ class Report:
 
     @property
     def what_to_do(self) -> str | None:
-        """What mends the failure; None if it is none that everybody meets."""
+        """The remedy for the failure; None if it is none that everybody meets."""
         return self._content["what_to_do"]
 
     @property

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -100,6 +101,14 @@ def test_a_patched_class_of_lightnings_is_called(owner, name, monkeypatch):
     assert len(seen) == NUM_BATCHES
 
 
+@pytest.fixture
+def group_of_one():
+    """For a run of `ddp` in this process, which leaves its group there, where later tests would find it."""
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("owner", [CommHookMixin, DDPStrategy, Strategy])
 def test_a_patched_step_of_a_strategy_of_several_ranks_is_called(owner, monkeypatch):
     seen = []
@@ -108,6 +117,7 @@ def test_a_patched_step_of_a_strategy_of_several_ranks_is_called(owner, monkeypa
     assert len(seen) == NUM_BATCHES
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_a_step_that_a_strategy_of_several_ranks_gets_in_mid_epoch_is_called():
     patch = Patch("strategy", "optimizer_step")
     engine(strategy="ddp", callbacks=[patch]).fit(Net(), data())
