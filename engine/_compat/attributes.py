@@ -129,6 +129,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.utils.data.dataloader:_SingleProcessDataLoaderIter": ("_dataset_fetcher",),
     "torch.utils.data._utils.worker": ("_worker_info",),
     "torch.distributed.distributed_c10d": ("_abort_process_group", "_get_default_store", "_world"),
+    "torch.distributed:ProcessGroup": ("_get_sequence_number_for_group",),
     "torch.distributed.rpc.internal": ("_InternalRPCPickler", "_unpickler"),
     "torch.distributed.rpc.internal:_InternalRPCPickler": ("_tensor_receiver",),
     "torch.distributed.tensor:DTensor": ("_local_tensor", "_op_dispatcher", "_spec"),

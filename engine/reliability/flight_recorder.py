@@ -98,15 +98,26 @@ def _sent_bytes(entry: Mapping[str, Any], size: int) -> float:
 
 
 def recorded() -> dict[str, Any] | None:
-    """Returns this rank's last collectives by group, and the ranks of each group; None if nothing is recorded."""
+    """Returns this rank's last collectives by group, and the ranks of each group; None if nothing is recorded.
+
+    torch also keeps the calls of destroyed groups. A new group of the same name, an earlier run's in this process, say,
+    counts from 1 again: the calls of its predecessors are left out.
+    """
     calls: dict[str, list[dict[str, Any]]] = {}
     with suppress(Exception):  # an error here must not hide the failure that is reported
+        unused = _unused_groups()
+        newest: dict[str, int] = {}
         for entry in _entries():
             backend, _, operation = entry["profiling_name"].partition(":")
             group, description = entry["process_group"]
+            key = f"{backend} {group}"
+            if group in unused or entry["pg_id"] < newest.get(key, 0):
+                continue
             # Moved to the end, so that the groups are in the order of their last calls.
-            earlier = calls.pop(f"{backend} {group}", [])
-            calls[f"{backend} {group}"] = [*earlier[1 - _NUM_CALLS :], _call(entry, operation, description)]
+            earlier = calls.pop(key, [])
+            if entry["pg_id"] > newest.get(key, 0):
+                newest[key], earlier = entry["pg_id"], []
+            calls[key] = [*earlier[1 - _NUM_CALLS :], _call(entry, operation, description)]
     if not calls:
         return None
     return {"calls": dict(list(calls.items())[-_NUM_GROUPS:]), "groups": _groups()}
@@ -144,6 +155,16 @@ def _groups() -> dict[str, list[int]]:
         groups = dist.distributed_c10d._world.pg_group_ranks
         return {group.group_name: sorted(ranks) for group, ranks in groups.items()}
     return {}
+
+
+def _unused_groups() -> set[str]:
+    """Returns the names of this process's groups that have not called a collective yet."""
+    names = set()
+    for group in dist.distributed_c10d._world.pg_group_ranks:  # torch: as above
+        with suppress(Exception):  # a backend that does not count its calls
+            if group._get_sequence_number_for_group() == 0:  # torch: private, the number of the group's collectives
+                names.add(group.group_name)
+    return names
 
 
 def describe_differences(by_rank: Mapping[int, dict[str, Any] | None]) -> list[str]:

@@ -54,6 +54,21 @@ def _record(rank):
     work.wait()
 
 
+def _record_again(rank):
+    """The default group is destroyed and made anew, as by two runs of one process."""
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    for _ in range(9):
+        dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    assert recorded() is None, "the new group has called nothing"
+    _record(rank)
+
+
+def test_calls_of_an_earlier_group_of_the_same_name_are_left_out():
+    run_ranks(_record_again, 2, start_method="fork")
+
+
 class Troubled(LightningModule):
     """Its ranks call a collective with other types, and then rank 1 stands still."""
 
