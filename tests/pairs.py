@@ -31,6 +31,11 @@ def alternating(first: Iterable[Sequence[Any] | Any], second: Iterable[Sequence[
     ]
 
 
+def nightly(*values: Sequence[Any] | Any) -> list[Any]:
+    """Values of a parameter that `make test` leaves to `make nightly`; a tuple is several arguments."""
+    return [_cell((value,), False) for value in values]
+
+
 def _pairs(cell: tuple[Any, ...]) -> set[Any]:
     return {(i, repr(cell[i]), j, repr(cell[j])) for i, j in combinations(range(len(cell)), 2)}
 

@@ -52,6 +52,7 @@ def test_a_run_has_its_fault_under_a_strategy_that_can_have_it(benchmarks):
             assert row.strength[0] <= trial.strength <= 2.5 * row.strength[1]
 
 
+@pytest.mark.nightly
 def test_faults_are_injected_and_the_report_has_them(tmp_path):
     kinds = ["slow_loader", "padding", "dead_parameters"]
     command = [sys.executable, ROOT / "benchmarks" / "doctor.py", "--quick", "--output", tmp_path, "--kinds", *kinds]

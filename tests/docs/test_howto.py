@@ -15,10 +15,12 @@ from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
 from polyphase.models import Digits, DigitsClassifier
 from tests.docs.pages import HOWTO, Page, blocks
+from tests.pairs import nightly
 
 WAYS = [("single", 1), ("ddp_fork", 2)]
 ways = pytest.mark.parametrize(("strategy", "devices"), WAYS)
 WAYS_TO_EQUAL = [("single", 1), ("ddp_fork", 2), ("fsdp_fork", 2)]
+UP_TO_TWO = [*WAYS_TO_EQUAL[:2], *nightly(WAYS_TO_EQUAL[2])]
 
 
 def weights_of(path):
@@ -107,6 +109,7 @@ def test_weights_and_biases_offline(tmp_path):
     assert b"val/accuracy" in logged
 
 
+@pytest.mark.nightly
 def test_mlflow_in_a_file(tmp_path):
     finished = Page("loggers").run("python", "ml_flow.py", strategy="ddp_fork", devices=2)
     assert finished.returncode == 0, finished.output
@@ -133,7 +136,7 @@ def test_traces_of_each_rank(monkeypatch, tmp_path, strategy, devices):
     assert len(list((tmp_path / "traces").glob("*.txt"))) == devices
 
 
-@pytest.mark.parametrize(("strategy", "devices"), WAYS_TO_EQUAL)
+@pytest.mark.parametrize(("strategy", "devices"), UP_TO_TWO)
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
 def test_overfitting_a_batch(monkeypatch, capfd, strategy, devices):
     Page("overfit-a-batch").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
@@ -150,7 +153,7 @@ def test_sweep(monkeypatch, capfd, strategy, devices):
     assert "best lr 5.0e-03: ['COMPLETE', 'PRUNED'" in shown
 
 
-@pytest.mark.parametrize(("strategy", "devices"), WAYS_TO_EQUAL)
+@pytest.mark.parametrize(("strategy", "devices"), UP_TO_TWO)
 def test_weights_leave_for_plain_torch(monkeypatch, tmp_path, strategy, devices):
     found = Page("export").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
     module = found["engine"].lightning_module
@@ -201,9 +204,8 @@ def test_accumulation_schedule(monkeypatch, capfd, strategy, devices):
     assert f"{num_steps} steps" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("single", 1), pytest.param("ddp_fork", 2, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp_fork", 2)])
 def test_memory(monkeypatch, strategy, devices):
     page, weights = Page("memory"), []
     for kind in ("full", "none"):
@@ -230,7 +232,7 @@ def test_accumulation_schedule_contradicts_a_global_batch_size():
         engine.fit(Brings(), datamodule=Digits())
 
 
-@pytest.mark.parametrize(("strategy", "devices"), WAYS_TO_EQUAL)
+@pytest.mark.parametrize(("strategy", "devices"), UP_TO_TWO)
 def test_own_callback(monkeypatch, capfd, strategy, devices):
     Page("own-callback").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
     assert len(re.findall(r"largest loss of epoch [01]: \d", capfd.readouterr().out)) == 2, "rank 0 alone prints"

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.models import ByteGPT
+from tests.pairs import nightly
 
 from .parity import FEW_STEPS, MICRO_BATCH, QUIET, SUBJECTS, TOLERANCE, adamw, differences, largest_difference, sgd
 
@@ -29,9 +30,17 @@ PIPELINES = {
 }
 SLOW = ("tp_fork:sequence_parallel=true", "fsdp+tp_fork:tp=2", "hsdp+tp_fork:replicate=2,tp=2")
 """Seconds for each forward and backward of a few blocks; that a step has several, the others show."""
+COMBINED = (
+    "zero1_fork",
+    "fsdp+tp_fork:tp=2",
+    "hsdp+tp_fork:replicate=2,tp=2",
+    "pp_fork:microbatches=4,schedule=interleaved",
+    "pp+ddp_fork:pipeline_size=2,microbatches=2",
+)
+"""Others have their parts: these compute the blocks again in the same way."""
 CELLS = [
-    # Each strategy with one of the two, and each of the two with half of the strategies.
-    pytest.param(flag, kind, marks=pytest.mark.nightly if number % 2 == (kind == "full") else ())
+    # Each strategy with one of the two, and each of the two with half of the strategies; combinations are nightly.
+    pytest.param(flag, kind, marks=pytest.mark.nightly if number % 2 == (kind == "full") or flag in COMBINED else ())
     for kind in ("full", "selective")
     for number, flag in enumerate(STRATEGIES | PIPELINES)
     if kind == "full" or "zero-bubble" not in flag  # which refuses the other
@@ -47,7 +56,7 @@ def test_equals_a_plain_loop(flag, kind):
     assert differences(flag, devices, subject, accumulate, 0.05, **flags) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["selective", *nightly("full")])
 def test_local_sgd_equals_a_plain_loop(kind):
     flag = "local_sgd_fork:sync_every=1"
     flags = {"num_steps": FEW_STEPS, "activation_checkpointing": kind}
@@ -68,7 +77,7 @@ class ByHand(ByteGPT):
         return adamw(self)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["full", *nightly("selective")])
 def test_a_module_that_optimizes_by_hand(kind):
     states = []
     for flag, each in (("single", "none"), ("fsdp_fork", kind)):
@@ -113,7 +122,13 @@ def trained(flag: str, kind: str, precision: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("flag", "precision"),
     [
-        pytest.param(flag, precision, marks=pytest.mark.nightly if number % 2 == (precision == "32-true") else ())
+        pytest.param(
+            flag,
+            precision,
+            marks=()
+            if (flag, precision) in (("fsdp_fork", "32-true"), ("pp_fork:microbatches=2", "bf16-mixed"))
+            else pytest.mark.nightly,
+        )
         for precision in ("32-true", "bf16-mixed")
         for number, flag in enumerate(["ddp_fork", "tp_fork", "fsdp_fork", "pp_fork:microbatches=2"])
     ],

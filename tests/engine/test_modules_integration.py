@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from polyphase.engine import Engine
 from polyphase.models import ByteGPT, PythonSource
 from tests.engine.parity import MLP, loader
+from tests.pairs import alternating
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -42,8 +43,9 @@ def losses(tmp_path: Path, steps: int, **flags: object) -> list[float]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
-@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), alternating(["ddp_fork", "fsdp_fork"], ["bf16-mixed", "16-mixed", "bf16-true"])
+)
 def test_low_precision_keeps_the_loss_within_two_percent(strategy, precision, tmp_path):
     exact = losses(tmp_path, 20, strategy="ddp_fork")
     low = losses(tmp_path, 20, strategy=strategy, precision=precision)

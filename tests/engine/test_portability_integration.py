@@ -14,6 +14,7 @@ from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 from polyphase.engine.distributed.object_group import WORLD
 from polyphase.engine.strategies import capabilities_of
+from tests.pairs import alternating, nightly
 
 from .parity import TOLERANCE, largest_difference
 
@@ -33,10 +34,9 @@ MORE_LAYOUTS = {
 }
 """Each of these with the partners and itself only: what opens in one process, and in two, opens in the others."""
 ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
-PARTNERS = ("single", "ddp x2")
-PAIRS = [(source, target) for source in LAYOUTS for target in LAYOUTS]
+PAIRS = alternating(LAYOUTS, LAYOUTS)
 for _name in MORE_LAYOUTS:
-    PAIRS += [(_name, target) for target in (*PARTNERS, _name)] + [(source, _name) for source in PARTNERS]
+    PAIRS += [(_name, "single"), (_name, _name), ("ddp x2", _name), *nightly((_name, "ddp x2"), ("single", _name))]
 SAVED, STEPS = 5, 10
 
 

@@ -42,7 +42,6 @@ def test_digits_reach_their_accuracy():
     assert re.search(r"epoch \d+/15  step 50/255  train/loss", finished.output), "progress as plain lines"
 
 
-@pytest.mark.nightly
 def test_gpt_on_one_node_needs_no_devices_flag():
     flags = ["--strategy", "fsdp", "--accelerator", "cpu", "--max_steps", "10"]
     finished = run_command(["env", HERE, EXAMPLES / "torchrun.sh", *flags])
@@ -63,6 +62,7 @@ def test_text_of_a_folder(tmp_path):
     assert weights.exists()
 
 
+@pytest.mark.nightly
 def test_gpt_on_two_nodes():
     nodes = [HERE, "NNODES=2", "NPROC=1", f"HEAD=127.0.0.1:{free_port()}"]
     command = ["env", *nodes, EXAMPLES / "torchrun.sh", "--strategy", "hsdp", "--accelerator", "cpu"]
@@ -83,6 +83,7 @@ def test_global_batch_is_the_same_on_one_and_on_three():
     assert float(difference) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_one_module_runs_under_every_strategy():
     finished = run_command([sys.executable, EXAMPLES / "all_strategies.py", "--max_steps", "3"], timeout_s=240)
     assert finished.returncode == 0, finished.output

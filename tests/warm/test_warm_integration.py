@@ -13,6 +13,7 @@ import pytest
 
 from tests import warm
 from tests.distributed import run_command, torchrun
+from tests.pairs import nightly
 
 pytestmark = pytest.mark.skipif(bool(os.environ.get("POLYPHASE_COLD")), reason="all is to be cold, by POLYPHASE_COLD")
 
@@ -68,7 +69,7 @@ def started(code, **options):
     return subprocess.Popen([warm.python(), "-c", code], stdout=subprocess.PIPE, text=True, **options)
 
 
-@pytest.mark.parametrize("way", ["file", "-c", "-m"])
+@pytest.mark.parametrize("way", ["file", *nightly("-c", "-m")])
 def test_a_script_finds_itself_and_its_process_as_a_cold_one(tmp_path, monkeypatch, way):
     (tmp_path / "script.py").write_text(DESCRIBES_ITSELF)
     for name, value in {"LOCAL_RANK": "1", "RANK": "3", "MINE": "a\udc80b", "OMP_NUM_THREADS": "1"}.items():
@@ -234,6 +235,7 @@ def test_workers_that_are_spawned_are_warm(tmp_path):
     assert ran(warm.python(), "script.py") == (0, "(True, '__mp_main__')\n0\n", "")
 
 
+@pytest.mark.nightly
 def test_workers_share_a_server_that_ends_with_who_has_started_them(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     worker = "import sys; sys.path.insert(0, sys.argv[1]); from tests import warm; "

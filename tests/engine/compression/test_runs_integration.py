@@ -301,6 +301,7 @@ def test_only_the_micro_batch_that_ends_a_window_is_sent(tmp_path):
     assert json.loads((tmp_path / "0").read_text()) == json.loads((tmp_path / "1").read_text()) == [3, 3]
 
 
+@pytest.mark.nightly
 def test_compiled_steps():
     expected = train(Two(), 2, compression="topk:1")
     with warnings.catch_warnings():

@@ -263,17 +263,19 @@ ANEW = {
 
 
 @pytest.mark.parametrize("name", ANEW)
-@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(
-    ("at", "hook"),
-    [
-        (4, "on_train_batch_end"),
-        (9, "on_train_batch_end"),
-        (1, "on_train_epoch_end"),
-        (2, "on_train_epoch_end"),
-        (2, "on_train_epoch_start"),
-        (3, "on_train_epoch_start"),
-    ],
+    ("every", "at", "hook"),
+    alternating(
+        [1, 2],
+        [
+            (4, "on_train_batch_end"),
+            (1, "on_train_epoch_end"),
+            (9, "on_train_batch_end"),
+            (2, "on_train_epoch_start"),
+            (2, "on_train_epoch_end"),
+            (3, "on_train_epoch_start"),
+        ],
+    ),
 )
 def test_loaders_are_made_anew_in_the_epochs_of_the_run_that_was_not_stopped(name, every, at, hook, tmp_path):
     """Lightning makes two iterators in such an epoch, and each draws."""

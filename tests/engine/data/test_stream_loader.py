@@ -179,6 +179,7 @@ def test_workers_that_stay_begin_an_epoch_at_their_places():
     assert batches(other) == whole[1:]
 
 
+@pytest.mark.nightly
 def test_workers_that_are_spawned():
     how: dict[str, Any] = {"batch_size": 3, "num_workers": 1, "multiprocessing_context": "spawn"}
     assert batches(StreamLoader(Stream(SIZE), **how)) == batches(DataLoader(Stream(SIZE), 3))

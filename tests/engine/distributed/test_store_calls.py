@@ -86,5 +86,5 @@ def test_a_run_leaves_no_thread_behind_and_the_next_call_starts_one(server):
         job.write("word", {"x": value})
         assert len(set(threading.enumerate()) - before) == 1
         store_line.end_threads()
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before, "one of an earlier test may have ended, too"
     assert job.read("word", {"x": int}) == {"x": 2}

@@ -148,6 +148,7 @@ def test_a_page_escapes_what_ranks_say(folder, tmp_path, monkeypatch, capsys):
     assert "<script" not in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.nightly
 def test_a_page_of_a_large_run_stays_small():
     long = [interval(50 * i, 50, checkpoint=1.0, callbacks=1.0, copy=1.0, data_wait=1.0) for i in range(512)]
     run = Run({rank: info(rank, 512) for rank in range(512)}, dict.fromkeys(range(512), long))

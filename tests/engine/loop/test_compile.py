@@ -72,6 +72,7 @@ def said(caplog):
     return lambda: [r.getMessage() for r in caplog.records if "compile" in r.getMessage()]
 
 
+@pytest.mark.nightly
 def test_compiled_steps_compute_the_same(said):
     plain, compiled = Net(), Net()
     expected, ours = run(plain), run(compiled, compile=True)

@@ -17,6 +17,7 @@ from polyphase.engine import Engine
 from polyphase.engine.strategies.fsdp.rounded_gather import Rounded, gather_rounded
 from tests.distributed import run_ranks
 from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.pairs import nightly
 
 DIM = 8
 
@@ -118,7 +119,7 @@ def train(folder, kind, strategy, rounds, counts=False, **flags):
     ("kind", "strategy", "flags"),
     [
         (Reader, "fsdp_fork", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
-        (Fused, "fsdp_fork:no_sync=false", {"accumulate_grad_batches": 2}),
+        *nightly((Fused, "fsdp_fork:no_sync=false", {"accumulate_grad_batches": 2})),
         (Reader, "fsdp_fork:activation_checkpointing=true", {"precision": "16-mixed", "compression": "bf16"}),
         pytest.param(
             Reader,
@@ -126,7 +127,7 @@ def train(folder, kind, strategy, rounds, counts=False, **flags):
             {"global_batch_size": 8, "micro_batch_size": 2},
             marks=pytest.mark.nightly,
         ),
-        (Penalised, "fsdp_fork", {}),
+        *nightly((Penalised, "fsdp_fork", {})),
         (Reader, "hsdp_fork:replicate=2", {"devices": 4, "compression": "topk:0.5"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -182,9 +182,8 @@ class SaveAtEnd(Callback):
 
 
 # Test_portability has all strategies, with a step on either side; this has a whole epoch.
-@pytest.mark.parametrize(
-    "saved_by", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("single", "ddp_fork")), "fsdp_fork"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("saved_by", ["single", "ddp_fork", "fsdp_fork"])
 def test_a_checkpoint_goes_on_under_every_strategy(saved_by, tmp_path):
     def run(strategy: str, epochs: int, **kwargs: object) -> dict:
         devices = 1 if strategy == "single" else 2

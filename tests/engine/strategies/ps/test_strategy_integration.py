@@ -23,6 +23,7 @@ from polyphase.engine import Engine
 from tests.distributed import run_command
 from tests.engine.parity import MLP, TOLERANCE, TiedGPT, build, largest_difference, loader
 from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.pairs import nightly
 
 SCRIPT = Path(__file__).parents[2] / "reliability" / "trouble.py"
 
@@ -156,11 +157,10 @@ def run(strategy: str, **fit: object) -> dict:
 @pytest.mark.parametrize(
     ("saved_by", "opened_by"),
     [
-        ("single", "ps_fork"),
         ("ddp_fork", "ps_fork:servers=1"),
         ("ps_fork", "single"),
-        ("ps_fork", "ddp_fork"),
         ("ps_fork", "ps_fork"),
+        *nightly(("single", "ps_fork"), ("ps_fork", "ddp_fork")),
     ],
 )
 def test_checkpoints_go_on_under_other_strategies(saved_by, opened_by):

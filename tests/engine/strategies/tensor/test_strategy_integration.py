@@ -34,6 +34,7 @@ from tests.distributed import run_ranks
 from tests.engine.parity import MLP, TOLERANCE, adamw, build, largest_difference, loader
 from tests.engine.strategies.fsdp.test_strategy_integration import BuiltLate, NormWriter, OnMeta, SaveAtEnd
 from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.pairs import nightly
 
 from .attentions import (
     BLOCKS,
@@ -203,7 +204,7 @@ def with_adamw(**arguments: Any) -> Any:
             with_adamw(foreach=True),
             marks=pytest.mark.nightly,
         ),
-        ("fsdp+tp_fork:tp=2,loss_parallel=true,no_sync=false", 4, 2, with_adamw(fused=True)),
+        *nightly(("fsdp+tp_fork:tp=2,loss_parallel=true,no_sync=false", 4, 2, with_adamw(fused=True))),
         ("tp_fork:sequence_parallel=true", 2, 1, with_adamw(foreach=True)),
         ("fsdp+tp_fork:tp=2,sequence_parallel=true,loss_parallel=true", 4, 2, adamw),
     ],
@@ -348,7 +349,9 @@ def test_the_norm_is_that_of_all_parts_on_every_rank(tmp_path):
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
 
 
-@pytest.mark.parametrize(("flag", "devices"), [("tp_fork:meta_init=true", 2), ("fsdp+tp_fork:tp=2,meta_init=true", 4)])
+@pytest.mark.parametrize(
+    ("flag", "devices"), [("tp_fork:meta_init=true", 2), *nightly(("fsdp+tp_fork:tp=2,meta_init=true", 4))]
+)
 def test_meta_init_gives_the_weights_of_an_ordinary_one(flag, devices):
     ordinary = BuiltLate()
     Engine(strategy="single", callbacks=[OnMeta()], max_steps=3, **FLAGS).fit(ordinary, loader("gpt, tied", 1))
