@@ -79,7 +79,7 @@ def _row_part(values: Any, size: int, rows: slice) -> Any:
     if hasattr(values, "_fields"):
         return type(values)(*(_part(value, size, rows) for value in values))
     if not _has_tensors(values):
-        if len(values) == size:  # a text for each sample, say
+        if len(values) == size:  # for example a text for each sample
             return values[rows]
         if values and isinstance(values, list):
             raise _error(size, f"a list of {len(values)} values")
@@ -115,7 +115,7 @@ def merge_outputs(outputs: list[Any]) -> Any:
         parts = [merge_outputs(list(parts)) for parts in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, list):
-        return [value for output in outputs for value in output]  # one for each sample, say
+        return [value for output in outputs for value in output]  # for example one for each sample
     return sum(outputs) / len(outputs) if isinstance(first, float) else first
 
 

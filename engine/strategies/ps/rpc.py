@@ -65,15 +65,15 @@ def interface_of(address: str) -> str:
     except ValueError:
         network = None
     here = {
-        each.address.partition("%")[0]: name
+        entry.address.partition("%")[0]: name
         for name, entries in interfaces.items()
-        for each in entries
-        if each.family in (socket.AF_INET, socket.AF_INET6)
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
     }
-    for own, name in here.items():
-        if network is not None and ipaddress.ip_address(own) in network:
+    for address_here, name in here.items():
+        if network is not None and ipaddress.ip_address(address_here) in network:
             return name
-    have = ", ".join(f"{own} ({name})" for own, name in here.items())
+    have = ", ".join(f"{address_here} ({name})" for address_here, name in here.items())
     raise ValueError(
         "ps:address must be an IP address of this machine, a network that it is in (10.0.0.0/24), or the name of an"
         f" interface, but got {address!r}. This machine has {have}."
@@ -81,7 +81,7 @@ def interface_of(address: str) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads messages of tensors, plain values, exceptions, and functions of `ALLOWED`; refuses all else."""
+    """Reads messages of tensors, plain values, exceptions, and functions of `ALLOWED`; refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
