@@ -52,10 +52,10 @@ def check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> No
     Args:
         state: of the loader, in mid-epoch or not.
         num_sharing: number of ranks that share the loader's order in this run.
-        num_ranks: number of this run's ranks with samples of their own.
+        num_ranks: number of this run's ranks with different samples.
 
     Raises:
-        ValueError: ranks with orders of their own are more or fewer now.
+        ValueError: the number of ranks with separate orders has changed.
     """
     num_saved = state["saved_by"]
     is_whole = state["num_sharing"] == num_saved and num_sharing == num_ranks
@@ -83,7 +83,7 @@ def check_same_batch_size(loader: DataLoader) -> None:
 
 
 def refuse_without_order(loader: Any, state: dict[str, Any]) -> NoReturn:
-    """Refuses a loader without an order, where the saved run was amid one.
+    """Refuses a loader without an order, if the saved run was in the middle of one.
 
     Raises:
         ValueError: always.

@@ -1,4 +1,4 @@
-"""Resumes a loader that has a state of its own position: at that position, or with the unfinished shards split anew."""
+"""Resumes a loader with its own position: at that position, or with the unfinished shards redistributed."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
         loader: of this run.
         state: of the saved run's loader.
         saved: number of batches of the epoch that each rank of the saved run had done.
-        world_size: number of this run's ranks that have samples of their own.
+        world_size: number of this run's ranks with different samples.
         is_alike: whether batch size and number of workers are those of the saved run.
 
     Raises:
@@ -88,7 +88,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
     through = [rank for rank, other in enumerate(states) if other.get("ended")]
     if saved and through:
         raise ValueError(
-            f"The checkpoint was saved when rank(s) {through} were through with their data, and others were not:"
+            f"The checkpoint was saved when rank(s) {through} had finished their data, and others had not:"
             " training can't resume there. Resume at the end of an epoch, or load the weights alone."
         )
     if saved and not is_alike:
@@ -127,7 +127,7 @@ def _resume_shards(
             f"The checkpoint has places in {then} shards, where this run's {type(loader.dataset.dataset).__name__} has"
             f" {now}: use the same data, or load the weights alone to begin an epoch."
         )
-    # If a rank had read all of its shards, the shards that the others have left are dealt to all ranks.
+    # If a rank had read all of its shards, the remaining shards of the others are distributed over all ranks.
     has_ended = any(stream["state"] is not None and stream["state"]["ended"] for stream in states)
     if is_same and not has_ended:
         loader.dataset.deal_next(state["shards"]["dealt"])
