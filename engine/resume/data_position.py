@@ -269,7 +269,7 @@ class DataPosition:
         if not self._to_resume:
             raise ValueError(
                 "The checkpoint has the places of fewer training loaders than this run has: use those of that run, or"
-                " load the weights alone to begin an epoch."
+                " load only the weights to begin an epoch."
             )
         state = self._to_resume.pop(0)
         self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)
