@@ -53,8 +53,8 @@ def weights_used_in(module: nn.Module) -> set[str]:
     return attributes
 
 
-def _is_foreign(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).partition(".")[0] in _FOREIGN
+def _is_foreign(candidate: Any) -> bool:
+    return str(getattr(candidate, "__module__", "")).partition(".")[0] in _FOREIGN
 
 
 def _parsed(function: types.FunctionType) -> ast.AST | None:

@@ -33,7 +33,7 @@ from ...reliability.rendezvous import current_job
 
 __all__ = ["READ", "UnitOrder", "watch_units"]
 
-_WORD: Fields = {"rank": int, "what": str, "unit": int, "trained": int}
+_WORD: Fields = {"rank": int, "kind": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
 """The largest number of remembered calls; all are forgotten when a module has made more different ones."""
 _POLL_S = (0.0002, 0.05)
@@ -46,7 +46,7 @@ _runs = itertools.count()
 class Call(NamedTuple):
     """A call of one rank, which all ranks must make in the same order: a collective, or the end of a step."""
 
-    what: str
+    kind: str
     """``"gather"``, ``"reduce"``, ``"read"`` or ``"end"``."""
     unit: int = -1
     """Its number."""
@@ -155,7 +155,7 @@ class UnitOrder:
         job = self._connected()
         key = f"polyphase/units/{self._run}/{self._num_questions}"
         first = job.record_first(key, {"rank": job.rank, **call._asdict()}, _WORD)
-        if (others := Call(first["what"], first["unit"], first["trained"])) != call:
+        if (others := Call(first["kind"], first["unit"], first["trained"])) != call:
             raise RuntimeError(self._differs(call, job.rank, others, first["rank"]))
         job.count(f"{key}/ranks", 1)
         self._wait(call, job, f"{key}/ranks")
@@ -220,12 +220,12 @@ class UnitOrder:
 
     def _said(self, call: Call, other: Call | None = None) -> str:
         """Describes a call; for a reduction, also the parameters that have a gradient in `other` only."""
-        if call.what == READ.what:
+        if call.kind == READ.kind:
             return "reads a number of a sharded tensor (`item`, `float`)"
-        if call.what == "end" or not 0 <= call.unit < len(self._units):
+        if call.kind == "end" or not 0 <= call.unit < len(self._units):
             return "is at the end of the step"
         name, parameters = self._units[call.unit]
-        if call.what == "gather":
+        if call.kind == "gather":
             return f"gathers {name}"
         lacking = 0 if other is None or other.unit != call.unit else other.trained & ~call.trained
         names = [parameter for bit, parameter in enumerate(parameters()) if lacking >> bit & 1]

@@ -129,8 +129,8 @@ def _trial_losses(
         partitioned.written = None
         for module, _ in modes:
             module.training = False
-        both, first, second = slice(0, 2 * width), slice(0, width), slice(width, 2 * width)
-        for seed, rows in enumerate((first, first, second, both)):
+        together, first, second = slice(0, 2 * width), slice(0, width), slice(width, 2 * width)
+        for seed, rows in enumerate((first, first, second, together)):
             shapes = _of_size(job.shapes, width, rows.stop - rows.start)
             run = functools.partial(_run, step, take_rows(batch, rows))
             partitioned.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes)
