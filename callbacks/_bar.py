@@ -142,13 +142,13 @@ class _Row:
         self._parts = parts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for i, part in enumerate(self._parts):
+        for i, column in enumerate(self._parts):
             if i:
                 yield Text(_GAP, end="")
-            segments = [*console.render(part, options)]
+            segments = [*console.render(column, options)]
             yield from segments
-            if isinstance(part, Bar):  # without colours Rich draws only the completed part
-                yield Text(" " * ((part.width or 0) - Segment.get_line_length(segments)), end="")
+            if isinstance(column, Bar):  # without colours Rich draws only the completed part
+                yield Text(" " * ((column.width or 0) - Segment.get_line_length(segments)), end="")
 
 
 def metric_texts(metrics: dict[str, Any], number_format: str = ".4g") -> Iterator[str]:

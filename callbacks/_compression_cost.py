@@ -19,7 +19,7 @@ class CompressionWatch:
     def __init__(self, trainer: Any) -> None:
         others = any(isinstance(callback, CommunicationMonitor) for callback in trainer.callbacks)
         is_off = trainer.world_size == 1 or others or trainer.flags.get("compression") in (None, "none")
-        self._hook: Any = None if is_off else adapt(trainer.strategy).averaging
+        self._hook: Any = None if is_off else adapt(trainer.strategy).active_hook
         self._wires = [] if self._hook is None else list(adapt(trainer.strategy).wires)
         self._is_timed = False
         self._done: dict[str, Any] | None = None

@@ -141,13 +141,13 @@ def operator_s(device: torch.device) -> float:
     It is the mean of 64 products of a number and their gradients, the quickest of five times: a few milliseconds, which
     wait for no device. A step of so many operators takes at least that long, however small they are.
     """
-    one = torch.ones(1, device=device, requires_grad=True)
+    number = torch.ones(1, device=device, requires_grad=True)
 
     def chain() -> None:
-        product = one
+        product = number
         for _ in range(_NUM_OPERATORS):
-            product = product * one
-        torch.autograd.grad(product, one)
+            product = product * number
+        torch.autograd.grad(product, number)
 
     with torch.enable_grad(), StepFlops() as counted:
         chain()

@@ -66,8 +66,8 @@ def _figures(trainer: Any, end: RunEnd) -> str:
 
 def _model_checkpoints(trainer: Any) -> list[ModelCheckpoint]:
     """Returns the real `ModelCheckpoint` callbacks, without substitutes for one."""
-    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return [callback for callback in found if hasattr(callback, "last_model_path")]
+    checkpoints = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [callback for callback in checkpoints if hasattr(callback, "last_model_path")]
 
 
 def _best(trainer: Any) -> list[str]:

@@ -22,8 +22,8 @@ class SwapWatch:
         before, self._num_pages = self._num_pages, self._pages_read()
         read_mb = (self._num_pages - before) * os.sysconf("SC_PAGE_SIZE") / 1e6
         kilobytes = _number(self._status, "VmSwap:")
-        found = {"swap_read_mb": read_mb, "swapped_mb": kilobytes * 1024 / 1e6}
-        return {name: mb for name, mb in found.items() if mb > 0.0}
+        amounts = {"swap_read_mb": read_mb, "swapped_mb": kilobytes * 1024 / 1e6}
+        return {name: mb for name, mb in amounts.items() if mb > 0.0}
 
     def _pages_read(self) -> int:
         return _number(self._vmstat, "pswpin")

@@ -140,7 +140,7 @@ class CommunicationMonitor(IntervalCallback):
 
 
 def _hook(trainer: Trainer) -> Any:
-    return adapt(trainer.strategy).averaging
+    return adapt(trainer.strategy).active_hook
 
 
 def _wires(trainer: Trainer) -> Any:

@@ -99,7 +99,7 @@ class ConsoleLogger(StockBars, LightningProgressBar):
             print(*args, **{"flush": True, **kwargs})
 
     def _print(self, *parts: str) -> None:
-        print("  ".join(part for part in parts if part), flush=True)
+        print("  ".join(text for text in parts if text), flush=True)
 
     def _progress(self, trainer: Trainer) -> str:
         epochs = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""

@@ -93,14 +93,14 @@ def _check(module: LightningModule) -> None:
     if not local:
         return
     norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in local]
-    own = torch.stack([torch.stack(norms), torch.stack([p.sum(dtype=torch.float64) for p in local])])
-    by_rank = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(by_rank, own)
-    found = torch.stack(by_rank).cpu()  # (ranks, norm and sum, parameters)
+    own_figures = torch.stack([torch.stack(norms), torch.stack([p.sum(dtype=torch.float64) for p in local])])
+    by_rank = [torch.empty_like(own_figures) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, own_figures)
+    figures = torch.stack(by_rank).cpu()  # (ranks, norm and sum, parameters)
     worst: tuple[float, str] = (0.0, "")
     for index, (name, parameter) in enumerate(parameters.items()):
         ranks = _replicas(parameter)
-        values = found[ranks, :, index]
+        values = figures[ranks, :, index]
         if not ((values == values[0]) | (values.isnan() & values[0].isnan())).all():
             spread = float((values.amax(0) - values.amin(0)).nan_to_num(torch.inf).max())
             norms_by_rank = ", ".join(f"{float(v[0]):.9g} on rank {r}" for r, v in zip(ranks, values, strict=True))

@@ -183,9 +183,9 @@ class Snapshot(Callback):
         older = [snapshot for snapshot in snapshots if snapshot.name != os.path.basename(newest)]
         every, best = self.keep_every_n_steps, os.path.basename(self._best.get("path", ""))
         return [
-            found.path
-            for found in older[self.keep_last - 1 :]
-            if not (every and found.step % every == 0) and found.name != best
+            candidate.path
+            for candidate in older[self.keep_last - 1 :]
+            if not (every and candidate.step % every == 0) and candidate.name != best
         ]
 
 

@@ -99,8 +99,8 @@ class ThroughputMonitor(IntervalCallback):
         wait_for(trainer.strategy.root_device)  # launched work counts only when it is finished
         elapsed_s = time.perf_counter() - self._started - self._paused_s
         tokens = 0.0 if self._tokens is None else float(self._tokens)
-        mine = [self._samples, tokens, self._tokens is not None, elapsed_s, self._waited_s]
-        samples, tokens, ranks_with_tokens, all_elapsed_s, waited_s = sum_over_ranks(trainer, mine)
+        own_figures = [self._samples, tokens, self._tokens is not None, elapsed_s, self._waited_s]
+        samples, tokens, ranks_with_tokens, all_elapsed_s, waited_s = sum_over_ranks(trainer, own_figures)
         # Ranks that share batches are one replica of the data; the strategy reports the number of replicas here.
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
         per_s = num_replicas / all_elapsed_s  # sum / (world_size / num_replicas) / (all_elapsed_s / world_size)

@@ -1,7 +1,7 @@
 """Checks the arguments of `Engine` before anything is built: their names, types, closed sets and ranges.
 
-Types and closed sets are read off `Arguments`. What those can't say is in the tables here: the
-ranges of counts, the words for arguments with a grammar of their own. Whatever Lightning accepts is accepted.
+Types and closed sets come from the annotations of `Arguments`. The tables here have the rest: the
+ranges of counts, and descriptions of arguments with a grammar of their own. All that Lightning accepts is accepted.
 """
 
 import functools
@@ -80,17 +80,17 @@ _LIGHTNING_SAYS = {
     "profiler": "When passing string value for the `{name}` parameter of `Trainer`, it can only be one of",
     "devices": "`{name}` must be an int, a string, a sequence of ints, but you passed",
 }
-"""Beginnings of Lightning's own messages, which scripts and tests look for; ours end with them."""
+"""The first words of Lightning's messages, which scripts and tests look for; the engine's messages end with them."""
 
 _ANY_CASE = ("gradient_clip_algorithm", "profiler")
-"""Closed sets that Lightning takes in capitals too."""
+"""Closed sets whose values Lightning also accepts in capitals."""
 
 _INDICES = re.compile(r"\s*(auto|-1|\d+|\d+(\s*,\s*\d+)*\s*,?)\s*")
 _TIME = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*")
 _TWO_DIGITS = re.compile(r"\s*\d+:\d\d:\d\d:\d\d\s*")
 
 _TOO_MANY_DEVICES = 100_000
-"""The least number of devices on one node that is refused; Lightning makes a list of them."""
+"""The smallest number of devices on one node that is refused: Lightning makes a list of all devices."""
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -98,11 +98,11 @@ _REPR.maxlevel = 2
 
 
 class ArgumentError(RefusedError, TypeError):
-    """An argument that does not exist or can't have its value; Python's, Lightning's and our kind of error."""
+    """An unknown argument, or an invalid value; also of the types of error that Python and Lightning raise for it."""
 
 
 def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates an ``__init__``: refuses names it does not have, and has what it raises be a `RefusedError`."""
+    """Decorates an ``__init__``: refuses unknown names, and turns the errors that it raises into a `RefusedError`."""
     names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
@@ -122,10 +122,10 @@ def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def check_arguments(flags: Mapping[str, Any]) -> None:
-    """Checks the values of arguments of `Engine`, by name, each for itself.
+    """Checks the values of arguments of `Engine`, by name; relations between arguments are checked elsewhere.
 
     Raises:
-        ArgumentError: one line with the argument's name, the value, what it can be, and the closest of a closed set.
+        ArgumentError: one line with the argument's name, the value, what is allowed, and the closest of a closed set.
     """
     for name, value in flags.items():
         hint = _HINTS[name]
@@ -135,14 +135,16 @@ def check_arguments(flags: Mapping[str, Any]) -> None:
             raise ArgumentError(str(error) + _as_lightning_says(name, value)) from None
         if not is_right:
             near = did_you_mean(value.lower(), _texts(hint)) if isinstance(value, str) else ""
-            ours = f"{name}={_shorten(value)}: {_WORDS.get(name) or _described(name, hint)}.{near}"
-            raise ArgumentError(ours + _as_lightning_says(name, value))
+            message = f"{name}={_shorten(value)}: {_WORDS.get(name) or _described(name, hint)}.{near}"
+            raise ArgumentError(message + _as_lightning_says(name, value))
 
 
 def _as_lightning_says(name: str, value: Any) -> str:
-    said = _LIGHTNING_SAYS.get(name)
-    # A text without quotes, as Lightning has it.
-    return f" (Lightning: {said.format(name=name, value=' '.join(str(value)[:80].split()))} ...)" if said else ""
+    template = _LIGHTNING_SAYS.get(name)
+    # A text without quotes, as in Lightning's message.
+    return (
+        f" (Lightning: {template.format(name=name, value=' '.join(str(value)[:80].split()))} ...)" if template else ""
+    )
 
 
 def _is_right(name: str, value: Any, hint: Any, flags: Mapping[str, Any]) -> bool:
@@ -177,11 +179,11 @@ def _as_count(name: str, value: Any) -> Any:
 
 
 _SWITCHED = ("fast_dev_run", "log_every_n_steps", "num_sanity_val_steps", "reload_dataloaders_every_n_epochs")
-"""Counts that scripts turn off by False."""
+"""Counts that scripts set to False to turn them off."""
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is what an annotation says; what is given as an iterator is not looked into."""
+    """Whether `value` has the annotated type; the elements of an iterator are not checked."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, option) for option in inner)
@@ -206,9 +208,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _stands_for(value: Any, cls: type) -> bool:
-    """Whether an object that is no instance of `cls` does as one, as Lightning never asks for its class.
+    """Whether an object that is no instance of `cls` can take the place of one; Lightning never checks its class.
 
-    Either its class has the same name, as those of the package `pytorch_lightning` have, or it has all that `cls` asks
+    Either its class has the same name, as in the package `pytorch_lightning`, or it has all members that `cls` requires
     of its subclasses.
     """
     if isinstance(value, type):
@@ -219,7 +221,7 @@ def _stands_for(value: Any, cls: type) -> bool:
 
 
 def _is_closed(hint: Any) -> bool:
-    """Whether an annotation allows texts of a closed set, and else None or objects at most."""
+    """Whether an annotation allows only texts of a closed set, None and objects."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return not {str, bool, int, float}.intersection(options)
 
@@ -256,7 +258,7 @@ def _words(name: str, hint: Any) -> list[str]:
 def _is_devices(value: Any, flags: Mapping[str, Any]) -> bool:
     accelerator = flags.get("accelerator", "auto")
     if not isinstance(accelerator, str) or accelerator not in typing.get_args(AcceleratorName):
-        return True  # an accelerator of the user's own reads them
+        return True  # the user's own accelerator reads them
     if isinstance(value, str):
         return _INDICES.fullmatch(value) is not None and all(len(digits) < 6 for digits in re.findall(r"\d+", value))
     values = value if isinstance(value, Sequence) and not isinstance(value, bytes) else [value]
@@ -269,7 +271,7 @@ def _is_number_of_batches(value: Any, _flags: Mapping[str, Any]) -> bool:
         return False
     try:
         number = float(value)
-    except OverflowError:  # a whole number, though not one of batches
+    except OverflowError:  # a whole number, but far too large for a number of batches
         return False
     return 0 <= number <= 1 or (number > 1 and number % 1 == 0)
 
@@ -302,7 +304,7 @@ def _is_duration(value: Any) -> bool:
 
 
 _OWN_CHECKS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "benchmark": lambda value, flags: isinstance(value, bool),  # torch takes no 0 or 1 there
+    "benchmark": lambda value, flags: isinstance(value, bool),  # torch refuses 0 and 1 there
     "devices": _is_devices,
     "hang_timeout_s": _is_positive,
     "gradient_clip_val": _is_clip_val,

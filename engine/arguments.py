@@ -1,6 +1,6 @@
-"""The arguments of `Engine` by name and type, for functions that hand all of them on: ``**flags: Unpack[Arguments]``.
+"""The arguments of `Engine` by name and type, for functions that pass all of them on: ``**flags: Unpack[Arguments]``.
 
-`Engine.__init__` says the same with defaults; a test compares the two, and both with `lightning.pytorch.Trainer`.
+`Engine.__init__` repeats them with defaults; a test compares the two, and both with `lightning.pytorch.Trainer`.
 """
 
 import inspect

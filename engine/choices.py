@@ -1,7 +1,7 @@
 """The closed sets of the engine's flags as types: what an editor completes, and what the flags are checked against.
 
-Where a flag goes on after its name (``"hsdp:shard=4"``, ``"powersgd:4"``), or others can be registered, the engine's
-argument is annotated as one of these ``| str``.
+Where a flag may have options after its name (``"hsdp:shard=4"``, ``"powersgd:4"``), or other names can be registered,
+the engine's argument is annotated as one of these ``| str``.
 """
 
 from typing import Literal
@@ -46,7 +46,7 @@ StrategyName = Literal[
 """Strategies without the suffix of a launcher and without options."""
 
 AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
-"""Lightning's own accelerators; others can be registered there."""
+"""Lightning's own accelerators; others can be registered with Lightning."""
 
 PrecisionName = Literal[
     "32-true",
@@ -77,13 +77,13 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 """How much of its activations a block computes again in backward, rather than keeping them."""
 
 Offload = Literal["activations", "optimizer", "parameters"]
-"""State that can wait in host memory; `optimizer` only with `parameters`."""
+"""State that can be kept in host memory; `optimizer` only with `parameters`."""
 
 NonFinitePolicy = Literal["warn", "error", "ignore"]
 """Responses to a loss or gradient norm that is infinite or NaN."""
 
 UnevenPolicy = Literal["pad", "join", "drop"]
-"""Policies for the end of an epoch in which ranks have different numbers of batches."""
+"""Ways to end an epoch in which ranks have different numbers of batches."""
 
 CheckpointFormat = Literal["auto", "file", "directory"]
 """Forms in which a checkpoint is written."""

@@ -33,36 +33,36 @@ class WireReport:
             for name, link in self.links.items()
         ]
         lines.append("compression             step (forecast)   times none   sent by a rank")
-        plain_s = next((each.step_s for each in self.forecasts if each.compression == "none"), None)
+        plain_s = next((forecast.step_s for forecast in self.forecasts if forecast.compression == "none"), None)
         lines += [
-            f"  {each.compression:20} {1e3 * each.step_s:12.1f} ms"
-            + (f" {each.step_s / plain_s:12.3f}" if plain_s else " " * 13)
-            + f" {each.sent_bytes / 1e6:13.3f} MB"
-            for each in self.forecasts
+            f"  {forecast.compression:20} {1e3 * forecast.step_s:12.1f} ms"
+            + (f" {forecast.step_s / plain_s:12.3f}" if plain_s else " " * 13)
+            + f" {forecast.sent_bytes / 1e6:13.3f} MB"
+            for forecast in self.forecasts
         ]
-        advice = "compression pays nothing here" if self.recommended == "none" else "the fastest, or nearly"
+        advice = "compression saves no time here" if self.recommended == "none" else "the fastest, or nearly"
         return "\n".join([*lines, f"recommended: compression={self.recommended!r} ({advice})"])
 
     @classmethod
     def read(cls, path: Path) -> "WireReport":
         """Reads the report that `ReportWriter` wrote."""
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
         return cls(
-            num_ranks=found["num_ranks"],
-            links={name: Link(*link) for name, link in found["links"].items()},
-            forecasts=[Forecast(*each) for each in found["forecasts"]],
-            recommended=found["recommended"],
+            num_ranks=content["num_ranks"],
+            links={name: Link(*link) for name, link in content["links"].items()},
+            forecasts=[Forecast(*values) for values in content["forecasts"]],
+            recommended=content["recommended"],
         )
 
 
 class ReportWriter(Callback):
-    """Writes what `compression="auto"` has found to `path`, on rank 0: the process that asks may be another one."""
+    """Writes the result of `compression="auto"` to `path` on rank 0, since another process may read it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called with all ranks."""
+        """To be called on all ranks."""
         hook = trainer.strategy.comm_hook  # type: ignore[attr-defined]
         if trainer.is_global_zero:
             report = WireReport(

@@ -1,4 +1,4 @@
-"""The arguments of an engine as one frozen object, which is checked once, handed down and saved with the run."""
+"""The arguments of an engine as one frozen object, which is checked once, passed down and saved with the run."""
 
 import dataclasses
 import inspect
@@ -62,7 +62,7 @@ class EngineConfig:
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that each repeated block computes again in backward."""
     offload: Offload | Sequence[Offload] | None = None
-    """Tensors that wait in host memory: ``"activations"``, ``"parameters"`` or both."""
+    """Tensors that are kept in host memory: ``"activations"``, ``"parameters"`` or both."""
     nonfinite: NonFinitePolicy = "warn"
     """Response to a loss or gradient norm that is infinite or NaN."""
     check_first_steps: bool | Literal["auto"] = "auto"
@@ -70,13 +70,13 @@ class EngineConfig:
 
     # --- batches
     global_batch_size: int | None = None
-    """Samples of an optimizer step, over all ranks and micro-batches; None: as the DataLoader has it."""
+    """Samples of an optimizer step, over all ranks and micro-batches; None: the DataLoader's batch size decides."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Samples that a rank takes at once, at most; None: the DataLoader's, ``"auto"``: as many as fit in memory."""
+    """Most samples of a micro-batch; None: the DataLoader's batch size, ``"auto"``: as many as fit in memory."""
     accumulate_grad_batches: int = 1
     """Micro-batches of an optimizer step."""
     uneven: UnevenPolicy = "pad"
-    """End of an epoch in which ranks have different numbers of training batches."""
+    """How an epoch ends in which ranks have different numbers of training batches."""
     seed_samples: bool = False
     """Whether the random draws of each sample are seeded by its index."""
 
@@ -104,7 +104,7 @@ class EngineConfig:
     enable_doctor: bool = False
     """Whether the time of each rank is watched, and its largest cost named at the end."""
     barebones: bool = False
-    """Whether all that costs time is left out."""
+    """Whether everything that costs time is left out."""
 
     trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of Lightning's `Trainer`, by name."""
@@ -117,7 +117,7 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "EngineConfig":
-        """Builds it from the arguments of `Engine` by name; what is none of them is left out."""
+        """Builds it from the arguments of `Engine` by name; other names are ignored."""
         values = {name: value for name, value in arguments.items() if name in Arguments.__annotations__}
         own = {name: values.pop(name) for name in _OWN_FIELDS if name in values}
         return cls(**own, trainer=values)
@@ -129,7 +129,7 @@ class EngineConfig:
 
     @property
     def arguments_of_trainer(self) -> dict[str, Any]:
-        """Those that Lightning's `Trainer` has as well, by name."""
+        """The arguments that Lightning's `Trainer` has as well, by name."""
         return {name: value for name, value in self.arguments.items() if name in _TRAINERS_DEFAULTS}
 
     @property
@@ -139,7 +139,7 @@ class EngineConfig:
 
     @property
     def continues_runs(self) -> bool:
-        """Whether the engine chooses the checkpoint to resume from, and saves what that needs."""
+        """Whether the engine chooses the checkpoint to resume from, and saves what this choice needs."""
         return self.resume in ("auto", "fresh")
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ _TRAINERS_DEFAULTS = {name: parameter.default for name, parameter in inspect.sig
 
 
 def _is_same(value: Any, default: Any) -> bool:
-    """Whether a value is the default; that of an object is not asked, since its ``==`` may be anything."""
+    """Whether a value is the default; objects are compared by identity, since their ``==`` may do anything."""
     return value is default or (
         isinstance(value, (bool, int, float, str)) and (type(value), value) == (type(default), default)
     )

@@ -1,6 +1,6 @@
-"""The callbacks that the engine adds where the user has given none of their kind.
+"""The callbacks that the engine adds if the user has passed none of their kind.
 
-Callbacks import the engine, never the other way round; these are the exception, and are imported by name.
+Callbacks import the engine, not the reverse; these few are the exception, and are imported by name.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["default_doctor", "default_run_summary", "with_defaults"]
 def with_defaults(
     callbacks: list[Callback], config: EngineConfig, mode: str | None
 ) -> tuple[list[Callback], Callback | None]:
-    """Returns `callbacks` with those that the flags ask for, and the default progress bar if it is among them.
+    """Returns `callbacks` with those that the flags ask for, and with the default progress bar in place of Lightning's.
 
     Args:
         callbacks: the user's; changed in place.
@@ -36,14 +36,14 @@ def with_defaults(
 
 
 def default_run_summary(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
-    """Returns the summary of a run; None if the flags turn it off, or the user has given one."""
+    """Returns the summary of a run; None if the flags turn it off, or the user has passed one."""
     is_wanted = not config.is_silent if config.enable_run_summary is None else config.enable_run_summary
     has_one = any(hasattr(callback, "on_run_end") for callback in callbacks)
     return _run_summary() if is_wanted and not has_one else None
 
 
 def default_doctor(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
-    """Returns the doctor of a run; None if the flags turn it off, or the user has given one."""
+    """Returns the doctor of a run; None if the flags turn it off, or the user has passed one."""
     has_one = any(hasattr(callback, "notes_folder") for callback in callbacks)
     return _light_doctor() if config.enable_doctor and not has_one else None
 

@@ -11,7 +11,7 @@ __all__ = ["capacity_bytes", "in_use", "module_of", "multiply", "peak_bytes", "r
 
 
 def module_of(device: torch.device) -> Any:
-    """Torch's module for the kind of `device`; None for the CPU, and for a kind whose maker gave torch none."""
+    """Torch's module for the kind of `device`; None for the CPU, and for a kind without such a module."""
     if device.type == "cpu":
         return None
     try:
@@ -21,36 +21,36 @@ def module_of(device: torch.device) -> Any:
 
 
 def in_use() -> tuple[str, Any] | None:
-    """The kind of this process's accelerator, and torch's module for it; None where nothing has used one yet."""
+    """The kind of this process's accelerator, and torch's module for it; None if nothing has used one yet."""
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else module_of(kind)
     if kind is None or module is None:
         return None
-    # To ask a GPU that nobody uses costs its memory; a kind that can't be asked costs none.
+    # A query would initialize an unused GPU, which takes memory; some kinds can't be asked whether they are in use.
     is_used = module.is_initialized() if hasattr(module, "is_initialized") else module.is_available()
     return (kind.type, module) if is_used else None
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when all that this process has launched on `device` is done."""
+    """Waits until all work that this process has launched on `device` is done."""
     if (module := module_of(device)) is not None:
         module.synchronize()
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that was allocated on `device` at a time, since `reset_peak`; None where torch does not count it."""
+    """The peak of allocated memory on `device` since `reset_peak`; None if torch does not count it."""
     module = module_of(device)
     return module.max_memory_allocated(device) if hasattr(module, "max_memory_allocated") else None
 
 
 def capacity_bytes(device: torch.device) -> int | None:
-    """The memory of `device`, all of it; None where torch does not tell it."""
+    """The total memory of `device`; None if torch does not report it."""
     module = module_of(device)
     return module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """The counts of torch's allocator on `device`, by the names of `torch.cuda.memory_stats`; else nothing."""
+    """The counts of torch's allocator on `device`, by the names of `torch.cuda.memory_stats`; empty without them."""
     module = module_of(device)
     return dict(module.memory_stats(device)) if hasattr(module, "memory_stats") else {}
 
@@ -63,7 +63,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def multiply(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiplies tensors in place by a number, or by a 0-d tensor; each may be on a device of its own."""
+    """Multiplies tensors in place by a number or a 0-d tensor; they may be on different devices."""
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_device[tensor.device].append(tensor)

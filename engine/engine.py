@@ -88,7 +88,7 @@ _OURS = frozenset(Arguments.__annotations__) - frozenset(inspect.signature(Train
 """Arguments that `Trainer` does not have."""
 
 _SILENT = {"name": None, "enable_run_summary": False, "enable_doctor": False, "check_first_steps": False}
-"""Arguments of ours of a run that leaves nothing behind."""
+"""Arguments that `Trainer` does not have, of a run that leaves nothing behind."""
 
 _DISTRIBUTION_FLAGS = _OURS | {
     "callbacks",
@@ -123,17 +123,17 @@ class Engine(TrainerBase):
         activation_checkpointing: what each repeated block computes again in backward, rather than keep it: ``"none"``,
             all but its inputs (``"full"``), or that without matrix products, convolutions and attention
             (``"selective"``). The result is the same.
-        offload: what waits in host memory, one or several: ``"activations"`` for backward, and under fsdp and hsdp
+        offload: what is kept in host memory, one or several: ``"activations"`` until backward, and under fsdp and hsdp
             ``"parameters"``, with their gradients and optimizer state.
-        resume: checkpoint to resume from, if `fit` is given none. ``"auto"``: the newest one of this run that is not
+        resume: checkpoint to resume from, if `fit` gets none. ``"auto"``: the newest one of this run that is not
             damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
-            the number of processes changes. ``"fresh"``: the same, but none, whatever is there.
+            the number of processes changes. ``"fresh"``: the same, but training starts anew, even if there is one.
         async_checkpoints: write snapshots while training continues; a step waits until its state is copied.
         checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory where the
-            strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file, for which rank 0 gathers what is
-            sharded. ``"directory"``: always a directory. Those of `Snapshot` are directories in any case.
-        hang_timeout_s: how long a rank may stay at one batch and phase; then the run ends, with the culprit and all
-            stacks named. Three times as long before the second batch. None: for ever.
+            strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
+            ``"directory"``: always a directory. Those of `Snapshot` are directories in any case.
+        hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends and prints which rank is
+            at fault, and all stacks. Three times as long before the second batch. None: no limit.
         nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
             ``"ignore"``.
         check_first_steps: compare the loss, gradient norm and weights of the first steps with those of the whole module
@@ -145,15 +145,15 @@ class Engine(TrainerBase):
         seed_samples: seed Python's, NumPy's and torch's CPU generators before each sample by seed, epoch and index: its
             augmentation is the same with any number of ranks and workers, any batch size, and after a resumption.
             Evaluation draws the same each time. Not for an `IterableDataset`.
-        name: of the folder of the default logger, in the place of ``version_0``; one that is taken gets a number.
+        name: of the folder of the default logger, instead of ``version_0``; a name in use gets a number.
         enable_run_summary: print one line about the run as training begins, and where its results are as it ends. None:
             unless `barebones`, or neither a logger nor a progress bar is wanted.
         enable_doctor: add a `LightDoctor` if there is no `Doctor`: measure where the time of each rank goes, and say at
-            the end which cause has cost seconds, and what mends it.
+            the end which cause has cost how many seconds, and how to mend it.
         global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
-        micro_batch_size: how many of them a rank takes at once, at most. None: the DataLoader's ``batch_size``.
-            ``"auto"``: its whole share; where a rank runs out of memory, the step is done again with half as many.
+        micro_batch_size: how many of them a rank processes at once, at most. None: the DataLoader's ``batch_size``.
+            ``"auto"``: its whole share; if a rank runs out of memory, the step is repeated with half as many.
         logger: one or several; True or None: TensorBoard's; False: none.
         callbacks: one or several.
         fast_dev_run: run this many batches of each stage, without logs and checkpoints; True: 1.
@@ -166,7 +166,7 @@ class Engine(TrainerBase):
         limit_val_batches: the same in validation.
         limit_test_batches: the same in `test`.
         limit_predict_batches: the same in `predict`.
-        overfit_batches: train and validate on so many batches (int), or that fraction of them (float), over and over.
+        overfit_batches: train and validate on so many batches (int), or that fraction of them (float), in every epoch.
         val_check_interval: validate after so many training batches (int), that fraction of an epoch (float), or so
             much time (as in `max_time`).
         check_val_every_n_epoch: validate in every n-th epoch; None: by `val_check_interval` alone, across epochs.
@@ -181,10 +181,10 @@ class Engine(TrainerBase):
         deterministic: use deterministic algorithms only; ``"warn"``: where there are some.
         benchmark: sets `torch.backends.cudnn.benchmark`.
         inference_mode: evaluate under `torch.inference_mode`; False, and where shards are gathered: `torch.no_grad`.
-        use_distributed_sampler: deal samples to the ranks; False: your sampler does.
+        use_distributed_sampler: distribute samples over the ranks; False: your sampler does it.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, ``"xla"``, or an object.
         detect_anomaly: find the operation whose backward made a NaN; slow.
-        barebones: leave out all that costs time, to measure what the rest costs.
+        barebones: leave out everything that costs time, to measure the cost of the rest.
         plugins: one or several of Lightning's: precision, cluster environment, checkpoint IO, layer sync.
         sync_batchnorm: compute BatchNorm's statistics over all ranks.
         reload_dataloaders_every_n_epochs: ask for new DataLoaders in every n-th epoch; 0: never.
@@ -193,7 +193,7 @@ class Engine(TrainerBase):
         model_registry: name of the model in Lightning's registry.
 
     Raises:
-        ArgumentError: an argument that there is not, or of the wrong type or range. A `TypeError`, and as all of these
+        ArgumentError: an unknown argument, or one of the wrong type or range. A `TypeError`, and like all of these
             a `ValueError` and a `MisconfigurationException`.
         RefusedError: flags that can't be honoured, before any process starts.
     """
@@ -285,11 +285,11 @@ class Engine(TrainerBase):
         self._check_batches(config)
 
     def _choose_parts(self, config: EngineConfig) -> int:
-        """Chooses the parts that honour the flags; returns the number of nodes, which a launcher may have said."""
+        """Chooses the parts that honour the flags; returns the number of nodes, which a launcher may have set."""
         plugins = _as_list(config.plugins)
         devices, num_nodes = resolve_sizes(config.devices, config.num_nodes, plugins)
         if config.devices == "auto" and lists_devices(config.strategy):
-            devices = "auto"  # which the strategy's object has
+            devices = "auto"  # the strategy's object has the list
         plugins = [*plugins, *environment_of_launcher(plugins, num_nodes)]
         self._parts = select(config, devices=devices, num_nodes=num_nodes, plugins=plugins)
         return num_nodes
@@ -358,16 +358,18 @@ class Engine(TrainerBase):
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)
         except SIGTERMException as stopped:
-            stopped.code = 128 + signal.SIGTERM  # as shells have it; Lightning's 0 looks like success
+            stopped.code = 128 + signal.SIGTERM  # as in shells; Lightning's 0 looks like success
             raise
 
     def _check_fit(self, model: LightningModule, train_dataloaders: Any) -> None:
         strategy = adapt(self.strategy)
         check_nodes(self.num_nodes, strategy.cluster_environment)
-        if isinstance(model, LightningModule):  # else Lightning says what it expects
+        if isinstance(model, LightningModule):  # otherwise Lightning raises an error that says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
             check_manual_optimization(self, model)
-            if self._recomputes != "none" and not is_overridden("configure_model", model):  # else there is more to come
+            if self._recomputes != "none" and not is_overridden(
+                "configure_model", model
+            ):  # else it is not complete yet
                 blocks_to_recompute(model)
             if self._recomputes == "selective":
                 kept_operators(model)
@@ -384,11 +386,11 @@ class Engine(TrainerBase):
 
         Args:
             path: ``.safetensors``, or ``.pt`` for `torch.load`; local or an fsspec URL. Names are those of the module's
-                `state_dict`, of which only tensors are written.
+                `state_dict`; only its tensors are written.
             overwrite: a file of that name may be replaced.
 
         Raises:
-            ValueError: another ending, a file that is there already, or no module yet.
+            ValueError: another ending, a file that exists already, or no module yet.
         """
         choose("ending", os.path.splitext(path)[1], {".safetensors": None, ".pt": None})
         if self.model is None:
@@ -424,7 +426,7 @@ class Engine(TrainerBase):
         """
         check_count("steps", steps)
         quiet = {**_A_FEW_STEPS, "max_steps": steps}
-        # The reference gets all flags but those that are ours, or that say how the run is spread.
+        # The reference gets all flags that `Trainer` has too, but not those that distribute the run.
         shared = {key: value for key, value in self.flags.items() if key not in _DISTRIBUTION_FLAGS}
         loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
         generator: Any = getattr(getattr(loader, "sampler", None), "generator", None)
@@ -434,11 +436,11 @@ class Engine(TrainerBase):
             recorder = verification.Recorder(Path(folder) / "states.pt")
             engine = type(self)(**{**self.flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
-            certificate: Any = None  # on the other ranks, which wait for it below
+            certificate: Any = None  # stays None on the other ranks, which wait for it below
             if engine.is_global_zero:
-                ours = torch.load(recorder.path, weights_only=True)
+                states = torch.load(recorder.path, weights_only=True)
                 if order is not None:
-                    generator.set_state(order)  # a generator of the user's has been drawn from
+                    generator.set_state(order)  # the engine's run has drawn from the user's generator
                 set_random_state(numbers)
                 whole = copy.deepcopy(model)
                 read_stored(whole)
@@ -449,7 +451,7 @@ class Engine(TrainerBase):
                     {**shared, **quiet},
                 )
                 flag = None if adapt(engine.strategy).expects_parity else str(self.config.strategy)
-                certificate = verification.certify(ours, reference, tolerance, differs_by=flag)
+                certificate = verification.certify(states, reference, tolerance, differs_by=flag)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
         rank_zero_info(str(self.certificate))
         return self.certificate
@@ -467,7 +469,7 @@ class Engine(TrainerBase):
             model: left as it is; a copy takes a few steps.
             train_dataloaders: one DataLoader; or give `datamodule`.
             datamodule: whose `train_dataloader()` is used.
-            compressions: flags, those that change less of the gradients first; None for all methods and ``"none"``.
+            compressions: flags, those that change gradients least first; None for all methods and ``"none"``.
 
         Returns:
             The report, on every rank; it is printed as well.
@@ -480,14 +482,14 @@ class Engine(TrainerBase):
             flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
             try:
                 engine = type(self)(**{**self.flags, **_A_FEW_STEPS, **_SILENT, **flags})
-            except ValueError as error:  # of all these flags only "auto" can be one that the strategy refuses
+            except ValueError as error:  # of all these flags, the strategy can refuse only "auto"
                 *names, last = (name for name, row in STRATEGIES.items() if "auto" in row.compressions)
                 raise RefusedError(
                     f"bench-comm can't forecast under strategy {self.config.strategy!r}: choose {', '.join(names)} or"
                     f" {last}."
                 ) from error
             for flag in compressions or ():
-                make_comm_hook(flag)  # says what is wrong with it
+                make_comm_hook(flag)  # raises an error that says what is wrong with the model
             every_method = ["none", *(name for name in COMM_HOOKS if name != "auto")]
             engine._parts.comm_hook.candidates = list(compressions or every_method)  # type: ignore[union-attr]
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
@@ -497,7 +499,7 @@ class Engine(TrainerBase):
         return self.report
 
     def wire(self, *args: Any, **kwargs: Any) -> WireReport:
-        """Calls `bench_comm`, which had this name before 0.2; warns, and goes with 0.3."""
+        """Calls `bench_comm`, which had this name before 0.2; warns, and is removed in 0.3."""
         warn_of_old_name("the method Engine.wire", "Engine.bench_comm")
         return self.bench_comm(*args, **kwargs)
 

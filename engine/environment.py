@@ -1,4 +1,4 @@
-"""Reads the environment variables about the processes and their connections; `launch.detection` those of launchers."""
+"""Environment variables about processes and their connections; `launch.detection` reads those of launchers."""
 
 import os
 import secrets
@@ -43,7 +43,7 @@ __all__ = [
 
 
 ALL_FRAMES = "POLYPHASE_TRACEBACK"
-"""The variable that is ``full`` where the terminal shall get each traceback whole."""
+"""The variable that is ``full`` if the terminal is to show each traceback with all frames."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _ELSEWHERE = "192.0.2.1"
@@ -52,42 +52,42 @@ _SECRET = "POLYPHASE_JOB_SECRET"
 _PARENT = "POLYPHASE_PARENT_PID"
 _STACKS = "PYTHONFAULTHANDLER"
 _kept_secrets: list[str] = []
-"""The secret of the job whose other ranks this process has started: one, or none."""
+"""The secret of the job whose other ranks this process has started; at most one."""
 
 
 def is_elastic() -> bool:
-    """Whether torchrun may start the processes again and again, over one key-value store that it keeps."""
+    """Whether torchrun may restart the processes, while it keeps one key-value store for all attempts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_count() -> int:
-    """The number of times that the launcher has started this job again."""
+    """The number of times that the launcher has restarted this job."""
     return max(int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM"))
 
 
 def has_rendezvous(cluster_environment: Any) -> bool:
-    """Whether a launcher, or the user, has named the address at which the processes of several nodes meet."""
-    # Lightning's own environment is the one for processes that nobody has started: it takes this machine's address.
+    """Whether a launcher, or the user, has set the address of the rendezvous of several nodes."""
+    # Lightning's own environment is for processes without a launcher: it uses this machine's address.
     return "MASTER_ADDR" in os.environ or type(cluster_environment) is not LightningEnvironment
 
 
 def share_threads(num_processes: int) -> None:
-    """Gives each of the processes of this machine its share of the cores, unless the user has said how many."""
+    """Gives each process of this machine its share of the cores, unless the user has set the number of threads."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
 
 
 def allow_late_nodes() -> None:
-    """Lets torchrun's agents take in a node that comes later, unless the user has said how they shall meet.
+    """Lets torchrun's agents admit a node that starts later, unless the user has configured the rendezvous.
 
-    Otherwise it would wait in vain: it looks for the address of the store that the agents share among the keys of the
-    new round, where nobody has put it.
+    Otherwise that node would wait for ever: it looks for the address of the agents' shared store under the keys of the
+    new round, where no agent has written it.
     """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 @contextmanager
 def owns_master_port(environment: Any) -> Iterator[bool]:
-    """Whether nobody has named the port at which processes meet; one that is named in here then holds in here only.
+    """Whether nobody has set the port of the rendezvous; a port that is set in this context is then unset at its end.
 
     Args:
         environment: the strategy's cluster environment.
@@ -104,7 +104,7 @@ def owns_master_port(environment: Any) -> Iterator[bool]:
 
 @contextmanager
 def bind_interface(interface: str | None) -> Iterator[None]:
-    """Makes gloo and TensorPipe listen on a network interface in here; None: what the user has set, or loopback."""
+    """In this context, gloo and TensorPipe listen on a network interface; None: the one that is set, or loopback."""
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     with _restored(*names):
         for name in names:
@@ -125,52 +125,52 @@ def keeping_interface() -> Iterator[None]:
 
 
 def listen_on_loopback() -> None:
-    """Makes gloo listen on the loopback interface from now on, unless the user has named another.
+    """Makes gloo listen on the loopback interface from now on, unless the user has set another.
 
-    Otherwise it takes the one that has the address of the machine's name.
+    Otherwise it takes the interface with the address of the machine's name.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
 
 
 def listen_towards(address: str) -> None:
-    """Makes gloo listen on the interface from which `address` is reached, from now on, unless the user has named one.
+    """Makes gloo listen on the interface from which `address` is reached, from now on, unless the user has set one.
 
-    Otherwise it takes the address of the machine's own name, which Debian writes down as 127.0.1.1: the other machines
-    would look for it on themselves.
+    Otherwise it takes the address of the machine's own name, which is 127.0.1.1 on Debian: the other machines would
+    connect to themselves.
     """
     if (name := _interface_towards(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def own_address() -> str:
-    """The address at which gloo listens, by which other machines know this one; empty if that is not known."""
+    """The address at which gloo listens, by which other machines reach this one; empty if it is unknown."""
     addresses = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
-    return next((each.address for each in addresses if each.family == socket.AF_INET), "")
+    return next((entry.address for entry in addresses if entry.family == socket.AF_INET), "")
 
 
 def _interface_towards(address: str) -> str | None:
     interfaces = psutil.net_if_addrs()
-    # The machine of rank 0 may know its own name as one of loopback: there, the interface that leads out.
+    # On the machine of rank 0, its name may stand for a loopback address: take the interface that leads out.
     for target in (address, _ELSEWHERE):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing
-            mine = probe.getsockname()[0]
-            if not mine.startswith("127."):
-                return next((name for name in interfaces if mine in {each.address for each in interfaces[name]}), None)
+            source = probe.getsockname()[0]
+            if not source.startswith("127."):
+                return next((name for name in interfaces if source in {e.address for e in interfaces[name]}), None)
     leading_out = [name for name, state in psutil.net_if_stats().items() if state.isup and name != _LOOPBACK]
     return leading_out[0] if len(leading_out) == 1 else None
 
 
 def place_on_one_machine(environment: Any) -> str | None:
-    """The address at which ranks that are all on this machine meet; None where that is another's to say."""
+    """The address of the rendezvous if all ranks are on this machine; None if a launcher decides it."""
     if type(environment) is LightningEnvironment:
         return environment.main_address
-    # Lightning: SLURM's own is the machine's name, which other machines can reach, too.
+    # Lightning: SLURM's environment uses the machine's name, which other machines can reach, too.
     return "127.0.0.1" if isinstance(environment, (SLURMEnvironment, LaunchedEnvironment)) else None
 
 
 def job_secret() -> bytes | None:
-    """The secret that the processes of this job have in common; None if nobody has given them one."""
+    """The secret that the processes of this job share; None if they have none."""
     return (os.environ.get(_SECRET) or "".join(_kept_secrets)).encode() or None
 
 
@@ -181,45 +181,45 @@ def job_marks() -> list[str]:
 
 
 def num_launched() -> int:
-    """The number of processes that a launcher such as torchrun has started; 1 where none has."""
+    """The number of processes that a launcher such as torchrun has started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def master_port() -> int | None:
-    """The port at which ranks meet, where the user or a launcher has named one."""
+    """The port of the rendezvous, if the user or a launcher has set one."""
     port = os.environ.get("MASTER_PORT", "")
     return int(port) if port.isdecimal() else None
 
 
 def launched_as() -> tuple[int, int, str]:
-    """This process's rank in the job, that on its host, and the address of rank 0, as torchrun says them."""
+    """This process's rank in the job, its rank on the host, and the address of rank 0, as torchrun sets them."""
     names = (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"))
     rank, local_rank, address = (os.environ.get(name) or default for name, default in names)
     return int(rank), int(local_rank), address
 
 
 def environment_with(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process for another one, with `more` variables set."""
+    """A copy of this process's environment with `more` variables set, for another process."""
     return {**os.environ, **more}
 
 
 def share_job_secret() -> None:
-    """Gives the processes that this one starts a secret, unless the user has."""
+    """Gives the processes that this one starts a secret, unless the user has set one."""
     if not os.environ.get(_SECRET):
         os.environ[_SECRET] = "".join(_kept_secrets) or secrets.token_hex(32)
 
 
 def keep_job_secret() -> None:
-    """Keeps the secret of those processes that this one starts in `child_environment`: it is a rank of the same job."""
+    """Keeps the secret of the processes started in `child_environment`: this process is a rank of their job."""
     if not os.environ.get(_SECRET) and not _kept_secrets:
         _kept_secrets.append(secrets.token_hex(32))
 
 
 @contextmanager
 def child_environment() -> Iterator[None]:
-    """Processes that are started in here have the job's secret, and know which process has started them.
+    """Processes that are started in this context have the job's secret, and the id of the process that started them.
 
-    One that a signal like SIGSEGV ends prints where it was.
+    If a signal like SIGSEGV ends one, it prints its stack.
     """
     with _restored(_SECRET, _PARENT, _STACKS):
         share_job_secret()
@@ -229,9 +229,9 @@ def child_environment() -> Iterator[None]:
 
 
 def parent_pid() -> int | None:
-    """The process that has started this one as a rank of its job, without which it is not to go on; None if none has.
+    """The process that started this one as a rank of its job, and whose end ends this one; None if there is none.
 
-    SLURM ends its processes itself.
+    Processes of SLURM have none: SLURM ends them itself.
     """
     if launcher_name() == "torchrun":
         return os.getppid()
@@ -252,7 +252,7 @@ def given_seed() -> int | None:
 
 @contextmanager
 def _restored(*names: str) -> Iterator[None]:
-    """Restores these variables at the end."""
+    """Context manager that restores these variables at its end."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

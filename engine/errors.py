@@ -1,4 +1,4 @@
-"""Refuses a run before any process starts: one kind of error, which the command shows as one line."""
+"""Errors that refuse a run before any process starts; the command shows them as one line."""
 
 import os
 import tempfile
@@ -29,20 +29,20 @@ _LOOKED_UP = ("auto", "fresh", "best", "hpc", "last")
 
 
 class RefusedError(ValueError, MisconfigurationException):
-    """The run that was asked for is impossible; both ours and Lightning's kind of error."""
+    """The requested run is impossible; also of the type of error that Lightning raises for it."""
 
 
 class MissingCheckpointError(RefusedError, FileNotFoundError):
-    """There is nothing where a checkpoint should be."""
+    """There is no checkpoint at the given path."""
 
 
 class NoModuleError(RefusedError, TypeError):
-    """The object to be run is no `LightningModule`; Lightning has it as a TypeError."""
+    """The object to be run is no `LightningModule`; a `TypeError` too, as in Lightning."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turns errors that the engine's own code raises in here into a `RefusedError`; the user's stay as they are."""
+    """In this context, errors of the engine's own code become a `RefusedError`; those of the user's code do not."""
     try:
         yield
     except (ValueError, MisconfigurationException) as error:
@@ -53,10 +53,10 @@ def refusing() -> Iterator[None]:
 
 
 def check_nodes(num_nodes: int, cluster_environment: Any) -> None:
-    """Checks that processes of several nodes can find each other, rather than wait for ever.
+    """Checks that processes of several nodes can find each other; otherwise they would wait for ever.
 
     Raises:
-        RefusedError: nobody has said where they meet.
+        RefusedError: no address of the rendezvous is set.
     """
     if num_nodes > 1 and not has_rendezvous(cluster_environment):
         raise RefusedError(
@@ -70,7 +70,7 @@ def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
 
     Args:
         path: as the user gave it.
-        checkpoint_io: the strategy's; one of the user's own may keep checkpoints elsewhere.
+        checkpoint_io: the strategy's; the user's own class may keep checkpoints elsewhere.
 
     Raises:
         MissingCheckpointError: there is nothing; the message has the closest name in that folder.
@@ -79,27 +79,29 @@ def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
         return
     if not isinstance(checkpoint_io, TorchCheckpointIO):
         return
-    given = os.fspath(path)
-    if "://" in given or given.startswith("registry:") or os.path.exists(given):  # Lightning: a registry of models
+    path_text = os.fspath(path)
+    if (
+        "://" in path_text or path_text.startswith("registry:") or os.path.exists(path_text)
+    ):  # Lightning: a registry of models
         return
-    given = given.rstrip("/")
-    folder, name = os.path.split(os.path.abspath(given))
-    there = os.listdir(folder) if os.path.isdir(folder) else []
-    if any(entry.startswith(LEFTOVERS) for entry in there):
-        return  # what a save that was killed has left may get this name, once the folder is repaired
-    beside = {entry: os.path.join(os.path.dirname(given), entry) for entry in there}
-    known = beside | {name: name for name in _LOOKED_UP}
-    hint = did_you_mean(name, known, lambda near: repr(known[near]))
-    # Begins as Lightning's does, with the path as it was given.
-    where = "" if os.path.isabs(given) else f" There is nothing at {os.path.join(folder, name)}."
-    raise MissingCheckpointError(f"Checkpoint file not found: {given}.{where}{hint}")
+    path_text = path_text.rstrip("/")
+    folder, name = os.path.split(os.path.abspath(path_text))
+    entries = os.listdir(folder) if os.path.isdir(folder) else []
+    if any(entry.startswith(LEFTOVERS) for entry in entries):
+        return  # the folder's repair may give this name to what a killed save has left
+    beside = {entry: os.path.join(os.path.dirname(path_text), entry) for entry in entries}
+    names = beside | {name: name for name in _LOOKED_UP}
+    hint = did_you_mean(name, names, lambda near: repr(names[near]))
+    # Begins like Lightning's message, with the path as the user wrote it.
+    where = "" if os.path.isabs(path_text) else f" There is nothing at {os.path.join(folder, name)}."
+    raise MissingCheckpointError(f"Checkpoint file not found: {path_text}.{where}{hint}")
 
 
 def check_writable(folders: Mapping[str, str]) -> None:
-    """Checks that a run can write where it is to; addresses that are no local paths are looked up later.
+    """Checks that a run can write to its folders; addresses that are no local paths are checked later.
 
     Args:
-        folders: each with the argument that names it; what is missing will be created.
+        folders: the argument that names each folder, by path; missing folders will be created.
 
     Raises:
         RefusedError: one can't be written to.
@@ -107,13 +109,13 @@ def check_writable(folders: Mapping[str, str]) -> None:
     for folder, argument in folders.items():
         if "://" in folder:
             continue
-        there = os.path.abspath(folder)
-        while not os.path.lexists(there):
-            there = os.path.dirname(there)
+        existing = os.path.abspath(folder)
+        while not os.path.lexists(existing):
+            existing = os.path.dirname(existing)
         try:
-            tempfile.TemporaryFile(dir=there).close()
+            tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
-            where = "" if there == os.path.abspath(folder) else f" {there}:"
+            where = "" if existing == os.path.abspath(folder) else f" {existing}:"
             raise RefusedError(
                 f"{argument} can't be written to:{where} {error.strerror}. Give a folder that can, or logger=False and"
                 " enable_checkpointing=False to write nothing."

@@ -1,4 +1,4 @@
-"""The parts that strategies find in a model: the units that are sharded as one, and the layers that are split."""
+"""The structure that strategies find in a model: the units that are sharded together, and the layers that are split."""
 
 import importlib
 import os
@@ -16,13 +16,13 @@ _MOST_RANKS = 64
 
 
 def explained(name: str) -> str:
-    """The units and the tensor-parallel plan of a model that needs no arguments; it is built without memory.
+    """The units and the tensor-parallel plan of a model that is built without arguments and without memory.
 
     Args:
         name: of a class of `polyphase.models`, or an import path such as ``package.Class``.
 
     Raises:
-        ValueError: there is no such class, or it can't be built, or nothing of it can be split.
+        ValueError: there is no such class, it can't be built, or no part of it can be split.
     """
     model = _build(name)
     lines = [describe_units(model), ""]
@@ -42,7 +42,7 @@ def explained(name: str) -> str:
 
 
 def _build(name: str) -> LightningModule:
-    sys.path.insert(0, os.getcwd())  # as for the other commands
+    sys.path.insert(0, os.getcwd())  # as in the other commands
     package, _, class_name = name.rpartition(".")
     try:
         module = importlib.import_module(package or "polyphase.models")
@@ -59,5 +59,5 @@ def _build(name: str) -> LightningModule:
             model = model_class()
             model.configure_model()
     except Exception as error:
-        raise ValueError(f"{name} can't be built without arguments to look at it: {error}") from error
+        raise ValueError(f"{name} can't be built without arguments, so it can't be described: {error}") from error
     return model

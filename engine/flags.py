@@ -1,8 +1,8 @@
 """The grammar of the flags and their error messages: pure functions of strings, no `torch.distributed`.
 
 A flag is ``name[_launcher][:argument,...]``: ``"fsdp"``, ``"ddp_spawn:static_graph=true"``,
-``"hsdp:replicate=2,shard=4"``, ``"powersgd:2,start=100"``. Every error says what was given, what is allowed and, where
-one is near, the closest match.
+``"hsdp:replicate=2,shard=4"``, ``"powersgd:2,start=100"``. Every error names the value, the allowed values and, if
+one is similar, the closest match.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ LAUNCHERS: Mapping[str, Literal["popen", "spawn", "fork"]] = {
     "fork": "fork",
     "notebook": "fork",
 }
-"""Start method by suffix of the strategy's name; without a suffix the script is started again once per device."""
+"""Start method by suffix of the strategy's name; without a suffix the script is run once per device."""
 
 _OLD_NAME = "old_name"
 
@@ -76,20 +76,20 @@ class Layout:
 
     @classmethod
     def derive(cls, world_size: int, *, rest: Axis, **sizes: int | None) -> "Layout":
-        """The layout of `world_size` processes with the given axis sizes; axis `rest` takes what is left over.
+        """The layout of `world_size` processes with the given axis sizes; axis `rest` gets the remaining factor.
 
         Raises:
             ValueError: the sizes do not multiply to `world_size`.
         """
-        given = {axis: size for axis, size in sizes.items() if size is not None}
-        for axis, size in given.items():
+        fixed = {axis: size for axis, size in sizes.items() if size is not None}
+        for axis, size in fixed.items():
             check_count(f"the size of axis {axis!r}", size)
-        product = math.prod(given.values())
-        if rest not in given and world_size % product == 0:
-            given[rest] = world_size // product
-        layout = cls(**given)
+        product = math.prod(fixed.values())
+        if rest not in fixed and world_size % product == 0:
+            fixed[rest] = world_size // product
+        layout = cls(**fixed)
         if layout.world_size != world_size:
-            factors = " x ".join(f"{axis}={size}" for axis, size in given.items())
+            factors = " x ".join(f"{axis}={size}" for axis, size in fixed.items())
             remedy = "change the sizes, or `devices` and `num_nodes`, so that the product is the number of processes"
             raise ValueError(
                 f"the layout {factors} = {product} does not fit {world_size} process(es): {remedy}"
@@ -114,10 +114,10 @@ def choose(kind: str, text: str, allowed: Collection[str], near: str | None = No
     """`text` itself if it is allowed.
 
     Args:
-        kind: of thing, for the message.
-        text: by the user.
-        allowed: all that is.
-        near: what is probably meant; None: the closest match.
+        kind: noun for the message, such as "strategy".
+        text: written by the user.
+        allowed: all allowed texts.
+        near: the name that is probably meant; None: the closest match.
 
     Raises:
         ValueError: it is not; the message lists `allowed` and names the closest one.
@@ -130,13 +130,13 @@ def choose(kind: str, text: str, allowed: Collection[str], near: str | None = No
 
 
 def did_you_mean(text: str, allowed: Iterable[str], shown: Callable[[str], str] = repr, *, cutoff: float = 0.6) -> str:
-    """Returns the hint to add to an error: a blank and a question for the closest of `allowed`; empty if none is close.
+    """Returns a hint to append to an error: a space and "Did you mean ...?"; empty if none of `allowed` is similar.
 
     Args:
-        text: by the user.
-        allowed: names that would have been right.
-        shown: how the closest one is written.
-        cutoff: least similarity, of 1.
+        text: written by the user.
+        allowed: the valid names.
+        shown: formats the closest one.
+        cutoff: least similarity, from 0 to 1.
     """
     near = difflib.get_close_matches(text, list(allowed), n=1, cutoff=cutoff)
     return f" Did you mean {shown(near[0])}?" if near else ""
@@ -223,7 +223,7 @@ def parse_options(kind: str, cls: type[_OptionsT], options: Mapping[str, str]) -
 
 
 def renamed(old: str, default: Any) -> Any:
-    """Declares a dataclass field for an option that was called `old`: flags may spell it so for one more release."""
+    """Declares a dataclass field for an option that was called `old`: flags may use it for one more release."""
     return dataclasses.field(default=default, metadata={_OLD_NAME: old})
 
 
@@ -237,13 +237,13 @@ def _convert(name: str, text: str, type_: Any) -> Any:
     choices = [option for option in typing.get_args(type_) if option is not type(None)] or [type_]
     if typing.get_origin(type_) is Literal:
         return choose(f"value of {name}", text, choices)
-    wanted = choices[0]
-    if wanted is bool:
+    target = choices[0]
+    if target is bool:
         if text.lower() in _TRUE + _FALSE:
             return text.lower() in _TRUE
         raise ValueError(f"{name} must be true or false, but got {text!r}.")
     try:
-        return wanted(text)
+        return target(text)
     except ValueError:
-        kind = {int: "a whole number", float: "a number"}.get(wanted, wanted.__name__)
+        kind = {int: "a whole number", float: "a number"}.get(target, target.__name__)
         raise ValueError(f"{name} must be {kind}, but got {text!r}.") from None

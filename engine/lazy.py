@@ -1,4 +1,4 @@
-"""Names that are imported when they are first asked for: what needs no torch must not wait for it."""
+"""Imports names when they are first used, so that code without torch does not wait for torch's import."""
 
 import dataclasses
 import importlib
@@ -41,5 +41,5 @@ class Reference:
         return getattr(importlib.import_module(module, self.package or None), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the class or function that it names."""
+        """Calls the class or function."""
         return self.load()(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The memory that a rank needs for a model in training, beside activations: counted from its tensors."""
+"""The memory that a rank needs to train a model, without activations: the sum over its tensors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["held_bytes", "model_state_bytes"]
 
 
 def model_state_bytes(trainer: Any) -> dict[str, int]:
-    """Bytes of this rank's part of what `trainer` trains, by kind: see `held_bytes`; and what the strategy keeps."""
+    """Bytes of this rank's part of the trained state, by kind: see `held_bytes`; and of what the strategy keeps."""
     own_bytes = adapt(trainer.strategy).held_bytes
     return {**held_bytes(trainer.lightning_module, trainer.optimizers), "strategy": own_bytes}
 
@@ -21,8 +21,8 @@ def model_state_bytes(trainer: Any) -> dict[str, int]:
 def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, int]:
     """Bytes of this rank's parameters, gradients, optimizer state and buffers.
 
-    Of a sharded tensor its shard counts, of one on the meta device nothing. Gradients that are not there yet count as
-    large as their parameters.
+    A sharded tensor counts with its shard, a tensor on the meta device not at all. A gradient that does not exist yet
+    counts with the size of its parameter.
     """
     parameters = list(module.parameters())
     of_parameters = [state for optimizer in optimizers for state in optimizer.state.values()]

@@ -8,7 +8,7 @@ __all__ = ["current_spelling", "warn_of_old_name"]
 
 
 def current_spelling(kind: str, text: str, options: type) -> str:
-    """The flag `text` with the current names of options that were renamed; everything else as it is.
+    """The flag `text` with the current names of renamed options; the rest is unchanged.
 
     Warns of each old name.
 
@@ -37,7 +37,7 @@ def warn_of_old_name(old: str, new: str) -> None:
         old: what it was called, as a noun with its old name.
         new: what it is called now.
     """
-    # Here, because only an old name needs it: the command reads its flags without torch.
+    # Imported here, because only an old name needs it: the command reads its flags without torch.
     from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
     message = f"{old} is now called {new}. The old name works until polyphase 0.3: use the new one."

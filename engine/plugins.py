@@ -16,14 +16,14 @@ COMM_HOOK_GROUP = "polyphase.comm_hooks"
 
 
 def plugin_names(group: str) -> list[str]:
-    """The names that installed packages offer; none of them is imported."""
+    """The names that installed packages offer; the packages are not imported."""
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
     return sorted({point.name for point in entry_points(group=group)})
 
 
 def load_plugin(group: str, name: str) -> bool:
-    """Imports the module that registers `name`; whether there is one."""
+    """Imports the module that registers `name`; returns whether there is one."""
     from importlib.metadata import entry_points
 
     points = entry_points(group=group, name=name)

@@ -29,7 +29,7 @@ def check_module(module: LightningModule, *, precision: str, comm_hook: CommHook
             f"{kind} optimizes by hand and never calls `self.manual_backward(loss)`, so precision='16-mixed' could not"
             " scale its loss: call it in place of `loss.backward()`, or choose precision='bf16-mixed'."
         )
-    if comm_hook is not None and not _overrides(module, "configure_model"):  # else there is more to come
+    if comm_hook is not None and not _overrides(module, "configure_model"):  # otherwise the module is not complete yet
         comm_hook.check(module)
         comm_hook.is_checked = True
 
@@ -40,14 +40,14 @@ def _overrides(module: LightningModule, name: str) -> bool:
 
 def _mentions(module: LightningModule, name: str) -> bool:
     """Whether any method of the module's own classes, or a function nested in one, uses the attribute `name`."""
-    own = (cls for cls in type(module).__mro__ if not cls.__module__.startswith(("lightning.", "torch.")))
-    methods = (value for cls in own for value in vars(cls).values() if isinstance(value, types.FunctionType))
+    user_classes = (cls for cls in type(module).__mro__ if not cls.__module__.startswith(("lightning.", "torch.")))
+    methods = (value for cls in user_classes for value in vars(cls).values() if isinstance(value, types.FunctionType))
     functions = (function for method in methods for function in _decorated(method))
     return any(name in code.co_names for function in functions for code in _nested(function.__code__))
 
 
 def _decorated(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """The function itself, and what its decorators hold of it."""
+    """The function itself, and the functions that its decorators wrap."""
     yield function
     for cell in function.__closure__ or ():
         if isinstance(cell.cell_contents, types.FunctionType):

@@ -1,4 +1,4 @@
-"""The description of a run: in the words of its header, and as the flat values by which loggers tell runs apart."""
+"""The description of a run: as the text of its header, and as flat values by which loggers distinguish runs."""
 
 import os
 import platform
@@ -20,10 +20,10 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def header(trainer: Any) -> str:
-    """One line that says how `trainer`, an engine that begins to train, is set up; what is not known is left out.
+    """One line that describes the setup of `trainer`, an engine that begins to train; unknown values are left out.
 
     ``polyphase 0.2.0 | fsdp, shard=8 on cuda | bf16-mixed | global batch 256 = 8 x 16 x 2 | logs: lightning_logs/x``:
-    ranks with samples of their own x samples of a micro-batch x accumulated micro-batches.
+    ranks with different samples x samples of a micro-batch x accumulated micro-batches.
     """
     seed = given_seed()
     folder = log_folder(trainer)
@@ -48,7 +48,7 @@ def _strategy(trainer: Any) -> str:
 
 
 def _name_of(trainer: Any) -> str:
-    # The strategies of this package show themselves as their flag.
+    # The text of a strategy of this package is its flag.
     name = repr(trainer.strategy).strip("'")
     if name.replace("_", "").isalnum():
         return name
@@ -56,10 +56,10 @@ def _name_of(trainer: Any) -> str:
 
 
 def _batch(trainer: Any) -> str | None:
-    found = trainer.batch_sizes
-    if found is None:
+    sizes = trainer.batch_sizes
+    if sizes is None:
         return None
-    total, micro, num_micro_batches = found
+    total, micro, num_micro_batches = sizes
     ranks = trainer.data_size
     strategy = adapt(trainer.strategy)
     if strategy.capabilities.steps_alone or not strategy.expects_parity:
@@ -70,7 +70,7 @@ def _batch(trainer: Any) -> str | None:
 
 
 def log_folder(trainer: Any) -> str | None:
-    """Returns the folder of the first logger that names one; None if none does. Rank 0's is the one that counts."""
+    """Returns the folder of the first logger that has one; None if none has. Only rank 0's result counts."""
     for logger in trainer.loggers:
         # Lightning: TensorBoardLogger and CSVLogger have a log_dir, all loggers a save_dir, which may be None.
         folder = getattr(logger, "log_dir", None) or logger.save_dir
@@ -80,7 +80,7 @@ def log_folder(trainer: Any) -> str | None:
 
 
 def shown_path(path: str) -> str:
-    """`path`, from the working directory where it is in there."""
+    """`path`, relative to the working directory if it is inside."""
     if "://" in path:
         return path
     relative = os.path.relpath(path)

@@ -34,7 +34,7 @@ class Certificate:
     tensor: str | None = None
     """The first such tensor, in the module's order."""
     differs_by: str | None = None
-    """The flag of a strategy that is made to compute something else; None for all others."""
+    """The flag of a strategy that computes something else by design; None for all others."""
 
     @property
     def equal(self) -> bool:
@@ -44,7 +44,7 @@ class Certificate:
     def __str__(self) -> str:
         table = "\n".join(f"  after step {k + 1:3d}: {d:.2e}" for k, d in enumerate(self.differences))
         reason = (
-            f"strategy {self.differs_by!r} is made to compute something else"
+            f"strategy {self.differs_by!r} computes something else by design"
             if self.differs_by
             else "dropout and other random layers differ by design; so does a precision below float32"
         )
@@ -59,14 +59,14 @@ class Certificate:
 
 
 class _BySamples(Callback):
-    """Weighs the micro-batches of a step by their samples; stock Lightning divides by their number as it should be."""
+    """Weighs the micro-batches of a step by their samples; stock Lightning divides by their planned number."""
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         self._num_samples = num_samples
         self._batch_size = batch_size
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Finds out what the micro-batch has of the step's samples."""
+        """Computes the weight of the micro-batch from its share of the step's samples."""
         full = trainer.accumulate_grad_batches
         first = batch_idx - batch_idx % full
         last = min(first + full, int(trainer.num_training_batches))
@@ -89,36 +89,34 @@ class Recorder(Callback):
         self._step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Computes exactly in this process as well, which `exact_arithmetic` may not have reached."""
+        """Makes arithmetic exact in this process as well: `exact_arithmetic` may have run in another one."""
         _be_exact()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Gathers the weights; a collective where they are sharded."""
+        """Gathers the weights, with collectives if they are sharded."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             state = trainer.strategy.lightning_module_state_dict()
             self._states.append({name: tensor.detach().cpu().clone() for name, tensor in state.items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands the states to whoever started the run, which may be another process."""
+        """Writes the states for the process that started the run, which may be another one."""
         if trainer.is_global_zero:
             torch.save(self._states, self.path)
 
 
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
-    """Makes GPUs compute in float32, and convolve by algorithms that depend on nothing but their input.
+    """Makes GPUs compute in float32, and convolve by algorithms that depend only on their input.
 
-    By default cuDNN rounds to TF32, and may choose another algorithm for another batch size: both differ by more than
-    what counts as equal.
+    By default cuDNN rounds to TF32, and may choose another algorithm for another batch size: both cause differences
+    above the tolerance.
     """
     cudnn: Any = torch.backends.cudnn
     parts = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
-    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [part.fp32_precision for part in parts]
+    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [backend.fp32_precision for backend in parts]
     matmul = "highest"
-    with suppress(
-        RuntimeError
-    ):  # torch refuses to say it where the newer flags have been set, which are put back below
+    with suppress(RuntimeError):  # torch refuses to read it if the newer flags have been set; those are restored below
         matmul = torch.get_float32_matmul_precision()
     _be_exact()
     try:
@@ -127,8 +125,8 @@ def exact_arithmetic() -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = flags
         cudnn.allow_tf32 = precisions[0] == "tf32"
         torch.set_float32_matmul_precision(matmul)
-        for part, precision in zip(parts, precisions, strict=True):
-            part.fp32_precision = precision
+        for backend, precision in zip(parts, precisions, strict=True):
+            backend.fp32_precision = precision
 
 
 def _be_exact() -> None:
@@ -140,7 +138,7 @@ def _be_exact() -> None:
 def reference_steps(module: LightningModule, loader: DataLoader, batch_size: int, flags: Mapping[str, Any]) -> _States:
     """The weights after each step of stock Lightning in one process, on batches of all ranks together.
 
-    The random numbers, and the state of a generator of the user's, are to be those that the engine's run began with.
+    The caller restores the random state, and that of the user's generator, from before the engine's run.
     """
     if loader.batch_size is None:
         raise ValueError("verify needs a DataLoader with a batch_size, to join the batches of all ranks.")
@@ -155,8 +153,8 @@ def reference_steps(module: LightningModule, loader: DataLoader, batch_size: int
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "reference.pt")
         by_samples = _BySamples(len(loader.sampler), batch_size)  # type: ignore[arg-type]
-        own = {"strategy": "auto", "devices": 1, "callbacks": [by_samples, recorder]}
-        Trainer(**{**flags, **own, "use_distributed_sampler": False}).fit(module, joined)
+        reference_flags = {"strategy": "auto", "devices": 1, "callbacks": [by_samples, recorder]}
+        Trainer(**{**flags, **reference_flags, "use_distributed_sampler": False}).fit(module, joined)
         return torch.load(recorder.path, weights_only=True)
 
 

@@ -33,10 +33,19 @@ def arguments() -> argparse.ArgumentParser:
 def paragraphs(folder: Path, pattern: str, length: int) -> list[dict[str, list[int]]]:
     """The paragraphs of all files in the order of their paths, cut to `length` bytes, each with its end."""
     texts = [path.read_text(errors="replace") for path in sorted(folder.rglob(pattern))]
-    found = [f"{part.strip()}\n".encode() for text in texts for part in re.split(r"\n\s*\n", text) if part.strip()]
-    if not found:
+    texts_found = [
+        f"{paragraph.strip()}\n".encode()
+        for text in texts
+        for paragraph in re.split(r"\n\s*\n", text)
+        if paragraph.strip()
+    ]
+    if not texts_found:
         raise SystemExit(f"no text in files {pattern} of {folder}: give another folder, or --pattern")
-    return [{"input_ids": list(part[at : at + length])} for part in found for at in range(0, len(part), length)]
+    return [
+        {"input_ids": list(paragraph[at : at + length])}
+        for paragraph in texts_found
+        for at in range(0, len(paragraph), length)
+    ]
 
 
 def main() -> None:

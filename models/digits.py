@@ -110,8 +110,8 @@ class Digits(LightningDataModule):
         rest, test = train_test_split(range(len(classes)), test_size=0.25, stratify=classes, random_state=seed)
         train, val = train_test_split(rest, test_size=0.2, stratify=classes[rest], random_state=seed)
         self.parts = {
-            name: TensorDataset(images[part], classes[part])
-            for name, part in (("train", train), ("val", val), ("test", test))
+            name: TensorDataset(images[split], classes[split])
+            for name, split in (("train", train), ("val", val), ("test", test))
         }
 
     def train_dataloader(self) -> DataLoader:
@@ -130,14 +130,14 @@ class Digits(LightningDataModule):
         """Returns the loader of the test part, in order."""
         return self._loader("test")
 
-    def _loader(self, part: str) -> DataLoader:
+    def _loader(self, split: str) -> DataLoader:
         if not self.parts:
             self.setup("fit")
         workers = self.hparams["num_workers"]
         return DataLoader(
-            self.parts[part],
+            self.parts[split],
             batch_size=self.hparams["batch_size"],
-            shuffle=part == "train",
+            shuffle=split == "train",
             num_workers=workers,
             persistent_workers=workers > 0,
         )

@@ -53,8 +53,8 @@ class ByteGPT(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        given = {"num_layers": num_layers, "num_heads": num_heads, "dim": dim, "context_length": context_length}
-        shape = SIZES[size] | {name: value for name, value in given.items() if value is not None}
+        config = {"num_layers": num_layers, "num_heads": num_heads, "dim": dim, "context_length": context_length}
+        shape = SIZES[size] | {name: value for name, value in config.items() if value is not None}
         # Not read from `hparams`: a subclass with its own constructor records its own arguments there.
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.net = Transformer(num_tokens=256, dropout=dropout, **shape)

@@ -15,7 +15,7 @@ QUESTIONS = (
         (
             ("ddp", "the first choice"),
             ("ddp + compression", "if the network is slow"),
-            ("local_sgd, diloco", "slower yet; another result"),
+            ("local_sgd, diloco", "even slower; other result"),
             ("ps", "if ranks differ in speed"),
         ),
     ),
@@ -35,7 +35,7 @@ QUESTIONS = (
         "yes",
         (("pp", "one pipeline"), ("pp+ddp, pp+fsdp", "on more devices than stages")),
     ),
-    (("None of these?",), "then", (("fsdp", "or write pipeline_stages()"),)),
+    (("None of these?",), "so", (("fsdp", "or write pipeline_stages()"),)),
 )
 LEFT, QUESTION, GAP, ANSWER = 10, 206, 36, 198
 

@@ -1,6 +1,6 @@
-"""Private names of Lightning and torch that the engine stands on: all of them, here and nowhere else.
+"""All private names of Lightning and torch that the engine uses.
 
-`lightning` and `torch` have the classes and functions that are imported, `attributes` the private attributes that are
-read or replaced on their objects. `tests/engine/compat` compares all three with the installed versions and with the
-code: a release that moves one of them fails there first.
+`lightning` and `torch` import the private classes and functions; `attributes` lists the private attributes that the
+code reads or replaces on their objects. `tests/engine/compat` compares all three with the installed versions and with
+the code: a release that moves a name fails there first.
 """

@@ -1,4 +1,4 @@
-"""Private classes and functions of torch, imported when they are first asked for: some modules take a second."""
+"""Private classes and functions of torch, imported when they are first used: some modules take a second."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

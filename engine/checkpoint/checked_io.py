@@ -171,18 +171,18 @@ def resolve(path: str | os.PathLike[str]) -> tuple[AbstractFileSystem, str]:
 
     A local path does not go through fsspec, which would split it at ``::``.
     """
-    given = os.fspath(path)
-    if given.startswith("file://"):
-        given = given.removeprefix("file://")
-    elif _PROTOCOL.match(given) and "://" in given:
-        return url_to_fs(given)
-    return LocalFileSystem(), os.path.abspath(os.path.expanduser(given))
+    text = os.fspath(path)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    elif _PROTOCOL.match(text) and "://" in text:
+        return url_to_fs(text)
+    return LocalFileSystem(), os.path.abspath(os.path.expanduser(text))
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Returns the absolute form of a local path; URLs stay as they are."""
-    fs, place = resolve(path)
-    return place if isinstance(fs, LocalFileSystem) else os.fspath(path)
+    fs, fs_path = resolve(path)
+    return fs_path if isinstance(fs, LocalFileSystem) else os.fspath(path)
 
 
 def sync(path: str) -> None:

@@ -224,13 +224,17 @@ def _progress(files: Files) -> dict[str, str]:
 
 
 def _describe_state(rest: dict[str, Any], ranks: list[Any]) -> dict[str, str]:
-    ours = rest.get("polyphase", {})
+    engine_state = rest.get("polyphase", {})
     lines = {"keys": ", ".join(rest), "callbacks": ", ".join(rest.get("callbacks", {})) or "none"}
-    if "optimizers" in ours:
-        place = "between epochs" if ours["between_epochs"] else f"{ours['batches']} batch(es) of its epoch done"
-        lines["optimizers"] = ", ".join(ours["optimizers"]) or "none"
-        lines["place"] = place + (", in validation" if ours["in_validation"] else "")
-        lines["accumulation"] = str(ours["accumulate_grad_batches"])
+    if "optimizers" in engine_state:
+        position = (
+            "between epochs"
+            if engine_state["between_epochs"]
+            else f"{engine_state['batches']} batch(es) of its epoch done"
+        )
+        lines["optimizers"] = ", ".join(engine_state["optimizers"]) or "none"
+        lines["place"] = position + (", in validation" if engine_state["in_validation"] else "")
+        lines["accumulation"] = str(engine_state["accumulate_grad_batches"])
         lines.update(_trained_on(ranks))
     return lines
 
@@ -297,11 +301,11 @@ def _parent(path: str) -> str:
 
 
 def _check_exists(path: str) -> None:
-    fs, place = resolve(path)
-    if fs.exists(place):
+    fs, fs_path = resolve(path)
+    if fs.exists(fs_path):
         return
-    folder, name = os.path.split(place)
-    beside = [os.path.basename(each) for each in fs.ls(folder, detail=False)] if fs.isdir(folder) else []
+    folder, name = os.path.split(fs_path)
+    beside = [os.path.basename(entry) for entry in fs.ls(folder, detail=False)] if fs.isdir(folder) else []
     raise ValueError(f"There is nothing at {path}.{did_you_mean(name, beside, str)}")
 
 

@@ -152,13 +152,13 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the chunks of a plan, file by file, in the order of the bytes."""
-        wanted: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        requests: dict[str, list[tuple[Chunk, ReadItem]]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 raise CheckpointError(f"{item.storage_index.fqn} is no tensor: it is not read")
             chunk = self._metadata.storage_data[item.storage_index]
-            wanted.setdefault(chunk.file, []).append((chunk, item))
-        for name, items in wanted.items():
+            requests.setdefault(chunk.file, []).append((chunk, item))
+        for name, items in requests.items():
             with self._files.reading(name) as stream:
                 for chunk, item in sorted(items, key=lambda pair: pair[0].start):
                     self._read(stream, chunk, item, planner)

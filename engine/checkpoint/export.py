@@ -68,8 +68,8 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
 
 
 def _load(path: str, weights_only: bool, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
-    fs, place = resolve(path)
-    if fs.isfile(place):
+    fs, fs_path = resolve(path)
+    if fs.isfile(fs_path):
         content = whole_checkpoint(path, weights_only)
         if leave_out:  # tensors of a file may share their memory
             return {key: mapped(torch.clone, value) for key, value in content.items() if key not in leave_out}

@@ -116,7 +116,7 @@ class _Machine:
         if name == "GLOBAL":
             stack.append(_allowed(argument))
         elif name == "STACK_GLOBAL":
-            stack.append(_allowed(" ".join(_exactly(part, str) for part in self._pop(2))))
+            stack.append(_allowed(" ".join(_exactly(name_part, str) for name_part in self._pop(2))))
         elif name in ("NEWOBJ", "REDUCE"):
             called, arguments = self._pop(2)
             stack.append(_Object(_exactly(called, _Name), _exactly(arguments, tuple)))
@@ -190,8 +190,11 @@ def _index(metadata: Any) -> Index:
     for key, info in _exactly(fields["storage_data"], dict).items():
         about = _state(_exactly(key, _Key).record, f"{_META} MetadataIndex")
         offset = about.get("offset")
-        place = _state(info, "torch.distributed.checkpoint.filesystem _StorageInfo")
-        name = _exactly(place["relative_path"], str), *whole_numbers((place["offset"], place["length"]))
+        storage_info = _state(info, "torch.distributed.checkpoint.filesystem _StorageInfo")
+        name = (
+            _exactly(storage_info["relative_path"], str),
+            *whole_numbers((storage_info["offset"], storage_info["length"])),
+        )
         places[_exactly(about["fqn"], str), None if offset is None else _size(offset)] = name
     return {
         _exactly(key, str): _tensor(key, about, places)

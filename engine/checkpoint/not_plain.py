@@ -12,7 +12,7 @@ class NotPlainError(CheckpointError, pickle.UnpicklingError):
     """A checkpoint is undamaged, but opening it could run code. It derives from our error type and from torch's."""
 
     @classmethod
-    def of(cls, path: object, refused: Exception) -> "NotPlainError":
+    def for_path(cls, path: object, refused: Exception) -> "NotPlainError":
         """Returns the error for the checkpoint `path` that torch refused to open."""
         return cls(
             f"The checkpoint {path} holds objects that are no plain values: {_first_line(refused)} If you trust it,"

@@ -144,4 +144,4 @@ def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
     try:
         return torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
     except pickle.UnpicklingError as refused:
-        raise NotPlainError.of(files.url, refused) from None
+        raise NotPlainError.for_path(files.url, refused) from None

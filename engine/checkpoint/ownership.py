@@ -36,22 +36,22 @@ class PathStatus(NamedTuple):
 
 def path_status(path: str | os.PathLike[str]) -> PathStatus:
     """Returns whether `path` (local or a URL) is free, ours or foreign; unpickles and changes nothing."""
-    fs, place = resolve(path)
+    fs, fs_path = resolve(path)
     if not isinstance(fs, LocalFileSystem):
-        return _of_folder(fs, place, path) if fs.isdir(place) else _of_remote_file(fs, place)
-    if os.path.islink(place):
-        target = os.path.realpath(place)
+        return _of_folder(fs, fs_path, path) if fs.isdir(fs_path) else _of_remote_file(fs, fs_path)
+    if os.path.islink(fs_path):
+        target = os.path.realpath(fs_path)
         status = path_status(target)
         if status.kind == "foreign":
             return PathStatus("foreign", f"a link to {target}, which is {status.about}")
         return PathStatus("ours")
-    if os.path.isdir(place):
-        return _of_folder(fs, place, path)
-    if not os.path.lexists(place):
+    if os.path.isdir(fs_path):
+        return _of_folder(fs, fs_path, path)
+    if not os.path.lexists(fs_path):
         return PathStatus("free")
-    if os.path.isfile(place) and not os.path.getsize(place):
+    if os.path.isfile(fs_path) and not os.path.getsize(fs_path):
         return PathStatus("free")  # an empty file has nothing to lose
-    return PathStatus("ours") if _is_checkpoint_file(place) else PathStatus("foreign", "a file that is no checkpoint")
+    return PathStatus("ours") if _is_checkpoint_file(fs_path) else PathStatus("foreign", "a file that is no checkpoint")
 
 
 def check_may_replace(path: str | os.PathLike[str]) -> None:
@@ -68,9 +68,9 @@ def check_may_replace(path: str | os.PathLike[str]) -> None:
         )
 
 
-def _of_folder(fs: AbstractFileSystem, place: str, path: str | os.PathLike[str]) -> PathStatus:
-    fs.invalidate_cache(place)
-    entries = fs.ls(place, detail=True)
+def _of_folder(fs: AbstractFileSystem, fs_path: str, path: str | os.PathLike[str]) -> PathStatus:
+    fs.invalidate_cache(fs_path)
+    entries = fs.ls(fs_path, detail=True)
     kinds = {os.path.basename(entry["name"].rstrip("/")): _kind_of(entry) for entry in entries}
     if not kinds:
         return PathStatus("free")
@@ -94,18 +94,18 @@ def _kind_of(entry: dict[str, str]) -> str:
     return "link" if entry.get("islink") else entry["type"]
 
 
-def _of_remote_file(fs: AbstractFileSystem, place: str) -> PathStatus:
-    if not fs.exists(place):
+def _of_remote_file(fs: AbstractFileSystem, fs_path: str) -> PathStatus:
+    if not fs.exists(fs_path):
         return PathStatus("free")
-    with fs.open(place, "rb") as stream:
+    with fs.open(fs_path, "rb") as stream:
         is_ours = _has_lightnings_key(stream)
     return PathStatus("ours") if is_ours else PathStatus("foreign", "a file that is no checkpoint")
 
 
-def _is_checkpoint_file(place: str) -> bool:
-    if not os.path.isfile(place):
+def _is_checkpoint_file(fs_path: str) -> bool:
+    if not os.path.isfile(fs_path):
         return False
-    with open(place, "rb") as stream:
+    with open(fs_path, "rb") as stream:
         return _has_lightnings_key(stream)
 
 

@@ -85,7 +85,7 @@ def _age(entry: Entry) -> tuple[float, ...]:
     return (-1,) if entry.manifest is None else entry.manifest.order
 
 
-def _entry(fs: AbstractFileSystem, place: str, path: str) -> Entry:
+def _entry(fs: AbstractFileSystem, fs_path: str, path: str) -> Entry:
     if os.path.basename(path).startswith(LEFTOVERS) and (not isinstance(fs, LocalFileSystem) or is_leftover(path)):
         try:
             read_manifest(path)
@@ -96,7 +96,7 @@ def _entry(fs: AbstractFileSystem, place: str, path: str) -> Entry:
         problem = "is being saved or removed, or was when its process was killed"
         return Entry(path, "unfinished", problem=problem)
     try:
-        files = [os.path.basename(file.rstrip("/")) for file in fs.ls(place, detail=False)]
+        files = [os.path.basename(file.rstrip("/")) for file in fs.ls(fs_path, detail=False)]
         if MANIFEST in files:
             return Entry(path, "checkpoint", read_manifest(path))
     except NewerFormatError as newer:

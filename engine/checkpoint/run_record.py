@@ -50,8 +50,8 @@ def read_record(folder: str, root: str) -> RunRecord | None:
     """
     for path in _paths(folder, root):
         try:
-            fs, place = resolve(path)
-            values = json.loads(fs.cat_file(place, end=_MOST_BYTES))
+            fs, fs_path = resolve(path)
+            values = json.loads(fs.cat_file(fs_path, end=_MOST_BYTES))
             batches = values["batches"]
             for name in ("accumulate_grad_batches", "accumulation_asked", "world_size"):
                 if type(batches[name]) is not int or batches[name] < 1:
@@ -86,12 +86,12 @@ def _paths(folder: str, root: str) -> tuple[str, str]:
 
 
 def _write(path: str, content: bytes) -> None:
-    fs, place = resolve(path)
+    fs, fs_path = resolve(path)
     if not isinstance(fs, LocalFileSystem):
-        fs.pipe_file(place, content)
+        fs.pipe_file(fs_path, content)
         return
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    fresh = f"{place}.{uuid.uuid4().hex[:12]}"
+    os.makedirs(os.path.dirname(fs_path), exist_ok=True)
+    fresh = f"{fs_path}.{uuid.uuid4().hex[:12]}"
     with open(fresh, "xb") as stream:
         stream.write(content)
-    os.replace(fresh, place)
+    os.replace(fresh, fs_path)

@@ -355,8 +355,8 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
     Raises:
         CheckpointError: it is no checkpoint, damaged, or from a newer version.
     """
-    fs, place = resolve(path)
-    if fs.isfile(place):
+    fs, fs_path = resolve(path)
+    if fs.isfile(fs_path):
         return to_lightning(whole_checkpoint(os.fspath(path), weights_only))
     return to_lightning(AsyncCheckpointer().load(os.fspath(path), weights_only=weights_only, alone=True))
 

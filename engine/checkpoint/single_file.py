@@ -45,8 +45,8 @@ def is_archive(path: str | os.PathLike[str]) -> bool:
 
 def size_of(path: str | os.PathLike[str]) -> int:
     """Returns the size of a file in bytes."""
-    fs, place = resolve(path)
-    return int(fs.size(place))
+    fs, fs_path = resolve(path)
+    return int(fs.size(fs_path))
 
 
 def manifest_text(path: str | os.PathLike[str]) -> bytes | None:
@@ -129,10 +129,10 @@ def _text_in(archive: zipfile.ZipFile) -> bytes | None:
 @contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Opens a regular file; yields None for a folder, pipe or device."""
-    fs, place = resolve(path)
-    is_file = os.path.isfile(place) if isinstance(fs, LocalFileSystem) else fs.isfile(place)
+    fs, fs_path = resolve(path)
+    is_file = os.path.isfile(fs_path) if isinstance(fs, LocalFileSystem) else fs.isfile(fs_path)
     if not is_file:
         yield None
         return
-    with fs.open(place, "rb") as stream:
+    with fs.open(fs_path, "rb") as stream:
         yield stream

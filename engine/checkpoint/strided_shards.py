@@ -117,7 +117,7 @@ def _local_indices(size: int, dim: int, mesh: Any, placements: Any) -> Tensor:
         if getattr(placement, "dim", None) == dim:
             # torch: _StridedShard splits each of `split_factor` parts over the ranks of the axis.
             parts = indices.chunk(getattr(placement, "split_factor", 1))
-            splits = [part.chunk(mesh.size(axis)) for part in parts]
+            splits = [run.chunk(mesh.size(axis)) for run in parts]
             rank = mesh.get_local_rank(axis)
             indices = torch.cat([split[rank] for split in splits if rank < len(split)] or [indices[:0]])
     return indices

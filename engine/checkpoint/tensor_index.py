@@ -62,7 +62,7 @@ def index_bytes(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, 
         metadata: torch's save plan.
         places: file, first byte and number of bytes of each chunk.
     """
-    files = {name: number for number, name in enumerate(sorted({place[0] for place in places.values()}))}
+    files = {name: number for number, name in enumerate(sorted({location[0] for location in places.values()}))}
     tensors: dict[str, Any] = {}
     for key, about in metadata.state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata), "only tensors are saved"

@@ -54,23 +54,23 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
     Raises:
         NotPlainError: the file has objects that `weights_only` does not allow.
     """
-    fs, place = resolve(path)
+    fs, fs_path = resolve(path)
     try:
-        if lazily and isinstance(fs, LocalFileSystem) and not place.endswith(_NOT_OURS):
-            return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=True)
-        with fs.open(place, "rb") as stream:
+        if lazily and isinstance(fs, LocalFileSystem) and not fs_path.endswith(_NOT_OURS):
+            return torch.load(fs_path, map_location="cpu", weights_only=weights_only, mmap=True)
+        with fs.open(fs_path, "rb") as stream:
             return torch.load(stream, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as refused:
-        raise NotPlainError.of(path, refused) from None
+        raise NotPlainError.for_path(path, refused) from None
 
 
 def refusal_of(path: str) -> str | None:
     """Returns a warning if a local file opens with ``weights_only=False`` only, else None; reads no tensor."""
-    fs, place = resolve(path)
-    if not isinstance(fs, LocalFileSystem) or place.endswith(_NOT_OURS) or not is_archive(place):
+    fs, fs_path = resolve(path)
+    if not isinstance(fs, LocalFileSystem) or fs_path.endswith(_NOT_OURS) or not is_archive(fs_path):
         return None
     try:
-        torch.load(place, map_location="meta", weights_only=True, mmap=True)
+        torch.load(fs_path, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as refused:
         return not_plain(refused)
     return None
@@ -109,8 +109,8 @@ def whole_tensors(path: str) -> tuple[dict[str, Any], list[Any], dict[str, Tenso
 
 def names_in(checkpoint: dict[str, Any]) -> list[list[str]] | None:
     """Returns the parameter names of each optimizer; None if the file has no names, like a stock Lightning file."""
-    ours = checkpoint.get(OURS)
-    names = ours.get(NAMES) if isinstance(ours, dict) else None
+    engine_state = checkpoint.get(OURS)
+    names = engine_state.get(NAMES) if isinstance(engine_state, dict) else None
     return names if names is not None and len(names) == len(checkpoint.get("optimizer_states", [])) else None
 
 
@@ -141,7 +141,7 @@ def part_of(
     for key, tensor in tensors.items():
         target = template(key)
         parts[key] = target if target is not None and target.is_meta else like(target, tensor.size(), tensor.dtype)
-    _fill({key: part for key, part in parts.items() if not part.is_meta}, tensors)
+    _fill({key: tensor_part for key, tensor_part in parts.items() if not tensor_part.is_meta}, tensors)
     taken = join(mapped(torch.clone, rest), parts)
     # The state of other ranks stays lazy: it is read only where it is redistributed.
     taken[OURS]["ranks"] = [mapped(torch.clone, state) if i == rank else state for i, state in enumerate(ranks)]

@@ -35,8 +35,8 @@ def check_class_name(kind: str, name: str) -> None:
         raise ValueError(f"{name} is a module; name a class in it, as in --{kind} {name}.MyClass.")
     likely = [candidate for candidate in source.classes if classes.kind_of(candidate, source) == kind]
     hint = did_you_mean(class_name, [*likely, *source.imported], str) or did_you_mean(class_name, source.classes, str)
-    there = f" It has {', '.join(sorted(likely))}." if likely and not hint else ""
-    raise ValueError(f"module {module} has no {class_name}.{hint}{there}")
+    list_of_classes = f" It has {', '.join(sorted(likely))}." if likely and not hint else ""
+    raise ValueError(f"module {module} has no {class_name}.{hint}{list_of_classes}")
 
 
 def _check_short_name(kind: str, name: str) -> None:
@@ -44,9 +44,9 @@ def _check_short_name(kind: str, name: str) -> None:
     if name in model_names:
         return
     own = classes.own_classes(kind)
-    here = [path for path, short in own.items() if short == name]
-    if here:
-        hint = f" Did you mean --{kind} {here[0]}?"
+    paths = [path for path, short in own.items() if short == name]
+    if paths:
+        hint = f" Did you mean --{kind} {paths[0]}?"
     else:
         shown = {name: name for name in model_names} | {short: path for path, short in own.items()}
         hint = did_you_mean(name, shown, lambda near: repr(shown[near]))
@@ -61,11 +61,15 @@ def missing_module(module: str, class_name: str) -> str:
     first = module.partition(".")[0]
     if first != module and classes.find_module(first) is not None:
         return f"No module named {module!r}: there is {first!r}, but it has no such part."
-    here = [
+    similar = [
         path for kind in ("model", "data") for path, name in classes.own_classes(kind).items() if name == class_name
     ]
     near = [file.removesuffix(".py") for file in os.listdir() if file.endswith(".py") or os.path.isdir(file)]
-    hint = f" Did you mean {here[0]}?" if here else did_you_mean(first, near, lambda n: f"{n}.{class_name or 'Class'}")
+    hint = (
+        f" Did you mean {similar[0]}?"
+        if similar
+        else did_you_mean(first, near, lambda n: f"{n}.{class_name or 'Class'}")
+    )
     return f"No module named {module!r} in {os.getcwd()} or among what is installed.{hint}"
 
 
@@ -75,8 +79,8 @@ def missing_module(module: str, class_name: str) -> str:
 def no_argument(class_name: str, name: str, names: Sequence[str]) -> str:
     """Returns the message about an argument that a class does not have."""
     hint = did_you_mean(name, names)
-    there = "" if hint else f" It has {', '.join(names[:12])}." if names else " It has no arguments."
-    return f"{class_name} has no {name!r}.{hint}{there}"
+    list_of_arguments = "" if hint else f" It has {', '.join(names[:12])}." if names else " It has no arguments."
+    return f"{class_name} has no {name!r}.{hint}{list_of_arguments}"
 
 
 def check_argument(class_path: str, key: str, value: str | None) -> None:

@@ -153,7 +153,7 @@ def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
     """Returns the classes in the files of a folder and its subfolders: import path by ``"module.Class"``."""
     root = Path(folder or os.getcwd())
     files = [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]
-    own: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for path in files[:_MOST_FILES]:
         parts = path.relative_to(root).with_suffix("").parts
         if any(part in _SKIPPED or part.startswith((".", "test_")) or not part.isidentifier() for part in parts):
@@ -161,8 +161,8 @@ def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
         source = read(str(path))
         for name in source.classes if source else ():
             if kind_of(name, source) == kind:  # type: ignore[arg-type]
-                own[".".join([*(part for part in parts if part != "__init__"), name])] = name
-    return own
+                paths[".".join([*(part for part in parts if part != "__init__"), name])] = name
+    return paths
 
 
 def class_arguments(name: str, source: Source, depth: int = 6) -> dict[str, str] | None:

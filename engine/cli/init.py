@@ -35,9 +35,9 @@ def main(words: Sequence[str]) -> int:
     if len(words) > 1 or words[0].startswith("-"):
         exit_with(f"init takes the name of one folder, but got {' '.join(words)}. See polyphase init --help.")
     folder = Path(words[0])
-    there = [name for name in FILES if os.path.lexists(folder / name)]
-    if there:
-        exit_with(f"init: {folder} has {', '.join(there)} already, and nothing is overwritten. Name another folder.")
+    existing = [name for name in FILES if os.path.lexists(folder / name)]
+    if existing:
+        exit_with(f"init: {folder} has {', '.join(existing)} already, and nothing is overwritten. Name another folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:

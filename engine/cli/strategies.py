@@ -153,7 +153,7 @@ def _about_compression(name: str) -> Iterator[str]:
     row = HOOKS[name]
     yield f"--compression {name}"
     yield from _field("what it is", row.description)
-    can = [strategy for strategy, one in STRATEGIES.items() if name in one.compressions]
+    can = [strategy for strategy, spec in STRATEGIES.items() if name in spec.compressions]
     yield from _field("strategies", ", ".join(can))
     if row.takes_dtype:
         yield from _field("16 bit", f"{name}+fp16 and {name}+bf16 send its numbers in 16 bit")

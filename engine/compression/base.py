@@ -62,7 +62,7 @@ class CommHook(ABC):
         self.wire: CountingGroup | None = None
         self.bucket_times: list[tuple[int, Any, Any]] | None = None
         self.send_dtype: torch.dtype | None = None
-        self.of = "gradient"
+        self.quantity = "gradient"
         """The kind of values that are averaged: ``"gradient"``, or ``"change"`` of weights."""
         self.is_checked = False
         """Whether `check` was called for the module that is trained."""
@@ -108,8 +108,8 @@ class CommHook(ABC):
                     " works on real floating-point gradients. Keep real and imaginary parts as two parameters, or set"
                     " compression='none'."
                 )
-        for name, part in module.named_modules():
-            if getattr(part, "sparse", False) is True and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+        for name, submodule in module.named_modules():
+            if getattr(submodule, "sparse", False) is True and isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
                 raise ValueError(
                     f"compression {self.flag!r} can't send the sparse gradient of {name!r}: set sparse=False there, or"
                     " compression='none'."
@@ -212,15 +212,15 @@ class CommHook(ABC):
         culprits = [(*worst, rank) for rank, worst in worst_by_rank if worst is not None]
         if not culprits:
             raise NonFiniteGradientError(
-                f"compression {self.flag!r}: an average of {self.of}s overflowed at step {self.step}, though each"
-                f" rank's own {self.of}s were finite. float16 ends at 65504: choose bf16, or a smaller loss."
+                f"compression {self.flag!r}: an average of {self.quantity}s overflowed at step {self.step}, though each"
+                f" rank's own {self.quantity}s were finite. float16 ends at 65504: choose bf16, or a smaller loss."
             )
         step, name, rank = min(culprits, key=lambda culprit: culprit[0])
         num_others = sum(other[0] == step for other in culprits) - 1
         others = f" (and of {num_others} more rank(s))" if num_others else ""
         raise NonFiniteGradientError(
-            f"the {self.of} of {name!r} on rank {rank} was infinite or NaN at step {step}{others}. Training stops,"
-            f" since compression {self.flag!r} averages it into all ranks' weights and memory. Frequent causes are a"
+            f"the {self.quantity} of {name!r} on rank {rank} was infinite or NaN at step {step}{others}. Training"
+            f" stops, since compression {self.flag!r} averages it into all ranks' weights and state. Frequent causes: a"
             " learning rate that is too high, a logarithm of zero, a division by zero, or a sample that is not finite."
         )
 
@@ -249,7 +249,7 @@ class CommHook(ABC):
         """
         self.raise_if_bad()
         memories = {name: memory.state_dict() for name, memory in self.memories().items()}
-        return {"flag": self.flag, "step": self.step, "of": self.of, **memories}
+        return {"flag": self.flag, "step": self.step, "of": self.quantity, **memories}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a `state_dict`, also of another method; ``"residuals"`` are those of this rank."""

@@ -54,8 +54,8 @@ class Bucket:
             run.append(member)
             numel += member.numel
             if numel >= least_numel or position == len(self.members):
-                place = slice(start, start + numel)
-                yield place, Bucket(self.index, self.gradients[place], tuple(run))
+                span = slice(start, start + numel)
+                yield span, Bucket(self.index, self.gradients[span], tuple(run))
                 start, numel, run = start + numel, 0, []
 
     @property

@@ -50,7 +50,7 @@ class ErrorFeedbackHook(CommHook):
         if not self.feedback:
             self.exchange(bucket.gradients.clone(), bucket, wire)
             return
-        residual, total = self._residuals.of(bucket), self._residuals.stage(bucket)
+        residual, total = self._residuals.values_of(bucket), self._residuals.stage(bucket)
         if not self.finds_unused:
             self._exchange(residual, total, bucket, wire)
             return

@@ -70,12 +70,12 @@ def measure_links(wire: CountingGroup, device: torch.device) -> dict[str, Link]:
         num_messages = 1 if num_bytes == _SMALL_BYTES else _NUM_TOGETHER
         n = max(1, num_bytes // (num_messages * num_rows))
         parts = [torch.zeros(num_rows, n, dtype=torch.uint8, device=device) for _ in range(num_messages)]
-        for receive in [start(part) for part in parts]:
+        for receive in [start(payload) for payload in parts]:
             receive()
 
     collectives: dict[str, Callable[[int], Tensor | None]] = {
         "all_reduce": lambda n: wire.all_reduce(torch.zeros(n // 4, device=device)),
-        "all_gather": lambda n: send(lambda part: wire.start_all_gather(part.view(-1)), 1, n),
+        "all_gather": lambda n: send(lambda payload: wire.start_all_gather(payload.view(-1)), 1, n),
         "all_to_all": lambda n: send(wire.start_all_to_all, wire.size, n),
     }
     links = {}

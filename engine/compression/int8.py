@@ -47,18 +47,18 @@ class _Piece(NamedTuple):
     def rows(self, flat: Tensor) -> Tensor:
         """Returns the values for each rank [W, n]: a view for one parameter without padding, else a copy."""
         rows = []
-        for place, size in zip(self.places, self.sizes, strict=True):
-            missing = self.num_ranks * size - (place.stop - place.start)
-            part = functional.pad(flat[place], (0, missing)) if missing else flat[place]
-            rows.append(part.view(self.num_ranks, size))
+        for position, size in zip(self.places, self.sizes, strict=True):
+            missing = self.num_ranks * size - (position.stop - position.start)
+            values = functional.pad(flat[position], (0, missing)) if missing else flat[position]
+            rows.append(values.view(self.num_ranks, size))
         return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
     def put(self, rows: Tensor, flat: Tensor) -> None:
         """Writes the result of `rows` back to `flat`, if it is a copy."""
         if rows.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
             return
-        for place, part in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
-            flat[place] = part.reshape(-1)[: place.stop - place.start]
+        for position, values in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
+            flat[position] = values.reshape(-1)[: position.stop - position.start]
 
     def noise(self, noise: "Noise") -> "Noise":
         """Returns the noise of each block; for each parameter it is the same, however parameters are grouped."""
@@ -97,7 +97,7 @@ class Int8(ErrorFeedbackHook):
 
     def exchange(self, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
         """See the phases above."""
-        runs = [(total[place], run, self._pieces(run, wire.size)) for place, run in bucket.cut(_RUN)]
+        runs = [(total[position], run, self._pieces(run, wire.size)) for position, run in bucket.cut(_RUN)]
         num_blocks = total.numel() // self.block + 1  # of a parameter, at most
         noise, owners_noise = (self._noise(total.device, stream, num_blocks) for stream in (wire.rank, wire.size))
         # Phases 1 and 2, one run of parameters after the other; each is sent while the next one is quantised.

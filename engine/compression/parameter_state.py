@@ -17,8 +17,8 @@ __all__ = ["ParameterState"]
 class ParameterState:
     """One flat tensor for each bucket, with a part for each member.
 
-    A method reads `of(bucket)` and writes to `stage(bucket)`. With `in_two_phases`, `stage` returns a second tensor,
-    which replaces the first one when the step is committed; otherwise both are the same tensor.
+    A method reads `values_of(bucket)` and writes to `stage(bucket)`. With `in_two_phases`, `stage` returns a second
+    tensor, which replaces the first one when the step is committed; otherwise both are the same tensor.
 
     Args:
         sizes: returns the number of values for each member of a bucket, in storage order.
@@ -40,7 +40,7 @@ class ParameterState:
         self._members: dict[int, tuple[ParamSlice, ...]] = {}
         self._waiting: dict[str, Tensor] = {}  # parts of parameters whose bucket was not seen yet
 
-    def of(self, bucket: Bucket) -> Tensor:
+    def values_of(self, bucket: Bucket) -> Tensor:
         """Returns the kept values of the members of `bucket`, as one flat tensor."""
         index = bucket.index
         if index in self._written:
@@ -50,7 +50,7 @@ class ParameterState:
         return self._tensors[index]
 
     def stage(self, bucket: Bucket) -> Tensor:
-        """Returns the tensor to which to write the next values of `bucket`; call `of` first."""
+        """Returns the tensor to which to write the next values of `bucket`; call `values_of` first."""
         index = bucket.index
         if not self.in_two_phases:
             return self._tensors[index]

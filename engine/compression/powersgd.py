@@ -69,7 +69,7 @@ class PowerSGD(ErrorFeedbackHook):
         averages = dict(zip(bucket.members, bucket.gradients.split(bucket.numels), strict=True))
         groups = self._groups(bucket)
         vectors = [member for member in bucket.members if not self._is_matrix(member)]
-        factors, new_factors = self._factors.of(bucket), self._factors.stage(bucket)
+        factors, new_factors = self._factors.values_of(bucket), self._factors.stage(bucket)
         # Phase 1. Thin factors are stored by rows: products are then several times faster than with columns.
         shapes = [(len(group), rank, columns) for (_, columns, rank), group in groups.items()]
         bases = [_orthonormal(q) for q in _batches(factors, shapes)]

@@ -43,10 +43,10 @@ def _whole(residuals: list[Any], shape: torch.Size, shards: int) -> Tensor:
     rows = shape[0] if shape else 1
     parts = []
     for shard in range(shards):
-        there = [residual.flatten() for residual in residuals[shard::shards] if residual is not None]
+        replicas = [residual.flatten() for residual in residuals[shard::shards] if residual is not None]
         width = shape.numel() // max(rows, 1)
         num_replicas = len(residuals) // shards
-        parts.append(sum(there) / num_replicas if there else torch.zeros(-(-rows // shards) * width))
+        parts.append(sum(replicas) / num_replicas if replicas else torch.zeros(-(-rows // shards) * width))
     return torch.cat(parts)[: shape.numel()].view(rows, -1)
 
 

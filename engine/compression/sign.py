@@ -43,7 +43,7 @@ class Sign(ErrorFeedbackHook):
     def exchange(self, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
         """See the phases above."""
         # Phases 1 and 2, one run of parameters after the other; each is sent while the next one is packed.
-        runs = [(total[place], run) for place, run in bucket.cut(_RUN)]
+        runs = [(total[position], run) for position, run in bucket.cut(_RUN)]
         pending = [wire.start_all_gather(_packed(_parts(values, run))) for values, run in runs]
         # Phase 3.
         for (values, run), receive in zip(runs, pending, strict=True):

@@ -49,8 +49,8 @@ class TopK(ErrorFeedbackHook):
         """See the phases above."""
         # Phases 1 and 2, one run of parameters after the other; each is sent while the next one is searched.
         pending = []
-        for place, run in bucket.cut(_RUN):
-            run_total = total[place]
+        for position, run in bucket.cut(_RUN):
+            run_total = total[position]
             whole, chosen = self._places(run_total, run)
             places = torch.cat([whole, chosen])
             exact = run_total[places]

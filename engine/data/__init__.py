@@ -1,4 +1,4 @@
-"""The order of samples: it is the user's, shared among the ranks; and the position of a run in it."""
+"""The order of samples, which is the user's and is split over the ranks; and the position of a run in it."""
 
 from .batch_size_flags import check_batch_sizes, check_loader
 from .clone_loader import clone_loader

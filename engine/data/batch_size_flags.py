@@ -48,37 +48,37 @@ def check_batch_sizes(
 
 
 def check_loader(loader: Any, global_batch_size: int, micro_batch_size: int | str | None) -> None:
-    """Checks that global batches can be made of what `loader` yields.
+    """Checks that global batches can be made of the batches of `loader`.
 
     Raises:
-        ValueError: they can't; says what to change.
+        ValueError: they can't; the message says what to change.
     """
-    given = f"global_batch_size={global_batch_size}"
+    flag = f"global_batch_size={global_batch_size}"
     if not isinstance(loader, DataLoader):
         raise ValueError(
-            f"{given} needs a DataLoader to take the samples from, but training data is a {type(loader).__name__}: give"
+            f"{flag} needs a DataLoader to take the samples from, but training data is a {type(loader).__name__}: give"
             " a DataLoader, or set the batch size yourself and leave the flag out."
         )
     if has_iterable_dataset(loader) or sized_len(loader.dataset) is None:
         raise ValueError(
-            f"{given} needs a data set whose samples can be chosen by index, but {type(loader.dataset).__name__} is a"
+            f"{flag} needs a data set whose samples can be chosen by index, but {type(loader.dataset).__name__} is a"
             " stream: leave the flag out, and set batch_size and accumulate_grad_batches for the number of ranks; a"
             " `training_step` that returns a weight beside its loss makes all samples count equally."
         )
     if loader.batch_sampler is None:
         raise ValueError(
-            f"{given} can't be made of a DataLoader with batch_size=None, whose samples may be batches already: give it"
+            f"{flag} can't be made of a DataLoader with batch_size=None, whose samples may be batches already: give it"
             " a batch_size, or leave the flag out and return a weight from `training_step`."
         )
     order = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if any(hasattr(sampler, "num_replicas") for sampler in (order, loader.batch_sampler)):
         raise ValueError(
-            f"{given} and the DataLoader's own {type(order).__name__} would both deal samples to the ranks:"
+            f"{flag} and the DataLoader's own {type(order).__name__} would both split the samples over the ranks:"
             " leave the sampler out (use shuffle=True), or the flag."
         )
     size = getattr(loader.batch_sampler, "batch_size", None)
     if micro_batch_size is None and isinstance(size, int) and size > global_batch_size:
         raise ValueError(
-            f"the DataLoader's batch_size={size} is larger than {given}: one rank alone would have more samples than"
+            f"the DataLoader's batch_size={size} is larger than {flag}: one rank alone would have more samples than"
             " all of them together. Make it smaller; it is the largest micro-batch."
         )

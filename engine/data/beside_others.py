@@ -1,18 +1,18 @@
-"""The error of a training loader that is read side by side with others, and of which the ranks have uneven shares."""
+"""The error of a training loader that is read side by side with others, if the ranks' shares of it are uneven."""
 
 __all__ = ["SHARE_EVENLY", "not_beside_others"]
 
 SHARE_EVENLY = "Give each rank as much of it, or set uneven='drop' and this loader's drop_last=True"
-"""The remedy for a stream, or for samplers of each rank's own."""
+"""The remedy for a stream, or for separate samplers of the ranks."""
 
 
 def not_beside_others(name: str, what: str, remedy: str) -> ValueError:
-    """Returns the error of a loader that is read side by side with others, and of which the ranks have uneven shares.
+    """Returns the error of a loader that is read side by side with others, if the ranks' shares of it are uneven.
 
     Args:
-        name: of the loader, the subject of the message.
-        what: its verb and object.
-        remedy: what to do.
+        name: name of the loader, the subject of the message.
+        what: verb and object of the message.
+        remedy: advice at the end of the message.
     """
     return ValueError(
         f"{name} is read side by side with others, and {what}, which the ranks can't share evenly. A step has one loss"

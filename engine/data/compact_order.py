@@ -69,7 +69,7 @@ class CompactOrder:
 
 def _kind_of(items: list[Any]) -> _Kind:
     are_lists = set(map(type, items)) == {list}
-    numbers: Iterable[Any] = [number for each in items for number in each] if are_lists else items
+    numbers: Iterable[Any] = [number for item in items for number in item] if are_lists else items
     kinds = set(map(type, numbers)) or {int}
     kind = kinds.pop()
     if kinds or not _is_kept(kind, numbers) or (kind is int and not are_lists):
@@ -79,5 +79,7 @@ def _kind_of(items: list[Any]) -> _Kind:
 
 def _is_kept(kind: type, numbers: Iterable[Any]) -> bool:
     if kind is torch.Tensor:
-        return all(each.dtype is torch.int64 and each.dim() == 0 and each.device.type == "cpu" for each in numbers)
+        return all(
+            number.dtype is torch.int64 and number.dim() == 0 and number.device.type == "cpu" for number in numbers
+        )
     return kind is int or (issubclass(kind, np.integer) and kind is not np.uint64)

@@ -28,5 +28,5 @@ def set_epoch(dataset: Any, epoch: int | None) -> None:
     except AttributeError:  # a property that something else decides
         raise ValueError(
             f"{type(dataset).__name__}.epoch was {epoch} when the checkpoint was saved, and can't be set to it now:"
-            " give the data set a `set_epoch(epoch)`, or load the weights alone to begin an epoch."
+            " give the data set a `set_epoch(epoch)`, or load only the weights to begin an epoch."
         ) from None

@@ -1,7 +1,7 @@
-"""Draws the order of one pass over a sampler as a stock loader does, keeps it, and draws it again in a resumed run.
+"""Draws the order of one pass over a sampler like a stock loader, keeps it, and draws it again in a resumed run.
 
-A sampler draws from a generator of its own, or from the global ones. Another run needs only their states right before a
-pass to draw the same order: `DrawnOrder.before`, which is in checkpoints, and which rank 0 broadcasts.
+A sampler draws from its own generator, or from the global ones. Another run needs only their states right before a pass
+to draw the same order: `DrawnOrder.before`, which checkpoints contain, and which rank 0 broadcasts.
 """
 
 import inspect
@@ -35,7 +35,7 @@ __all__ = [
 
 _IN_ORDER = (SequentialSampler, list, tuple, range)
 _FIXED = (SequentialSampler, tuple, range)
-"""Their order is known when a pass begins: it does not matter when it is read."""
+"""Samplers whose order is known when a pass begins: it does not matter when it is read."""
 _TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -49,7 +49,7 @@ def draws_at_once(users: Any, sampler: Any) -> bool:
             draw nothing before the first item; those of torchdata are not.
         sampler: the sampler in it that draws the order.
     """
-    return all(not inspect.isgeneratorfunction(type(each).__iter__) for each in (users, sampler))
+    return all(not inspect.isgeneratorfunction(type(source).__iter__) for source in (users, sampler))
 
 
 def generator_of(sampler: Any) -> torch.Generator | None:
@@ -125,15 +125,17 @@ def preserve_generators(sampler: Any) -> Iterator[None]:
 
 
 def restore_sampler(sampler: Any, num_passes: int, state: Any) -> None:
-    """Brings a new sampler to the state that it had after a number of passes.
+    """Sets a new sampler to the state that it had after a number of passes.
 
     Args:
         sampler: the new sampler.
         num_passes: number of passes; a sampler of the user's without a state or generator repeats them.
         state: the `state_of` the sampler then.
     """
-    own = generator_of(sampler) is not None or hasattr(sampler, "load_state_dict") or hasattr(sampler, "set_epoch")
-    if num_passes and not own and type(sampler) not in _IN_ORDER and not _is_torchs(sampler):
+    has_state = (
+        generator_of(sampler) is not None or hasattr(sampler, "load_state_dict") or hasattr(sampler, "set_epoch")
+    )
+    if num_passes and not has_state and type(sampler) not in _IN_ORDER and not _is_torchs(sampler):
         everything = get_random_state()
         for _ in range(num_passes):
             indices = iter(sampler)
@@ -174,7 +176,7 @@ class OrderRecord:
         are_integers = isinstance(items, array) or set(map(type, items)) <= {int}
         if not len(self.order):
             if isinstance(items, array):
-                self.order = items  # not copied: a permutation of all samples is large, and there is no other owner
+                self.order = items  # not copied: a permutation of all samples is large, and nothing else owns it
                 return
             self.order = array("q") if are_integers else CompactOrder()
         fits = self.order.fits(items) if isinstance(self.order, CompactOrder) else are_integers
@@ -187,7 +189,7 @@ class OrderRecord:
         at, crc = self._digested if self._digested[0] <= position else (0, 0)
         for start in range(at, position, _BLOCK):
             block = self.order[start : min(start + _BLOCK, position)]
-            if isinstance(block, array):  # as 8 bytes a number, whatever the array has: checkpoints compare it
+            if isinstance(block, array):  # as 8 bytes a number, whatever the dtype of the array: checkpoints compare it
                 crc = zlib.crc32(np.asarray(block).astype(np.int64, copy=False).tobytes(), crc)
             else:
                 crc = zlib.crc32("".join(map(repr, block)).encode(), crc)
@@ -286,7 +288,7 @@ class DrawnOrder(OrderRecord):
         items = list(self.up_to(self.at + size)[self.at : self.at + size])
         self.at += len(items)
         if len(items) < size and self._blocks is not None:
-            self._blocks(1)  # a reader that asks for more comes to the end, where a sampler may draw once more
+            self._blocks(1)  # a reader that asks for more reaches the end, where a sampler may draw once more
         return items
 
     def go_on(self) -> None:
@@ -310,21 +312,21 @@ class DrawnOrder(OrderRecord):
 
     def _pull(self, end: int) -> None:
         assert self._blocks is not None
-        # Read ahead where nobody can tell, which takes far less time than batch by batch.
+        # Read ahead if nothing can notice it, which is much faster than batch by batch.
         least = _BLOCK if type(self.sampler) in _FIXED else 0
         while len(self.order) < end and (block := self._blocks(max(least, min(end - len(self.order), _BLOCK)))):
             self.add(block)
 
     @contextmanager
     def _generators(self) -> Iterator[None]:
-        here = state_before(self.sampler)
+        states = state_before(self.sampler)
         if self.before is None:
-            has_none = here["global"] is None and here["sampler"] is None
-            self.before = here if self._broadcast is None or has_none else self._broadcast(here)
-        is_own = is_same_state(self.before["global"], here["global"])
+            has_none = states["global"] is None and states["sampler"] is None
+            self.before = states if self._broadcast is None or has_none else self._broadcast(states)
+        is_own = is_same_state(self.before["global"], states["global"])
         if not is_own:
             _set_global(self.before["global"])
-        if not is_own or not is_same_state(self.before["sampler"], here["sampler"]):
+        if not is_own or not is_same_state(self.before["sampler"], states["sampler"]):
             _set_state(self.sampler, self.before["sampler"])
         try:
             yield
@@ -332,7 +334,7 @@ class DrawnOrder(OrderRecord):
             # Ranks whose generators agree with rank 0's advance as it does; those of the others are restored.
             if not is_own:
                 self._global_after = _global_state(self.sampler)
-                _set_global(here["global"])
+                _set_global(states["global"])
             self._after = state_of(self.sampler) if self._is_again else None
 
 

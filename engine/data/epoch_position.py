@@ -36,10 +36,10 @@ def controlling_sampler(loader: DataLoader) -> Any:
 
 
 def tell_batch_sampler(loader: Any, epoch: int) -> None:
-    """Sets the epoch of a loader's batch sampler that is the user's own and has `set_epoch`.
+    """Sets the epoch of a user's batch sampler that has `set_epoch`.
 
-    Lightning sets it on a loader's sampler, and on the sampler within a batch sampler, but not on the batch sampler,
-    which has it from a `GlobalOrder` where there are several ranks.
+    Lightning sets it on a loader's sampler, and on the sampler within a batch sampler, but not on the batch sampler.
+    With several ranks, a `GlobalOrder` sets it.
     """
     if not isinstance(loader, DataLoader) or order_of(loader) is not None or _unit(loader) != "batches":
         return
@@ -75,7 +75,7 @@ class EpochPosition:
 
     loader: DataLoader
     world_size: int
-    """Number of ranks that share the loader's order; 1 where each rank has a sampler of its own."""
+    """Number of ranks that share the loader's order; 1 if each rank has its own sampler."""
     position: int = 0
     """The position in the epoch's order at which this run began."""
     batches: int = 0
@@ -98,19 +98,18 @@ class EpochPosition:
         """
         order, position = order_of(loader), state["position"]
         assert order is not None
-        place = cls(loader, world_size, position, ledger=state["ledger"], began_again=state["began_again"])
+        resumed_position = cls(loader, world_size, position, ledger=state["ledger"], began_again=state["began_again"])
         order.resume(state["epoch"], position, 0, state["order"])
-        place.count(place._batches_before(position))
-        found = _unit(loader), len(order.sampler)  # type: ignore[arg-type]
-        if position and (found != (state["unit"], state["length"]) or not _is_same(order, state)):
+        resumed_position.count(resumed_position._batches_before(position))
+        unit, length = _unit(loader), len(order.sampler)  # type: ignore[arg-type]
+        if position and ((unit, length) != (state["unit"], state["length"]) or not _is_same(order, state)):
             raise ValueError(
                 f"The checkpoint was saved after {position} of {state['length']} {state['unit']} of the epoch, which"
-                f" this run's DataLoader, of {found[1]} {found[0]}, does not yield in the same order: use the same"
-                " data, the same seed (seed_everything) and the same sampler; a sampler of your own that draws from a"
-                " generator needs `state_dict` and `load_state_dict`. To begin an epoch instead, load the weights"
-                " alone."
+                f" this run's DataLoader, of {length} {unit}, does not yield in the same order: use the same data, the"
+                " same seed (seed_everything) and the same sampler; your own sampler, if it draws from a generator,"
+                " needs `state_dict` and `load_state_dict`. To begin an epoch instead, load only the weights."
             )
-        return place
+        return resumed_position
 
     @property
     def _dealt(self) -> GlobalBatches | None:

@@ -213,8 +213,8 @@ class GlobalOrder(DistributedSamplerWrapper):
         for first in range(at, at + num_rounds * num_ranks, num_ranks):
             sizes = [len(batch) for batch in order[first : first + num_ranks]]
             if len(set(sizes)) > 1:
-                what = f"has batches of {sizes} samples for a step"
-                raise not_beside_others(name, what, "Give it a batch sampler with batches of one size, or none")
+                problem = f"has batches of {sizes} samples for a step"
+                raise not_beside_others(name, problem, "Give it a batch sampler with batches of one size, or none")
 
     def _first(self, drawing: DrawnOrder, index: int) -> Any:
         return drawing.order[index % len(drawing.order)]

@@ -50,10 +50,14 @@ class OwnGenerators:
 
     def find(self) -> dict[str, Any]:
         """Returns the generators, by the path of attributes to them."""
-        if self._found is None or any(self._empty) or not all(known.is_unchanged() for known in self._containers):
+        if (
+            self._found is None
+            or any(self._empty)
+            or not all(container.is_unchanged() for container in self._containers)
+        ):
             self._found, containers = _search(self.data)
-            self._empty = [known.owner for known in containers if known.is_empty]
-            self._containers = [known for known in containers if not known.is_empty]
+            self._empty = [container.owner for container in containers if container.is_empty]
+            self._containers = [container for container in containers if not container.is_empty]
         return self._found
 
     def states(self) -> dict[str, Any]:
@@ -67,7 +71,7 @@ class OwnGenerators:
 
 def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":
     """Returns the generators by path, and the searched objects that may change."""
-    found: dict[str, Any] = {}
+    generators: dict[str, Any] = {}
     containers: list[_Container] = []
     seen: set[int] = set()
     waiting, samples = deque([("", data)]), deque[tuple[str, Any]]()
@@ -78,14 +82,14 @@ def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":
             continue
         seen.add(id(value))
         if isinstance(value, _KINDS):
-            found[path.lstrip(".")] = value
+            generators[path.lstrip(".")] = value
             continue
-        parts = [(name, part) for name, part in _parts(value) if not isinstance(part, _PLAIN)]
+        parts = [(name, member) for name, member in _parts(value) if not isinstance(member, _PLAIN)]
         if (parts or not is_sample) and (read := _reader(value)) is not None:
             containers.append(_Container(value, read))
         are_samples = isinstance(value, (list, tuple, dict)) and len(value) > _MANY
-        (samples if are_samples else waiting).extend((f"{path}.{name}", part) for name, part in parts)
-    return found, containers
+        (samples if are_samples else waiting).extend((f"{path}.{name}", member) for name, member in parts)
+    return generators, containers
 
 
 class _Container:
@@ -151,8 +155,8 @@ def _of_closure(value: Any) -> tuple[Sequence[Any], list[Any]]:
 
 
 def _of_object(value: Any) -> tuple[Sequence[Any], list[Any]]:
-    own = vars(value)
-    return list(own), list(own.values())
+    attributes = vars(value)
+    return list(attributes), list(attributes.values())
 
 
 def own_generators(data: Any) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def own_generators(data: Any) -> dict[str, Any]:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
-        yield from ((str(i), part) for i, part in enumerate(value[:_MOST]))
+        yield from ((str(i), item) for i, item in enumerate(value[:_MOST]))
     elif isinstance(value, dict):
         yield from ((str(name), value[name]) for name in list(islice(value, _MOST)))
     elif isinstance(value, functools.partial):
@@ -171,8 +175,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "__self__", owner
     elif callable(value) and getattr(value, "__closure__", None):
         yield from zip(value.__code__.co_freevars, map(_content, value.__closure__), strict=True)
-    elif "_ex_iterable" not in (own := getattr(value, "__dict__", {})):  # Hugging Face's copy theirs for each epoch
-        yield from list(own.items())
+    # Hugging Face's data sets copy their generators for each epoch.
+    elif "_ex_iterable" not in (attributes := getattr(value, "__dict__", {})):
+        yield from list(attributes.items())
 
 
 def _content(cell: Any) -> Any:
@@ -244,14 +249,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "values": value.tolist()}
     if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _arrays(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"dtype", "values"}:
         return np.array(value["values"], dtype=value["dtype"])
-    return {name: _arrays(part) for name, part in value.items()} if isinstance(value, dict) else value
+    return {name: _arrays(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def set_state_here(data: Any, state: dict[str, Any]) -> None:

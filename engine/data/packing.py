@@ -36,11 +36,11 @@ class PackSequences:
 
     Args:
         length: tokens of a row.
-        pad_token_id: token of what no sequence fills.
+        pad_token_id: token for the places that no sequence fills.
 
     Raises:
         ValueError: `length` is no positive number, or (when called) a sample is empty, too long or padded, or has
-            labels of another length, or has what can't be packed.
+            labels of another length, or has columns that can't be packed.
     """
 
     def __init__(self, length: int, *, pad_token_id: int = 0) -> None:
@@ -71,8 +71,8 @@ class PackSequences:
         """Returns tokens and labels of a sample, with the first label masked."""
         if foreign := sorted(sample.keys() - {"input_ids", "labels", "attention_mask"}):
             raise ValueError(
-                f"a sample has {', '.join(foreign)}, which can't be packed: give samples of input_ids, labels and"
-                " attention_mask alone, say by removing the data set's other columns."
+                f"a sample has {', '.join(foreign)}, which can't be packed: give samples of only input_ids, labels and"
+                " attention_mask, for example by removing the data set's other columns."
             )
         tokens = torch.as_tensor(sample["input_ids"], dtype=torch.int64)
         labels = torch.as_tensor(sample.get("labels", tokens), dtype=torch.int64).clone()
@@ -84,7 +84,7 @@ class PackSequences:
         if len(labels) != len(tokens):
             raise ValueError(f"a sample has {len(tokens)} input_ids and {len(labels)} labels: give as many of both.")
         if "attention_mask" in sample and not torch.as_tensor(sample["attention_mask"]).bool().all():
-            raise ValueError("a sample has an attention_mask with zeros: tokenise without padding what is packed.")
+            raise ValueError("a sample has an attention_mask with zeros: tokenise without padding.")
         labels[0] = IGNORED
         return tokens, labels
 

@@ -48,7 +48,7 @@ class PassDraws:
             rank_zero_warn(
                 f"{type(self._dataset).__name__} has no `state_dict`, and was read again up to its place. It draws"
                 " random numbers from global generators between its samples, and so does the training: if they decide"
-                " which samples come, other ones come now. Give it a generator of its own, a `state_dict` and"
+                " which samples come, the samples differ now. Give it its own generator, a `state_dict` and"
                 " `load_state_dict`, or num_workers=1."
             )
         return is_other

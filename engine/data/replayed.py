@@ -40,29 +40,31 @@ def reread_if_buffered(loader: DataLoader) -> DataLoader:
 def loses_its_buffer(dataset: Any) -> bool:
     """Whether the state of a data set leaves out the examples in a shuffle buffer."""
     # Hugging Face: BufferShuffledExamplesIterable
-    names = {cls.__name__ for part in iterables_of(dataset) for cls in type(part).__mro__}
+    names = {cls.__name__ for iterable in iterables_of(dataset) for cls in type(iterable).__mro__}
     return is_stateful(dataset) and "BufferShuffledExamplesIterable" in names
 
 
 def digest_of_generators(dataset: Any) -> int | None:
     """Returns a checksum of the generators that draw the order of a Hugging Face data set; None without any."""
-    values = [value for part in iterables_of(dataset) for value in vars(part).values()]
+    values = [value for iterable in iterables_of(dataset) for value in vars(iterable).values()]
     states = [repr(value.bit_generator.state) for value in values if isinstance(value, np.random.Generator)]
     return zlib.crc32("".join(states).encode()) if states else None
 
 
 def iterables_of(dataset: Any) -> list[Any]:
     """Returns the iterables that a Hugging Face data set consists of, also if it is within another data set."""
-    found: dict[int, Any] = {}
+    iterables: dict[int, Any] = {}
     waiting = [(dataset, False)]
     while waiting:
-        part, is_iterable = waiting.pop()
-        if id(part) in found or not hasattr(part, "__dict__"):
+        candidate, is_iterable = waiting.pop()
+        if id(candidate) in iterables or not hasattr(candidate, "__dict__"):
             continue
-        found[id(part)] = part if is_iterable else None
-        own = vars(part)
-        waiting += [(value, False) for value in own.values() if isinstance(value, IterableDataset)]
+        iterables[id(candidate)] = candidate if is_iterable else None
+        attributes = vars(candidate)
+        waiting += [(value, False) for value in attributes.values() if isinstance(value, IterableDataset)]
         # Hugging Face: what its data sets, and its examples iterables, read from.
-        inner = [own[name] for name in ("_ex_iterable", "ex_iterable") if name in own] + [*own.get("ex_iterables", ())]
+        inner = [attributes[name] for name in ("_ex_iterable", "ex_iterable") if name in attributes] + [
+            *attributes.get("ex_iterables", ())
+        ]
         waiting += [(value, True) for value in inner]
-    return [part for part in found.values() if part is not None]
+    return [candidate for candidate in iterables.values() if candidate is not None]

@@ -73,7 +73,7 @@ class SeededSamples:
 def _numbers(index: Any) -> tuple[int, ...]:
     """Maps an index to integers, the same in every process; Python's hash of a text differs between processes."""
     if isinstance(index, (tuple, list)):
-        return (len(index), *(number for part in index for number in _numbers(part)))
+        return (len(index), *(number for item in index for number in _numbers(item)))
     if isinstance(index, (str, bytes)):
         return (zlib.crc32(index.encode() if isinstance(index, str) else index),)
     try:
@@ -121,8 +121,8 @@ class _SeededStatefulLoader(SeededLoader):
 
 
 def _has_iter_of_its_own(loader: DataLoader) -> bool:
-    known = DataLoader, *classes_of_torchdata("stateful_dataloader", "StatefulDataLoader")
-    return type(loader).__iter__ not in [cls.__iter__ for cls in known]
+    known_classes = DataLoader, *classes_of_torchdata("stateful_dataloader", "StatefulDataLoader")
+    return type(loader).__iter__ not in [cls.__iter__ for cls in known_classes]
 
 
 def check_seedable(loader: Any) -> None:
@@ -132,17 +132,17 @@ def check_seedable(loader: Any) -> None:
         ValueError: they can't be.
     """
     if not isinstance(loader, DataLoader):
-        what = f"{type(loader).__name__} is no DataLoader over a data set with indices"
+        problem = f"{type(loader).__name__} is no DataLoader over a data set with indices"
     elif loader._dataset_kind != 0:  # torch: _DatasetKind.Map
-        what = f"{type(loader.dataset).__name__} is an IterableDataset, whose samples have no index"
+        problem = f"{type(loader.dataset).__name__} is an IterableDataset, whose samples have no index"
     elif _has_iter_of_its_own(loader):
-        what = f"{type(loader).__name__} has an `__iter__` of its own, of which it can't be seen how it reads samples"
+        problem = f"{type(loader).__name__} has its own `__iter__`, so it is unknown how it reads samples"
     elif is_torchdata_loader(loader) and is_stateful(loader.dataset):
-        what = f"{type(loader.dataset).__name__} has a state of its own, on which its samples may depend"
+        problem = f"{type(loader.dataset).__name__} has a state of its own, on which its samples may depend"
     else:
         return
     raise ValueError(
-        f"seed_samples=True seeds the random draws of each sample by its index, but {what}: use a DataLoader over a"
+        f"seed_samples=True seeds the random draws of each sample by its index, but {problem}: use a DataLoader over a"
         " data set with `__getitem__` and `__len__` for every loader, or give seed_samples=False."
     )
 

@@ -201,7 +201,7 @@ class ShardedStream(DatasetProxy):
                 if not state and count and sum(1 for _ in islice(samples, count)) < count:
                     raise ValueError(
                         f"Shard {index} of {type(self.dataset).__name__} has fewer than the {count} samples that were"
-                        " taken of it before the checkpoint: use the same data, or load the weights alone."
+                        " taken of it before the checkpoint: use the same data, or load only the weights."
                     )
             if count or now is not None:
                 set_state_here(self.dataset, now or here)

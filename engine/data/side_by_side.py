@@ -1,4 +1,4 @@
-"""Refuses loaders that several ranks read side by side (a `CombinedLoader`), where the ranks' shares are uneven.
+"""Refuses loaders that several ranks read side by side (a `CombinedLoader`) with uneven shares.
 
 A step then has one loss, of a batch of each loader. The ranks' losses are averaged, and a number can weigh a loss, but
 not its parts: if a rank has more samples of one loader than another rank, and as many of the other loader, some samples
@@ -25,12 +25,12 @@ __all__ = ["check_evaluated_side_by_side", "check_trained_side_by_side"]
 def check_trained_side_by_side(combined: CombinedLoader, num_ranks: int) -> None:
     """Checks that the ranks have equal shares of each training loader, in all steps of the epoch.
 
-    What is known only when it is read (the lengths of streams, the sizes of a batch sampler's batches) the loaders
-    check as they are read.
+    Lengths of streams and sizes of a batch sampler's batches are unknown before they are read: the loaders check them
+    while they are read.
 
     Args:
         combined: the prepared loaders, with their limits.
-        num_ranks: number of ranks that have samples of their own.
+        num_ranks: number of ranks with different samples.
 
     Raises:
         ValueError: the last step of a loader can't be shared evenly.
@@ -46,10 +46,10 @@ def check_trained_side_by_side(combined: CombinedLoader, num_ranks: int) -> None
         name = f"Training loader {number + 1} of {len(loaders)}, over a {type(loader.dataset).__name__},"
         if isinstance(loader, UnevenTrainLoader):
             loader.name_beside_others = name
-            known = [length for length in loader.lengths if length is not None]
-            is_known = len(known) == len(loader.lengths) and loader.policy != "drop"
-            if is_known and min(known) < min(max(known), num_steps):
-                raise not_beside_others(name, f"has {known} batches on the ranks", SHARE_EVENLY)
+            known_lengths = [length for length in loader.lengths if length is not None]
+            is_known = len(known_lengths) == len(loader.lengths) and loader.policy != "drop"
+            if is_known and min(known_lengths) < min(max(known_lengths), num_steps):
+                raise not_beside_others(name, f"has {known_lengths} batches on the ranks", SHARE_EVENLY)
             continue
         order = order_of(loader)
         if order is None or order.num_replicas != num_ranks:
@@ -75,7 +75,7 @@ def _check_last_step(loader: DataLoader, order: GlobalOrder, num_left: int, num_
     window, unit = (batches.size, "samples") if isinstance(batches, GlobalBatches) else (num_ranks, "batches")
     remedy = f"Give it drop_last=True, or a number of {unit} that {num_ranks} divides"
     if order.start:
-        remedy = "Resume with the former number of ranks, or at the end of an epoch, or load the weights alone"
+        remedy = "Resume with the former number of ranks, or at the end of an epoch, or load only the weights"
     raise not_beside_others(name, f"has {num_left % window} {unit} for its last step", remedy)
 
 
@@ -90,7 +90,7 @@ def _num_steps(combined: CombinedLoader) -> float:
 def check_evaluated_side_by_side(combined: CombinedLoader) -> None:
     """Checks that no rank evaluates a sample of another one, to fill up its part of a batch of several loaders.
 
-    A warning says so of streams, whose lengths are not known.
+    For streams, whose lengths are unknown, it only warns.
 
     Args:
         combined: the prepared loaders, which are not read one after the other, with their limits.
@@ -101,7 +101,7 @@ def check_evaluated_side_by_side(combined: CombinedLoader) -> None:
     loaders = combined.flattened
     if len(loaders) > 1 and any(isinstance(loader, UnevenEvalLoader) for loader in loaders):
         rank_zero_warn(
-            "Streams are evaluated side by side with other loaders: a rank that is through with one of them repeats its"
+            "Streams are evaluated side by side with other loaders: a rank that has finished one of them repeats its"
             " last batch, so that these samples may count twice. Read the loaders one after the other (a list of"
             " loaders, or CombinedLoader's mode 'sequential') for exact figures."
         )

@@ -91,7 +91,7 @@ def _skip(samples: Iterator[Any], count: int, dataset: Any) -> None:
     if sum(1 for _ in islice(samples, count)) < count:
         raise ValueError(
             f"{type(dataset).__name__} has fewer than the {count} samples that a worker had read of it before the"
-            " checkpoint: use the same data, or load the weights alone to begin an epoch."
+            " checkpoint: use the same data, or load only the weights to begin an epoch."
         )
 
 

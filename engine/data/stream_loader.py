@@ -143,7 +143,7 @@ class _WorkersIterator(BeginsWithWorker, _MultiProcessingDataLoaderIter):
         snapshot = {} if loaded is None else loaded["_snapshot"]
         workers = snapshot.get("_worker_snapshots", {})
         # Without states the batches of the pass are read again, by workers with the same seeds.
-        is_again = not any(_has_state(place) for place in workers.values())
+        is_again = not any(_has_state(position) for position in workers.values())
         self._given_seed = snapshot.get("_main_snapshot", {}).get("_base_seed")
         self._first = 0 if is_again else snapshot["_last_yielded_worker_id"] + 1
         self._places: dict[str, Any] = {}
@@ -188,13 +188,13 @@ class _WorkersIterator(BeginsWithWorker, _MultiProcessingDataLoaderIter):
     def _next_data(self) -> Any:
         while True:
             try:
-                batch, place = super()._next_data()
+                batch, position = super()._next_data()
             except StopIteration:
                 self.has_ended = True
                 raise
-            self._places.update([place.content])
-            if place.has_batch:
-                self._latest = place.worker
+            self._places.update([position.content])
+            if position.has_batch:
+                self._latest = position.worker
                 if not any(map(_has_state, self._places.values())):
                     self._digest = add_to_digest(self._digest, batch)
                 return batch
@@ -237,12 +237,12 @@ class _Batches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker: Any = get_worker_info()
-        place = self._places.pop(_key(worker.id), None)
-        if place is not None:
-            _load(self.dataset, place)
+        position = self._places.pop(_key(worker.id), None)
+        if position is not None:
+            _load(self.dataset, position)
         fetcher: Any = _DatasetKind.create_fetcher(_DatasetKind.Iterable, self.dataset, *self._how)
-        if place is not None:
-            _continue(fetcher, place)
+        if position is not None:
+            _continue(fetcher, position)
         return self._read(fetcher, worker.id)
 
     def _read(self, fetcher: Any, worker: int) -> Iterator[tuple[Any, "_Place"]]:
@@ -282,9 +282,9 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def is_stateful(part: Any) -> bool:
+def is_stateful(candidate: Any) -> bool:
     """Whether a loader, a data set or its iterator has `state_dict` and `load_state_dict`."""
-    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
+    return all(callable(getattr(candidate, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _read_again(batches: Iterator[Any], count: int, dataset: Any) -> None:
@@ -293,7 +293,7 @@ def _read_again(batches: Iterator[Any], count: int, dataset: Any) -> None:
         name = type(getattr(dataset, "dataset", dataset)).__name__  # of the user's data set inside a proxy
         raise ValueError(
             f"{name} has {num_batches} batches, but {count} were read before the checkpoint: use the same data, or load"
-            " the weights alone to begin an epoch."
+            " only the weights to begin an epoch."
         )
 
 
@@ -310,18 +310,18 @@ def _place(fetcher: Any) -> dict[str, Any]:
     }
 
 
-def _has_state(place: dict[str, Any]) -> bool:
-    return place["dataset_state"] is not None or place["fetcher_state"]["dataset_iter_state"] is not None
+def _has_state(position: dict[str, Any]) -> bool:
+    return position["dataset_state"] is not None or position["fetcher_state"]["dataset_iter_state"] is not None
 
 
-def _load(dataset: Any, place: dict[str, Any]) -> None:
+def _load(dataset: Any, position: dict[str, Any]) -> None:
     """Loads the state of a stream before it is iterated."""
-    if place["dataset_state"] is not None and is_stateful(dataset):
-        dataset.load_state_dict(place["dataset_state"])
+    if position["dataset_state"] is not None and is_stateful(dataset):
+        dataset.load_state_dict(position["dataset_state"])
 
 
-def _continue(fetcher: Any, place: dict[str, Any]) -> None:
+def _continue(fetcher: Any, position: dict[str, Any]) -> None:
     """Loads the state of a stream's iterator."""
-    if place["fetcher_state"]["dataset_iter_state"] is not None and is_stateful(fetcher.dataset_iter):
-        fetcher.dataset_iter.load_state_dict(place["fetcher_state"]["dataset_iter_state"])
-    fetcher.ended = place["fetcher_state"]["fetcher_ended"]
+    if position["fetcher_state"]["dataset_iter_state"] is not None and is_stateful(fetcher.dataset_iter):
+        fetcher.dataset_iter.load_state_dict(position["fetcher_state"]["dataset_iter_state"])
+    fetcher.ended = position["fetcher_state"]["fetcher_ended"]

@@ -31,26 +31,26 @@ __all__ = [
 
 _MOSAICML = "streaming"
 _SHARD_THEMSELVES = ("litdata", _MOSAICML, "webdataset")
-"""Packages whose data sets find out the rank; or, like webdataset's without a `nodesplitter`, refuse several."""
+"""Packages whose data sets detect the rank; or, like webdataset's without a `nodesplitter`, refuse several ranks."""
 
 _BY_ENVIRONMENT = """\
-{name} takes this process for rank {rank} of {size}, where the run has rank {part} of {num_parts}: MosaicML's streams
-read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE when they are made, which `polyphase launch` and torchrun set:
+{name} reads as rank {rank} of {size}, but this process is rank {part} of {num_parts} of the run. MosaicML's streams
+read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE when they are created. `polyphase launch` and torchrun set these:
 start the run with one of them, as in `polyphase launch --nproc N -- script.py`. Or, under a strategy without a suffix
-such as _fork, make the data set in `train_dataloader()` or `setup()`, where the ranks have these variables. Where ranks
+such as _fork, create the data set in `train_dataloader()` or `setup()`, where the ranks have these variables. If ranks
 compute together (tensor parallelism), `replication=` says how many read the same samples."""
 
 _BEFORE_LAUNCH = """\
-{name} was made before the {num_ranks} ranks of this run, which start by running the script once more: it can't be made
-in each of them before they are connected, since MosaicML's streams connect the ranks when they are made. Make it in
-`train_dataloader()` or `setup()`, which run in each rank; or start the script by `polyphase launch --nproc N --
+{name} was created before the {num_ranks} ranks of this run, which start by running the script again: each of them would
+create it before they are connected, but MosaicML's streams connect the ranks when they are created. Create it in
+`train_dataloader()` or `setup()`, which run in each rank; or start the script with `polyphase launch --nproc N --
 script.py` or torchrun."""
 
 _BY_COUNT = """\
-The shards of {name} would be dealt to {num_ranks} ranks, and its `{counts}` counts the samples of each rank's shards
-alone: the ranks together would read other samples than one process does. Choose them by files (data_files=[...]), or by
-a column (`filter` without indices); or make a data set with a length, as by `Dataset.from_list(list(stream.take(n)))`;
-or let each rank take its own, as by `split_dataset_by_node(stream, rank, {num_ranks}).take(n)`."""
+The shards of {name} would be split over {num_ranks} ranks, and its `{counts}` counts only the samples of one rank's
+shards: the ranks together would read other samples than one process does. Choose them by files (data_files=[...]), or
+by a column (`filter` without indices); or create a data set with a length, as `Dataset.from_list(list(stream.take(n)))`
+does; or let each rank take its own, as `split_dataset_by_node(stream, rank, {num_ranks}).take(n)` does."""
 
 _BY_SOURCE = """\
 {name} mixes sources until one of them ends, and each of the {num_ranks} ranks mixes its own shards of them: together
@@ -58,9 +58,9 @@ they read other samples in an epoch than one process does. `interleave_datasets(
 stopping_strategy="all_exhausted_without_replacement")` reads each sample once, on any number of ranks."""
 
 _AMONG_ALL = """\
-{name} shares itself out among all {num_ranks} ranks, where the samples of this run are shared out among {num_parts}:
-ranks that compute together read the same ones. Give it a method `shard(num_shards, index)` that returns a data set of
-one part, in place of finding out the rank; or set `shards_itself = False` on it if every rank reads all of it."""
+{name} splits itself over all {num_ranks} ranks, but the samples of this run are split over {num_parts}: ranks that
+compute together read the same ones. Give it a method `shard(num_shards, index)` that returns a data set of one part,
+instead of detecting the rank; or set `shards_itself = False` on it if every rank reads all of it."""
 
 
 def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> None:
@@ -68,8 +68,8 @@ def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> No
 
     Args:
         loader: of any kind.
-        num_parts: number of ranks that have samples of their own.
-        part: the number of this rank among them.
+        num_parts: number of ranks with different samples.
+        part: the index of this rank among them.
         num_ranks: number of all ranks.
 
     Raises:
@@ -90,18 +90,18 @@ def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> No
 
 
 def check_made_for(data: Iterable[Any], num_parts: int) -> None:
-    """Checks that MosaicML's streams that were made before the ranks are there know how many there will be.
+    """Checks that MosaicML's streams that were created before the ranks start have the right number of ranks.
 
     Args:
-        data: data sets and loaders; what else there is among them is left alone.
-        num_parts: the ranks that will have samples of their own.
+        data: data sets and loaders; other objects are ignored.
+        num_parts: the number of ranks with different samples.
 
     Raises:
-        ValueError: one of them takes the run for another.
+        ValueError: one of them has another number of ranks.
     """
-    for each in data:
-        stream: Any = each.dataset if isinstance(each, DataLoader) else each
-        # Asked of nothing else, since it may be anything of the user's.
+    for candidate in data:
+        stream: Any = candidate.dataset if isinstance(candidate, DataLoader) else candidate
+        # Only these are asked: other objects may be anything.
         world = stream._parallel_rank_world if _is_of(stream, _MOSAICML) else None
         if world is not None and world.num_ranks != num_parts > 1:
             names = {"rank": world.rank, "size": world.num_ranks, "part": 0, "num_parts": num_parts}
@@ -109,35 +109,35 @@ def check_made_for(data: Iterable[Any], num_parts: int) -> None:
 
 
 def check_script_makes_none(num_ranks: int) -> None:
-    """Checks that no stream of MosaicML's is alive, before each other rank runs the script from its beginning.
+    """Checks that no MosaicML stream exists, before the other ranks run the script from its beginning.
 
-    A stream that the script makes before the launch would be made there by a process that is not connected yet: it
-    waits for the others, or fails by a FileExistsError.
+    A stream that the script creates before the launch would be created in processes that are not connected yet: it
+    would wait for the others, or fail with a FileExistsError.
 
     Args:
         num_ranks: of the run.
 
     Raises:
-        ValueError: there is one, whether the run would read it or not.
+        ValueError: there is one, even if the run would not read it.
     """
     kind = getattr(sys.modules.get(_MOSAICML), "StreamingDataset", None)
     if num_ranks == 1 or kind is None:
         return
-    for made in gc.get_objects():  # it may be anywhere: in the module, in a variable of a function
-        if kind in type(made).__mro__:
-            raise ValueError(_BEFORE_LAUNCH.format(name=type(made).__name__, num_ranks=num_ranks))
+    for candidate in gc.get_objects():  # it may be anywhere: in the module, in a variable of a function
+        if kind in type(candidate).__mro__:
+            raise ValueError(_BEFORE_LAUNCH.format(name=type(candidate).__name__, num_ranks=num_ranks))
 
 
 @contextmanager
 def naming_foreign_ranks(rank: int, num_ranks: int, num_local: int) -> Iterator[None]:
-    """Says why a stream of MosaicML's can't be made in a rank, where it is because of who it takes the rank for.
+    """Context manager that explains why a MosaicML stream can't be created in a rank, if it has the wrong rank.
 
-    Each rank that takes itself for the first of its machine makes the shared memory of all of them, which only one can.
+    The stream on the first rank of a machine creates the shared memory; if several ranks count as the first, it fails.
 
     Args:
-        rank: this one.
-        num_ranks: of the run.
-        num_local: of them on this machine.
+        rank: this rank.
+        num_ranks: number of ranks of the run.
+        num_local: number of ranks on this machine.
 
     Raises:
         ValueError: in place of MosaicML's FileExistsError.
@@ -149,28 +149,28 @@ def naming_foreign_ranks(rank: int, num_ranks: int, num_local: int) -> Iterator[
         world = getattr(stream, "_unique_rank_world", None)
         if world is None or (world.rank, world.num_ranks, world.ranks_per_node) == (rank, num_ranks, num_local):
             raise
-        theirs, ours = (
+        theirs, actual = (
             f"{world.num_ranks} ({world.ranks_per_node} per machine)",
             f"{num_ranks} ({num_local} per machine)",
         )
-        names = {"rank": world.rank, "size": theirs, "part": rank, "num_parts": ours}
+        names = {"rank": world.rank, "size": theirs, "part": rank, "num_parts": actual}
         raise ValueError(_BY_ENVIRONMENT.format(name=type(stream).__name__, **names)) from error
 
 
 def _made_in(frames: TracebackType | None) -> Any:
-    """The data set of MosaicML's in a method of which an exception was raised; None without one."""
-    found = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(frames))
-    return next((each for each in found if _is_of(each, _MOSAICML) and hasattr(each, "_unique_rank_world")), None)
+    """The MosaicML data set whose method raised an exception; None without one."""
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(frames))
+    return next((owner for owner in owners if _is_of(owner, _MOSAICML) and hasattr(owner, "_unique_rank_world")), None)
 
 
 def _is_of(data: Any, *packages: str) -> bool:
-    """Whether the class of `data`, or one that it inherits from, is of one of these packages; none is imported."""
+    """Whether the class of `data`, or one of its bases, is of one of these packages; no package is imported."""
     return any(cls.__module__.partition(".")[0] in packages for cls in type(data).__mro__)
 
 
 def _shards_itself(data: Any) -> bool:
-    if isinstance(said := getattr(data, "shards_itself", None), bool):
-        return said
+    if isinstance(declared := getattr(data, "shards_itself", None), bool):
+        return declared
     if getattr(data, "_distributed", None) is not None:  # Hugging Face's
         return True
     return _is_of(data, *_SHARD_THEMSELVES)

@@ -1,4 +1,4 @@
-"""Training loaders with different numbers of batches on the ranks (streams, samplers of the user's own).
+"""Training loaders with different numbers of batches on the ranks (streams, users' samplers).
 
 Before each batch the ranks gather the numbers of samples in their batches, or that they have no batch left: one
 all-reduce of one number per rank, between hosts. So all ranks know the weight of each batch, and no rank waits for one
@@ -22,15 +22,15 @@ from .stateful import StateTrackingLoader
 __all__ = ["UNEVEN", "UnevenTrainLoader", "as_uneven_train"]
 
 UNEVEN = {
-    "pad": "until the last rank is through; the others run their last batch again, which counts for nothing",
-    "join": "until the last rank is through; the others take part in its collectives and run nothing (ddp only)",
-    "drop": "until the first rank is through; what the others have left is not trained on",
+    "pad": "until the last rank has finished; the others run their last batch again, which counts for nothing",
+    "join": "until the last rank has finished; the others take part in its collectives and run nothing (ddp only)",
+    "drop": "until the first rank has finished; the remaining batches of the others are not trained on",
 }
-"""Says when an epoch ends, by policy."""
+"""Describes when an epoch ends, by policy."""
 
 _NOTHING = object()
 _NONE_LEFT, _UNSEEN = -1, -2
-"""Gathered in place of a number of samples: no batch is left; or the number is not known."""
+"""Gathered in place of a number of samples: no batch is left; or the number is unknown."""
 _NUM_KEPT = 4
 """The number of latest batches whose sizes are kept: the current one, and some that are fetched ahead."""
 
@@ -64,8 +64,8 @@ class UnevenTrainLoader(DataLoader):
         if _UNSEEN in sizes:
             where = [rank for rank, size in enumerate(sizes) if size == _UNSEEN]
             raise ValueError(
-                f"How many samples a batch of rank(s) {where} has can't be seen: there is no tensor in it whose first"
-                " dimension would say so, nor strings of torch's own `collate_fn`. Return"
+                f"The number of samples in a batch of rank(s) {where} is unknown: the batch has no tensor whose first"
+                " dimension is that number, and no strings from torch's own `collate_fn`. Return"
                 ' {"loss": loss, "weight": number} from `training_step`.'
             )
         return Samples(max(0, sizes[self.rank]), sum(size for size in sizes if size > 0))
@@ -92,9 +92,9 @@ class UnevenTrainLoader(DataLoader):
                 self._report(index, sizes)
                 return
             if self.name_beside_others is not None and len(set(sizes)) > 1:
-                found = [max(0, size) for size in sizes]
-                what = f"has {found} samples for batch {index}"
-                raise not_beside_others(self.name_beside_others, what, SHARE_EVENLY)
+                num_samples = [max(0, size) for size in sizes]
+                problem = f"has {num_samples} samples for batch {index}"
+                raise not_beside_others(self.name_beside_others, problem, SHARE_EVENLY)
             # The rest of a resumed epoch may be less than a batch for each rank.
             is_rest = isinstance(self, ShardedLoader) and self.dataset.dealt is not None
             if batch is latest is _NOTHING and is_rest:
@@ -105,8 +105,8 @@ class UnevenTrainLoader(DataLoader):
                     f"rank(s) {where} of {len(sizes)} have no batch at all of {type(self.dataset).__name__}, and need"
                     " one to take part in training with: give each rank some of it, use fewer ranks, or uneven='drop'."
                     if first == 0
-                    else f"The checkpoint was saved when rank(s) {where} were through with their data, and others were"
-                    " not: training can't resume there. Resume at the end of an epoch, or load the weights alone."
+                    else f"The checkpoint was saved when rank(s) {where} had finished their data, and others had"
+                    " not: training can't resume there. Resume at the end of an epoch, or load only the weights."
                 )
             if batch is not _NOTHING:
                 latest = batch
@@ -148,14 +148,14 @@ def as_uneven_train(
         all_gather_ints: see `UnevenTrainLoader`.
         num_done: see `UnevenTrainLoader`.
     """
-    known = [length for length in lengths if length is not None]
+    known_lengths = [length for length in lengths if length is not None]
     attributes: dict[str, Any] = {
         "policy": policy,
         "rank": rank,
         "all_gather_ints": all_gather_ints,
         "num_done": num_done,
         "lengths": lengths,
-        "length": (min if policy == "drop" else max)(known) if len(known) == len(lengths) else None,
+        "length": (min if policy == "drop" else max)(known_lengths) if len(known_lengths) == len(lengths) else None,
     }
     return clone_loader(loader, UnevenTrainLoader, **attributes)
 
@@ -165,8 +165,8 @@ def _numbers_of_strings(batch: Any) -> Iterator[int]:
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     if not isinstance(parts, (list, tuple)):
         return
-    if parts and parts is batch and all(isinstance(part, (str, bytes)) for part in parts):
+    if parts and parts is batch and all(isinstance(item, (str, bytes)) for item in parts):
         yield len(parts)
         return
-    for part in parts:
-        yield from _numbers_of_strings(part)
+    for item in parts:
+        yield from _numbers_of_strings(item)

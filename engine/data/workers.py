@@ -74,7 +74,7 @@ class Workers:
         self._layout: dict[str, Any] = {}
         self._states: dict[int, _State] = {}
         self._after: dict[int, tuple[int, dict[int, _State]]] = {}
-        self._given: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
         self._iterator: _TakesStates | None = None
         """The iterator whose workers stay after an epoch (`persistent_workers`)."""
 
@@ -84,25 +84,25 @@ class Workers:
     def resume(self, loader: DataLoader, state: dict[str, Any] | None) -> None:
         """Makes the next iterator of `loader` continue from a result of `state_after`, if it has the same workers."""
         if state is not None and {name: state[name] for name in _layout_of(loader)} == _layout_of(loader):
-            self._given = state
+            self._resumed = state
 
     def iterator(self, loader: DataLoader) -> "_TakesStates":
         """Returns the iterator over `loader`, which replaces torch's or torchdata's own."""
         loader.check_worker_number_rationality()  # torch: as DataLoader._get_iterator does
-        given, self._given = self._given, None
+        resumed, self._resumed = self._resumed, None
         if is_torchdata_loader(loader):
             # torchdata: StatefulDataLoader._get_iterator, which starts from the state that the user has loaded.
             loaded, loader.next_iter_state = loader.next_iter_state, None  # type: ignore[attr-defined]
-            iterator: _TakesStates = _torchdatas_iterator()(loader, self, given, loaded)
+            iterator: _TakesStates = _torchdatas_iterator()(loader, self, resumed, loaded)
         else:
-            iterator = _Iterator(loader, self, given)
+            iterator = _Iterator(loader, self, resumed)
         self._iterator = iterator if loader.persistent_workers else None
         return iterator
 
     def take_over(self, loader: DataLoader) -> None:
         """Takes over persistent workers of an earlier run; called before `loader` is iterated."""
         persistent = loader._iterator  # torch: set for persistent workers only
-        if self._given is not None:
+        if self._resumed is not None:
             loader.__dict__["_iterator"] = None
         elif isinstance(persistent, _TakesStates) and persistent.kept is not self:
             self._states, self._iterator, persistent.kept = persistent.kept._states, persistent, self
@@ -214,32 +214,32 @@ class _TakesStates(BeginsWithWorker, _AnyIterator):
     Args:
         loader: the loader to iterate.
         kept: receives the states.
-        given: the state that the workers resume from; None for torch's own seeds.
+        resumed: the state that the workers resume from; None for torch's own seeds.
         more: further arguments of the base class's constructor.
     """
 
     _task_info: dict[int, Any]
     _tasks_outstanding: int
 
-    def __init__(self, loader: DataLoader, kept: Workers, given: dict[str, Any] | None, *more: Any) -> None:
-        self.kept, self._given = kept, given
-        self._first = 0 if given is None else given["next"]
-        inside = _InWorker(loader, given)
+    def __init__(self, loader: DataLoader, kept: Workers, resumed: dict[str, Any] | None, *more: Any) -> None:
+        self.kept, self._resumed = kept, resumed
+        self._first = 0 if resumed is None else resumed["next"]
+        inside = _InWorker(loader, resumed)
         replaced: dict[str, Any] = {"collate_fn": inside.collate, "worker_init_fn": inside.begin}
-        if given is not None:
+        if resumed is not None:
             replaced["generator"] = torch.Generator()  # torch draws a seed here, so it must not use a shared generator
-        if given is not None and given.get("stay"):
+        if resumed is not None and resumed.get("stay"):
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             replaced[name] = _SkipsFirst(getattr(loader, name))
         super().__init__(clone_loader(loader, **replaced), *more)
 
     def _reset(self, loader: Any, first_iter: bool = False, **more: Any) -> None:
-        given, states = self._given or {}, None
+        resumed, states = self._resumed or {}, None
         if first_iter:
-            states = {worker: _State.of(state) for worker, state in given.get("states", {}).items()}
+            states = {worker: _State.of(state) for worker, state in resumed.get("states", {}).items()}
         else:
             self.finish()
-        layout = {**_layout_of(loader), "base_seed": given.get("base_seed", self._base_seed)}
+        layout = {**_layout_of(loader), "base_seed": resumed.get("base_seed", self._base_seed)}
         self.kept.begin(layout, self._first, states)
         super()._reset(loader, first_iter, **more)
 
@@ -327,10 +327,10 @@ class _State:
 class _InWorker:
     """Wraps the user's collate_fn and worker_init_fn in the workers."""
 
-    def __init__(self, loader: DataLoader, given: dict[str, Any] | None) -> None:
+    def __init__(self, loader: DataLoader, resumed: dict[str, Any] | None) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
-        self._base_seed = None if given is None else given["base_seed"]
-        self._states = {} if given is None else given["states"]
+        self._base_seed = None if resumed is None else resumed["base_seed"]
+        self._states = {} if resumed is None else resumed["states"]
         self._worker = -1
         self._own = OwnGenerators(None)
         self._latest: _State | None = None

@@ -31,7 +31,7 @@ def flatten(tensors: list[Tensor]) -> Tensor:
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Returns views of `flat` in the shapes of `tensors`; the inverse of `flatten`."""
     parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [view.view(tensor.shape) for view, tensor in zip(parts, tensors, strict=True)]
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from .._compat.lightning import _update_properties
 __all__ = ["equalise", "give_value", "move_module", "share_buffers", "tell_device"]
 
 
-def equalise(part: nn.Module, device: torch.device) -> None:
-    """Moves the parameters and buffers of `part` that are not sharded to `device`, and broadcasts rank 0's values."""
-    whole = [tensor for tensor in (*part.parameters(), *part.buffers()) if not isinstance(tensor, DTensor)]
+def equalise(submodule: nn.Module, device: torch.device) -> None:
+    """Moves parameters and buffers that are not sharded to `device`, and broadcasts rank 0's values."""
+    whole = [tensor for tensor in (*submodule.parameters(), *submodule.buffers()) if not isinstance(tensor, DTensor)]
     whole = [tensor for tensor in whole if not tensor.is_meta]  # all ranks read these from the same files
     for tensor in whole:
         give_value(tensor, tensor.data.to(device))
@@ -27,18 +27,18 @@ def give_value(tensor: Tensor, value: Tensor) -> None:
     """Replaces the data of `tensor`, which stays the same object, by `value`, which may be on another device."""
     if torch._has_compatible_shallow_copy_type(tensor, value):  # torch: the condition in nn.Module.to
         tensor.data = value
-    else:  # a device that is an extension of torch
+    else:  # a device that an extension of torch provides
         # A new tensor in either case: a collective that has ended may still hold `value`.
-        own = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
-        torch.utils.swap_tensors(tensor, own)
+        replacement = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
+        torch.utils.swap_tensors(tensor, replacement)
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:
     """Sets `device` of `module` and its sub-modules, and moves metrics; parameters and buffers are moved before."""
     _update_properties(module, device=device)
-    for part in module.modules():
-        if isinstance(part, Metric):
-            part.to(device)
+    for submodule in module.modules():
+        if isinstance(submodule, Metric):
+            submodule.to(device)
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

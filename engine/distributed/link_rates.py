@@ -13,7 +13,7 @@ import torch.distributed as dist
 __all__ = ["MOST_RANKS", "all_reduce_rate", "receive_rates"]
 
 MOST_RANKS = 16
-"""Ranks above which links are not measured: it takes longer than it is worth."""
+"""The largest number of ranks for which links are measured; the time grows with it."""
 _BYTES, _REPEATS = 2_000_000, 3
 
 

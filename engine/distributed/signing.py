@@ -18,7 +18,7 @@ Fields = Mapping[str, type | tuple[type, ...]]
 """Names and types of the fields that a message must have; it may have more."""
 
 MOST_BYTES = 2_000_000
-"""The size of the longest message: the stack of a thread that recurses has thousands of lines."""
+"""The largest size of a message: the stack of a recursive thread has thousands of lines."""
 _MOST_DEPTH = 8
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 

@@ -146,7 +146,7 @@ def _serve(requests: "SimpleQueue[Any]") -> None:
 
 
 def place_of(store: Any) -> str:
-    """Describes a store for a message, with its address if it has one."""
+    """Names a store in a message, with its address if it has one."""
     host, port = _address(store)
     return f"the job's key-value store at {host}:{port}" if host else "the job's key-value store"
 

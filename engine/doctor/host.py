@@ -43,29 +43,29 @@ def judge_shm(total_bytes: int | None, free_bytes: int) -> Check:
     """Judges shared memory, in which workers of loaders pass batches."""
     if total_bytes is None:
         return Check("/dev/shm", "ok", "not there, and not needed on this system")
-    found = f"{free_bytes / _GB:.2f} of {total_bytes / _GB:.2f} GB free"
+    value = f"{free_bytes / _GB:.2f} of {total_bytes / _GB:.2f} GB free"
     remedy = "docker run --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm)"
     if free_bytes < 64e6:
-        return Check("/dev/shm", "fail", found, f"{remedy}; loaders with workers end in a bus error")
-    return Check("/dev/shm", "warn", found, remedy) if free_bytes < 1e9 else Check("/dev/shm", "ok", found)
+        return Check("/dev/shm", "fail", value, f"{remedy}; loaders with workers end in a bus error")
+    return Check("/dev/shm", "warn", value, remedy) if free_bytes < 1e9 else Check("/dev/shm", "ok", value)
 
 
 def judge_files(soft: int, hard: int) -> Check:
     """Judges the limit of open files, which ranks, workers and shared tensors use."""
-    found = f"{soft} of at most {hard}" if hard != resource.RLIM_INFINITY else f"{soft}"
+    value = f"{soft} of at most {hard}" if hard != resource.RLIM_INFINITY else f"{soft}"
     if soft >= 4096:
-        return Check("open files", "ok", found)
+        return Check("open files", "ok", value)
     status: Status = "fail" if soft < 256 else "warn"
-    return Check("open files", status, found, "ulimit -n 65536 (or nofile in /etc/security/limits.conf)")
+    return Check("open files", status, value, "ulimit -n 65536 (or nofile in /etc/security/limits.conf)")
 
 
 def judge_cpus(cores: int, usable: int, quota: float | None) -> Check:
     """Judges the CPUs: of the machine, by this process's affinity, and by its container's quota."""
-    found = f"{usable} of {cores} usable" + ("" if quota is None else f", quota {quota:g}")
+    value = f"{usable} of {cores} usable" + ("" if quota is None else f", quota {quota:g}")
     if quota is not None and quota < usable - 0.5:
         fitting = max(1, int(quota))
-        return Check("CPUs", "warn", found, f"OMP_NUM_THREADS={fitting}: torch starts {usable} threads, which wait")
-    return Check("CPUs", "ok", found)
+        return Check("CPUs", "warn", value, f"OMP_NUM_THREADS={fitting}: torch starts {usable} threads, which wait")
+    return Check("CPUs", "ok", value)
 
 
 def judge_name(host: str, addresses: list[str], error: str | None) -> Check:
@@ -73,49 +73,49 @@ def judge_name(host: str, addresses: list[str], error: str | None) -> Check:
     if error is not None:
         remedy = f"add '<its address> {host}' to /etc/hosts, on each host"
         return Check("own name", "warn", f"{host} can't be resolved ({error})", remedy)
-    found = f"{host} is {', '.join(addresses)}"
+    value = f"{host} is {', '.join(addresses)}"
     if all(address.startswith("127.") or address == "::1" for address in addresses):
         remedy = "fine on one host; for several, /etc/hosts should have its address in the network"
-        return Check("own name", "ok", found, remedy)
-    return Check("own name", "ok", found)
+        return Check("own name", "ok", value, remedy)
+    return Check("own name", "ok", value)
 
 
 def judge_disk(folder: str, free_bytes: int, rate_mb_per_s: float | None, error: str | None) -> Check:
     """Judges the disk of the folder of logs and checkpoints."""
     if error is not None or rate_mb_per_s is None:
         return Check("disk", "fail", f"{folder}: {error}", "--default_root_dir, or a folder that you may write to")
-    found = f"{folder}: {rate_mb_per_s:.0f} MB/s written and synced, {free_bytes / _GB:.1f} GB free"
+    value = f"{folder}: {rate_mb_per_s:.0f} MB/s written and synced, {free_bytes / _GB:.1f} GB free"
     if free_bytes < 1e9:
-        return Check("disk", "fail", found, "make room: a run whose disk is full saves nothing more")
+        return Check("disk", "fail", value, "make room: a run whose disk is full saves nothing more")
     if rate_mb_per_s < 50:
         return Check(
-            "disk", "warn", found, "a faster disk for checkpoints, or Snapshot(), which writes in the background"
+            "disk", "warn", value, "a faster disk for checkpoints, or Snapshot(), which writes in the background"
         )
-    return Check("disk", "ok", found)
+    return Check("disk", "ok", value)
 
 
 def judge_memory(available_bytes: int, total_bytes: int, swapped_bytes: int) -> Check:
     """Judges the memory of the host."""
-    found = f"{available_bytes / _GB:.1f} of {total_bytes / _GB:.1f} GB available, {swapped_bytes / _GB:.1f} GB swapped"
+    value = f"{available_bytes / _GB:.1f} of {total_bytes / _GB:.1f} GB available, {swapped_bytes / _GB:.1f} GB swapped"
     if available_bytes < 0.1 * total_bytes:
         return Check(
-            "memory", "warn", found, "end what else runs here; a host that swaps trains at the speed of its disk"
+            "memory", "warn", value, "end what else runs here; a host that swaps trains at the speed of its disk"
         )
-    return Check("memory", "ok", found)
+    return Check("memory", "ok", value)
 
 
 def judge_load(per_cpu: float) -> Check:
     """Judges the load of other processes on the host."""
-    found = f"{per_cpu:.2f} runnable threads per CPU in the last minute"
+    value = f"{per_cpu:.2f} runnable threads per CPU in the last minute"
     if per_cpu > 0.5:
-        return Check("other load", "warn", found, "end what else computes here, or keep to CPUs of its own (taskset)")
-    return Check("other load", "ok", found)
+        return Check("other load", "warn", value, "end what else computes here, or keep to CPUs of its own (taskset)")
+    return Check("other load", "ok", value)
 
 
-def judge_versions(found: dict[str, str | None]) -> Check:
+def judge_versions(versions: dict[str, str | None]) -> Check:
     """Judges the installed versions."""
-    missing = [name for name, installed in found.items() if installed is None]
-    text = ", ".join(f"{name} {installed}" for name, installed in found.items() if installed is not None)
+    missing = [name for name, installed in versions.items() if installed is None]
+    text = ", ".join(f"{name} {installed}" for name, installed in versions.items() if installed is not None)
     text += f", Python {platform.python_version()}"
     if missing:
         return Check("versions", "fail", text, f"pip install {' '.join(missing)}")
@@ -171,10 +171,10 @@ def _cpus() -> Check:
 def _name() -> Check:
     host = socket.gethostname()
     try:
-        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
     except OSError as error:
         return judge_name(host, [], str(error))
-    return judge_name(host, found, None)
+    return judge_name(host, addresses, None)
 
 
 def _disk(folder: str) -> Check:
@@ -198,13 +198,13 @@ def _memory() -> Check:
 
 
 def _versions() -> Check:
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in ("polyphase", "torch", "lightning"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return judge_versions(found)
+            versions[name] = None
+    return judge_versions(versions)
 
 
 def _devices() -> Check:

@@ -1,8 +1,8 @@
-"""Real weights for a module that was built on the meta device, equal to those it would have been built with.
+"""Gives a module that was built on the meta device the weights that it would have got on the CPU.
 
 A module's constructor builds its children first and then draws its own weights; calling `reset_parameters` in that same
 order, children before parents, draws the same numbers from the same seed. (A module that copies finished children, as
-`nn.TransformerEncoder` does, has layers that are alike; here each is drawn afresh.) Each sub-module is handed on as
+`nn.TransformerEncoder` does, has identical layers; here each is drawn separately.) The caller gets each sub-module as
 soon as it is complete, so that a strategy can shard it before the next one takes memory.
 """
 
@@ -27,32 +27,32 @@ def materialize(
 ) -> None:
     """Gives every meta tensor of `module` memory on the CPU and its first value; tied tensors stay tied.
 
-    Those that are to be read from files (`read_weights`) are left as they are. A tensor that several modules share has
-    the value of the first that holds it, or that a parent of theirs draws.
+    Tensors that are to be read from files (`read_weights`) stay on the meta device. A tensor that several modules share
+    gets its value from the first of them, or from a common parent.
 
     Args:
-        module: changed in place; what is not on the meta device keeps its values.
-        on_complete: called with each sub-module, children before parents, once its weights are there.
-        draws: whether they are drawn; else another rank has them, and what is given here has no meaning yet.
+        module: changed in place; tensors that are not on the meta device keep their values.
+        on_complete: called with each sub-module, children before parents, when it has its weights.
+        draws: whether values are drawn; otherwise another rank has them, and the values here are arbitrary.
 
     Raises:
         ValueError: a sub-module holds meta tensors and its ``reset_parameters()`` is missing or leaves one out.
     """
     check_stored(module)
-    real: dict[Tensor, Tensor] = {}  # by meta tensor: one that two modules share is made once
+    real: dict[Tensor, Tensor] = {}  # by meta tensor, so that a shared tensor is created once
 
-    def visit(name: str, part: nn.Module) -> bool:
+    def visit(name: str, submodule: nn.Module) -> bool:
         num_before = len(real)
-        was_meta = [visit(f"{name}.{child}" if name else child, sub) for child, sub in part.named_children()]
-        own_name = f"{name or type(part).__name__} ({type(part).__name__})"
-        shared = _give_memory(part, real)
+        was_meta = [visit(f"{name}.{child}" if name else child, sub) for child, sub in submodule.named_children()]
+        own_name = f"{name or type(submodule).__name__} ({type(submodule).__name__})"
+        shared = _give_memory(submodule, real)
         if shared is not None or any(was_meta):
             if draws:
-                _reset(part, own_name, must=shared is not None, real=real)
+                _reset(submodule, own_name, must=shared is not None, real=real)
             for table, key, tensor in shared or ():
-                table[key] = tensor  # its own draw, which a constructor makes too, is thrown away
-        on_complete(part)
-        _forget_replaced(part, real, num_before)
+                table[key] = tensor  # its own draw is discarded, as in a constructor
+        on_complete(submodule)
+        _forget_replaced(submodule, real, num_before)
         return shared is not None or any(was_meta)
 
     visit("", module)
@@ -61,20 +61,20 @@ def materialize(
 _Slot = tuple[dict[str, Any], str, Tensor]
 
 
-def _give_memory(part: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot] | None:
-    """Replaces the meta tensors that `part` itself holds, by NaN where it can tell that it was left out.
+def _give_memory(submodule: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot] | None:
+    """Replaces the module's own meta tensors, by NaN where possible: it shows later which tensor got no value.
 
     Returns:
-        None if it holds none; else where those belong that another module holds already, which have a substitute now.
+        None if it has no meta tensors; otherwise the slots of tensors that another module has materialized before.
     """
     shared: list[_Slot] = []
-    found = False
-    tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+    has_meta = False
+    tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
     for table in tables:
         for key, tensor in table.items():
-            if tensor is None or not tensor.is_meta or is_stored(part, key):
+            if tensor is None or not tensor.is_meta or is_stored(submodule, key):
                 continue
-            found = True
+            has_meta = True
             empty = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device="cpu")
             fresh = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
             if tensor in real:
@@ -82,32 +82,32 @@ def _give_memory(part: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot] | N
             else:
                 real[tensor] = fresh
             table[key] = fresh
-    return shared if found else None
+    return shared if has_meta else None
 
 
-def _forget_replaced(part: nn.Module, real: dict[Tensor, Tensor], num_before: int) -> None:
-    """Lets go of tensors that were made within `part` and that shards have taken the place of: no one else has them."""
-    held = {id(tensor) for tensor in _tensors(part, recurse=True)}
+def _forget_replaced(submodule: nn.Module, real: dict[Tensor, Tensor], num_before: int) -> None:
+    """Drops tensors that were created within `submodule` and that shards have replaced."""
+    held = {id(tensor) for tensor in _tensors(submodule, recurse=True)}
     for meta in list(real)[num_before:]:
         if id(real[meta]) not in held:
             del real[meta]
 
 
-def _reset(part: nn.Module, name: str, *, must: bool, real: dict[Tensor, Tensor]) -> None:
-    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+def _reset(submodule: nn.Module, name: str, *, must: bool, real: dict[Tensor, Tensor]) -> None:
+    reset = getattr(submodule, "reset_parameters", None) or getattr(submodule, "_reset_parameters", None)
     remedy = "to give its tensors their first values: mend that, or build the module on the CPU."
     if not callable(reset):
         if must:
             raise ValueError(f"{name} was built on the meta device and has no method reset_parameters() {remedy}")
         return
-    made = {id(tensor) for tensor in real.values()}
-    own = {id(tensor) for tensor in _tensors(part, recurse=False)}
-    loaded = [(t, t.detach().clone()) for t in _tensors(part, recurse=True) if id(t) not in made | own]
+    materialized = {id(tensor) for tensor in real.values()}
+    own = {id(tensor) for tensor in _tensors(submodule, recurse=False)}
+    loaded = [(t, t.detach().clone()) for t in _tensors(submodule, recurse=True) if id(t) not in materialized | own]
     with torch.no_grad():
         reset()
-        for tensor, value in loaded:  # pretrained, say: a parent that draws its children anew must not touch them
+        for tensor, value in loaded:  # such as pretrained: a parent that draws its children again must not change them
             tensor.copy_(value)
-    for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+    for key, tensor in (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)):
         if must and tensor.isnan().any():
             raise ValueError(
                 f"{name} was built on the meta device, and its reset_parameters() leaves out {key!r} {remedy}"

@@ -1,9 +1,9 @@
-"""The names that transformers gives to tensors of a file as it reads them into one of its models.
+"""The names that transformers gives to tensors of a file when it reads them into one of its models.
 
 Files of older versions and of other authors have other names (`LayerNorm.gamma`, `language_model.model.` for
-`model.language_model.`), and those of a base model lack a prefix, or have one too many. transformers says for each
-model which these are (`transformers.conversion_mapping`), and this follows it, names alone: where it makes one tensor
-of several (the experts of a Mixtral), each rank would have to read them all.
+`model.language_model.`), and names of a base model lack a prefix, or have an additional one. transformers has a table
+of them for each model (`transformers.conversion_mapping`). This module follows it for renamed tensors only: where
+transformers merges several tensors into one (the experts of a Mixtral), each rank would have to read all of them.
 """
 
 import importlib
@@ -18,15 +18,15 @@ __all__ = ["names_of_transformers"]
 
 
 def names_of_transformers(module: nn.Module, keys: Collection[str], state: Collection[str]) -> dict[str, str | None]:
-    """Maps each key in a file to its name in `module`, or None if transformers leaves it out; {} of other modules.
+    """Maps each key in a file to its name in `module`, or None if transformers ignores it; {} for other modules.
 
     Args:
         module: a model of transformers, or any other.
-        keys: all of the files.
-        state: names that `module` has.
+        keys: all keys of the files.
+        state: the names in the state of `module`.
 
     Raises:
-        ValueError: transformers makes one tensor of several, or gives one name to two.
+        ValueError: transformers merges several tensors into one, or gives two the same name.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(module, library.PreTrainedModel):
@@ -36,17 +36,17 @@ def names_of_transformers(module: nn.Module, keys: Collection[str], state: Colle
     except (ImportError, AttributeError):  # before version 5
         return {}
     merging = library.core_model_loading.WeightConverter
-    unexpected = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()  # transformers: of PreTrainedModel
+    unexpected = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()  # transformers: PreTrainedModel
     names: dict[str, str | None] = {}
-    for key in sorted(keys):  # as transformers does, where one name says what another one means
+    for key in sorted(keys):  # in the order of transformers: the conversion of a name may depend on an earlier one
         name = key
-        for transform in (each for each in mapping if not isinstance(each, merging)):
+        for transform in (entry for entry in mapping if not isinstance(entry, merging)):
             name, _ = transform.rename_source_key(name)
         name = _with_prefix(name, module.base_model_prefix, state)
         if name not in state:
             name = key if key in state else name
         if name not in state:
-            _check_not_merged(module, key, name, [each for each in mapping if isinstance(each, merging)])
+            _check_not_merged(module, key, name, [entry for entry in mapping if isinstance(entry, merging)])
         is_left_out = name not in state and any(re.search(pattern, name) for pattern in unexpected)
         names[key] = None if is_left_out else name
     _check_unique(module, names)
@@ -67,10 +67,9 @@ def _check_not_merged(module: nn.Module, key: str, name: str, converters: Collec
         if pattern is not None:
             kind = type(module).__name__
             raise ValueError(
-                f"transformers makes {target!r} of {kind} from {key!r} and others as it reads them (pattern"
-                f" {pattern!r}), which a rank can't do for its part alone. Write the weights once as the module has"
-                f" them, and read those: {kind}.from_pretrained(folder).save_pretrained(other,"
-                " save_original_format=False)."
+                f"transformers merges {key!r} and others into {target!r} of {kind} (pattern {pattern!r}), which a rank"
+                " can't do for its part alone. Write the weights once with the module's own names, and read"
+                f" those: {kind}.from_pretrained(folder).save_pretrained(other, save_original_format=False)."
             )
 
 

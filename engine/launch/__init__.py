@@ -1,1 +1,1 @@
-"""Starting the processes of a run, and finding out who has started them."""
+"""Starts the processes of a run, and detects the launcher that started them."""

@@ -1,11 +1,11 @@
-"""torchrun that ends when the host of its rendezvous has gone silent; `polyphase launch` is this on several machines.
+"""torchrun that ends when the host of its rendezvous stops to answer; `polyphase launch` runs it on several machines.
 
     python -m polyphase.engine.launch.agent [torchrun options] script.py [arguments]
 
-torchrun keeps a connection to the key-value store at the rendezvous endpoint. Where that host has lost its power, or
-the network drops packets, it waits in a store call until its kernel gives the connection up: a quarter of an hour or
-more, long after its ranks have ended. So a thread asks the kernel of that host, by a new connection each time, and ends
-torchrun and its ranks when there has been no answer for too long.
+torchrun keeps a connection to the key-value store at the rendezvous endpoint. If that host loses its power, or the
+network drops packets, torchrun waits in a store call until its kernel gives the connection up: a quarter of an hour or
+more, long after its ranks have ended. So a thread probes that host with new connections, and ends torchrun and its
+ranks if it gets no answer for too long.
 """
 
 import os
@@ -22,29 +22,29 @@ from ..distributed.host_liveness import ProcessState, probe
 __all__ = ["main", "watch"]
 
 LONGEST_S = 60.0
-"""The longest silence of the host; ranks have found out by then, and have written their reports."""
+"""The longest time without an answer of the host; by then, ranks have detected it and written their reports."""
 _PERIOD_S = 2.0
 _END_TIMEOUT_S = 10.0
-"""The time that the ranks have between SIGTERM and SIGKILL."""
+"""The time between SIGTERM and SIGKILL for the ranks."""
 
 
 def main(words: list[str]) -> None:
-    """Does what torchrun does with these words."""
+    """Runs torchrun with these arguments."""
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import get_rdzv_endpoint, parse_args, run
 
     options = parse_args(words)
-    place = _place(get_rdzv_endpoint(options))
-    if place is not None:
-        threading.Thread(target=watch, args=place, name="polyphase-rendezvous", daemon=True).start()
+    address = _place(get_rdzv_endpoint(options))
+    if address is not None:
+        threading.Thread(target=watch, args=address, name="polyphase-rendezvous", daemon=True).start()
     record(run)(options)
 
 
 def watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
-    """Ends this process, and all that it has started, once the host at `address` has been silent for `longest_s`.
+    """Ends this process, and all that it has started, when the host at `address` has not answered for `longest_s`.
 
-    One that has never answered is waited for, as torchrun itself says how long. One that answers that nobody listens
-    there is not silent: torchrun learns it, too.
+    A host that has never answered does not count: torchrun has its own time limit for it. A refused connection counts
+    as an answer: torchrun notices it, too.
     """
     silent_s = 0.0
     has_answered = False
@@ -53,7 +53,7 @@ def watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
         time.sleep(_PERIOD_S)
         sign, now = probe(address, port), time.monotonic()
         has_answered |= sign is ProcessState.LIVES
-        # Time in which this machine slept does not count.
+        # Time in which this machine was suspended does not count.
         silent_s = silent_s + min(now - before, 3 * _PERIOD_S) if has_answered and sign is ProcessState.UNKNOWN else 0.0
         before = now
     print(
@@ -63,7 +63,7 @@ def watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
         flush=True,
     )
     _end_children()
-    os._exit(1)  # torchrun itself stands in a call to the store that does not return
+    os._exit(1)  # torchrun itself is in a call of the store that does not return
 
 
 def _end_children() -> None:
@@ -79,7 +79,7 @@ def _send(processes: list[psutil.Process], number: int) -> None:
 
 
 def _place(endpoint: str) -> tuple[str, int] | None:
-    """Host and port of a rendezvous endpoint; None where it is on this machine or names no port, as with etcd."""
+    """Host and port of a rendezvous endpoint; None if it is on this machine or names no port, as with etcd."""
     host, _, port = endpoint.rpartition(":")
     if not port.isdecimal():
         host, port = endpoint, "29400"  # torch: c10d_rendezvous_backend.DEFAULT_PORT

@@ -1,4 +1,4 @@
-"""`polyphase launch`: torchrun, with the defaults of a job that is to survive the loss of a process."""
+"""`polyphase launch`: torchrun, with defaults for a job that survives the loss of a process."""
 
 import argparse
 import importlib.util
@@ -23,14 +23,14 @@ Start N processes on this machine under torchrun (torch.distributed.run), and st
 of them dies. With Engine(resume="auto") they continue from the newest snapshot.
 
   --nproc N         processes on this machine, or auto, gpu, cpu (default: auto)
-  --nnodes N        machines; MIN:MAX lets the job go on with fewer, and take in more (default: 1)
+  --nnodes N        machines; MIN:MAX: the job continues with fewer, and admits more (default: 1)
   --max-restarts K  how often the processes are started again (default: 3)
-  --last-call S     with MIN:MAX, how many seconds the machines that have come wait for more (default: 10; torchrun: 30)
+  --last-call S     with MIN:MAX, how many seconds the first machines wait for more (default: 10; torchrun: 30)
 
 All other options in front of -- are torchrun's: see `torchrun --help`. What is left out is taken from torchrun's
 variables (PET_NNODES, PET_NPROC_PER_NODE, PET_RDZV_ENDPOINT, ...), which Kubeflow's TrainJob sets. What differs from
-torchrun without options: jobs on one machine meet on a free port of it, the processes are looked at every second,
-OMP_NUM_THREADS is the machine's share of cores per process, unless it is set, and of several machines one may go and
+torchrun without options: jobs on one machine use a free port of it, the processes are checked every second,
+OMP_NUM_THREADS is the machine's share of cores per process, unless it is set, and a machine of several may leave and
 come back.
 
   polyphase launch --nproc 2 -- train.py --epochs 5
@@ -41,7 +41,7 @@ come back.
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs ``polyphase launch`` with the words behind it; returns the exit code, unless it has turned into torchrun."""
+    """Runs ``polyphase launch`` with its arguments; returns the exit code, unless the process became torchrun's."""
     options = itertools.takewhile(lambda word: word != "--", words)
     if not words or not {"-h", "--help"}.isdisjoint(options):
         print(HELP)
@@ -57,18 +57,18 @@ def main(words: Sequence[str]) -> int:
     module = "torch.distributed.run"
     if "--nnodes=1" in arguments:
         share_job_secret()
-    else:  # on several machines it is the user's to give
+    else:  # on several machines the user must give it
         allow_late_nodes()
         module = "polyphase.engine.launch.agent"
-    # This process becomes torchrun's: signals reach it without our help.
+    # This process becomes torchrun's, so that signals reach torchrun directly.
     return os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
-    """The arguments of torchrun for those of `polyphase launch`, and the number of processes on this machine.
+    """The arguments of torchrun from those of `polyphase launch`, and the number of processes on this machine.
 
     Raises:
-        ValueError: nothing to start, a number that is none, or a script that does not exist.
+        ValueError: there is nothing to start, an invalid number, or no such script.
     """
     words = list(words)
     if "--" not in words:
@@ -106,7 +106,7 @@ def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:
 
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that are ours or have another default here, and those that are torchrun's alone."""
+    """The options of `polyphase launch` or with other defaults here, and the remaining options of torchrun."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     nproc = os.environ.get("PET_NPROC_PER_NODE", "auto")
     parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", dest="nproc", default=nproc)
@@ -121,7 +121,7 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _command(words: list[str]) -> list[str]:
-    """Returns the words of torchrun that say what is started."""
+    """Returns the arguments of torchrun that name the program."""
     if not words:
         raise ValueError("launch has nothing to start: name a script, or -m and a module, behind --.")
     if words[0] == "polyphase":
@@ -140,7 +140,7 @@ def _command(words: list[str]) -> list[str]:
 def _script(words: list[str]) -> list[str]:
     path = Path(words[0])
     if not path.is_file():
-        there = sorted(script.name for script in path.parent.glob("*.py"))
-        listing = f"; there are {', '.join(there[:8])}" if there else ""
+        scripts = sorted(script.name for script in path.parent.glob("*.py"))
+        listing = f"; there are {', '.join(scripts[:8])}" if scripts else ""
         raise ValueError(f"there is no script {words[0]!r}{listing}.")
     return words

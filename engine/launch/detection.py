@@ -1,7 +1,8 @@
-"""The launcher of a run's processes, and the numbers that say which of them this one is.
+"""Detects the launcher of a run's processes, and the rank of this one.
 
-Whatever says that there are several processes makes them one run, or is refused by name: N lone runs that write into
-one folder would all end with exit code 0. Lightning knows torchrun, SLURM and LSF; the others are here.
+Variables that announce several processes either define one run, or are refused with their names: N independent runs
+that write into one folder would all end with exit code 0. Lightning supports torchrun, SLURM and LSF; the others are
+here.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ __all__ = [
 
 
 class _Names(NamedTuple):
-    """The variables in which a launcher says which of its processes one is."""
+    """The names of the variables in which a launcher stores the ranks of a process."""
 
     size: str
     rank: str
@@ -45,24 +46,24 @@ _MPI = {
     "MVAPICH": _Names(*(f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
     "mpiexec": _Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Launchers that come before SLURM: if one starts processes within its allocation, SLURM's numbers are not theirs."""
+"""Launchers with precedence over SLURM: within an allocation, SLURM's numbers are not those of their processes."""
 _OTHERS = {
     "LSF": _Names(*(f"JSM_NAMESPACE_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
-    # submitit's own processes are all on one machine; on others it is SLURM that starts them.
+    # submitit itself starts processes on one machine only; on several machines SLURM starts them.
     "submitit": _Names(*(f"SUBMITIT_LOCAL_{name}" for name in ("NTASKS", "GLOBALID", "LOCALID", "NTASKS"))),
     _PLAIN: _Names("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
 _COMPLETED = "POLYPHASE_RANK_VARIABLES"
-"""The variable that has RANK and WORLD_SIZE, separated by a slash, where this run has set RANK and no launcher has."""
+"""The variable with RANK and WORLD_SIZE, separated by a slash, if this run has set RANK, not a launcher."""
 _JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HYDRA_JOBID", "SUBMITIT_LOCAL_JOB_ID", "PBS_JOBID")
-"""Variables that all processes of a job have in common, and no other job has."""
+"""Variables with one value in all processes of a job, and other values in other jobs."""
 _PORTS = range(20_000, 30_000)
-"""Ports below those that systems give away by themselves."""
+"""Ports below those that systems assign automatically."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def launcher_name() -> str | None:
-    """``"torchrun"``, ``"SLURM"``, ``"Open MPI"``, ...; None where nobody has started several processes."""
+    """``"torchrun"``, ``"SLURM"``, ``"Open MPI"``, ...; None if no launcher has started several processes."""
     if TorchElasticEnvironment.detect():
         return "torchrun"
     if (name := _found(_MPI)) is not None:
@@ -74,7 +75,7 @@ def launcher_name() -> str | None:
 
 
 def launched_sizes() -> tuple[int, int] | None:
-    """(processes in all, processes per node) as the launcher has them; 0 for what it does not say; None without one."""
+    """(all processes, processes per node) from the launcher; 0 for an unknown number; None without a launcher."""
     launcher = launcher_name()
     if launcher is None:
         return None
@@ -89,16 +90,16 @@ def launched_sizes() -> tuple[int, int] | None:
 
 @contextmanager
 def rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> Iterator[None]:
-    """Adds RANK and LOCAL_WORLD_SIZE to the environment of a rank that Lightning's launcher of scripts has started.
+    """Adds RANK and LOCAL_WORLD_SIZE to the environment of a rank that Lightning's script launcher has started.
 
-    That launcher sets WORLD_SIZE and LOCAL_RANK only, in rank 0 as well; libraries that read torchrun's four variables
-    would take every rank for rank 0. Both are removed as the run ends, as Lightning removes WORLD_SIZE: the script may
-    continue in one process. Other processes keep their environment.
+    That launcher sets only WORLD_SIZE and LOCAL_RANK, in rank 0 as well; libraries that read torchrun's four variables
+    would treat every rank as rank 0. Both are removed when the run ends, as Lightning removes WORLD_SIZE: the script
+    may continue in one process. Other processes keep their environment.
 
     Args:
         rank: of this process.
         num_ranks: of the run.
-        num_local_ranks: of them on this machine.
+        num_local_ranks: ranks on this machine.
     """
     local_rank = str(rank % num_local_ranks)
     is_lightnings = (os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_RANK")) == (str(num_ranks), local_rank)
@@ -114,14 +115,14 @@ def rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> Iterator[
 
 
 def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> tuple[Any, int]:
-    """`devices` and `num_nodes` to hand to Lightning, completed from the launcher.
+    """`devices` and `num_nodes` for Lightning, completed from the launcher.
 
-    A `ClusterEnvironment` among the plugins (`KubeflowEnvironment`, say) knows its processes itself, where the launcher
-    is none of Lightning's.
+    A `ClusterEnvironment` among the plugins (such as `KubeflowEnvironment`) knows its processes itself, if Lightning
+    does not support the launcher.
 
     Raises:
-        ValueError: the flags contradict the launcher; the message has the flags that fit it. Or there are several
-            processes, of which nothing says how they make one run.
+        ValueError: the flags contradict the launcher; the message has the right flags. Or there are several processes,
+            but no variables that connect them.
     """
     check_count("num_nodes", num_nodes)
     launched = launched_sizes()
@@ -151,14 +152,14 @@ def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> 
 
 
 class LaunchedEnvironment(ClusterEnvironment):
-    """The processes of a launcher that Lightning does not know.
+    """The environment of a launcher that Lightning does not support.
 
     Args:
         launcher: its name.
-        num_nodes: as `resolve_sizes` has found.
+        num_nodes: from `resolve_sizes`.
 
     Raises:
-        ValueError: its variables contradict each other, or don't say where the processes meet.
+        ValueError: its variables contradict each other, or have no address of the rendezvous.
     """
 
     def __init__(self, launcher: str, num_nodes: int) -> None:
@@ -225,7 +226,7 @@ def environment_of_launcher(plugins: list[Any], num_nodes: int) -> list[Any]:
 
 
 def _found(launchers: dict[str, _Names]) -> str | None:
-    # The ranks that Lightning starts have WORLD_SIZE, too, but no RANK; or one that this package has added.
+    # The ranks that Lightning starts have WORLD_SIZE, too, but no RANK, or the one that this package has added.
     is_named = {
         name: names.rank in os.environ and not (name == _PLAIN and _is_completed()) for name, names in launchers.items()
     }
@@ -234,7 +235,7 @@ def _found(launchers: dict[str, _Names]) -> str | None:
 
 
 def _is_completed() -> bool:
-    """Whether RANK is of `rank_variables`, here or in the process that has started this one."""
+    """Whether `rank_variables` has set RANK, in this process or in the one that has started it."""
     return os.environ.get(_COMPLETED) == f"{os.environ.get('RANK')}/{os.environ.get('WORLD_SIZE')}"
 
 
@@ -243,7 +244,7 @@ def _names(launcher: str) -> _Names:
 
 
 def _check_alone() -> None:
-    """Refuses to be one of several lone runs."""
+    """Raises an error if this process would be one of several independent runs."""
     nodes = os.environ.get("PET_NNODES", "1").rpartition(":")[2]
     if nodes.isdecimal() and int(nodes) > 1:
         raise ValueError(
@@ -269,9 +270,9 @@ def _whole_share(num_processes: int, parts: int) -> int:
 
 
 def _count(devices: Any) -> int | None:
-    """Number of devices asked for; None for "auto" and for -1 (all)."""
+    """Number of requested devices; None for "auto" and for -1 (all)."""
     if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
+        return len([device for device in devices.split(",") if device.strip()])
     if isinstance(devices, (list, tuple)):
         return len(devices)
     text = str(devices).strip()

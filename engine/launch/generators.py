@@ -1,7 +1,7 @@
 """Pickles torch.Generator for workers that are spawned.
 
-torch pickles its state as a tensor, and so through shared memory, which is gone before the worker opens it: a loader
-with a `generator`, or a StatefulDataLoader with `shuffle=True`, ends the worker in "unable to resize file".
+torch pickles its state as a tensor in shared memory, which is freed before the worker opens it: with a loader that has
+a `generator`, or a StatefulDataLoader with `shuffle=True`, the worker ends with "unable to resize file".
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ __all__ = ["pickle_generators"]
 
 
 def pickle_generators() -> None:
-    """Has processes that multiprocessing starts get generators with their states as bytes."""
+    """Makes multiprocessing pickle generators with their states as bytes."""
     ForkingPickler.register(torch.Generator, _reduce)
 
 

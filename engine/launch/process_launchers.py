@@ -1,4 +1,4 @@
-"""Which launcher starts the processes of a strategy, and what comes back from workers that were spawned."""
+"""The launchers of a strategy's processes, and the results of spawned workers."""
 
 import atexit
 import faulthandler
@@ -30,7 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-# Lightning: the private launcher is the one that its own DDPStrategy uses.
+# Lightning: the private launcher that its own DDPStrategy uses.
 from .._compat.lightning import _MultiProcessingLauncher
 from ..checkpoint import get_random_state
 from ..distributed.ports import reserve_port
@@ -47,15 +47,15 @@ from .script_launcher import ScriptLauncher
 __all__ = ["end_group_at_exit", "make_launcher"]
 
 _INTERRUPTED_S = 3.0
-"""The time that workers have to end after Ctrl-C."""
+"""The time limit for workers to end after Ctrl-C."""
 _TICK_S = 0.05
 _STOPPED = 128 + signal.SIGTERM
-"""Exit code of a process that was asked to stop, as shells have it."""
+"""Exit code of a process that was asked to stop, as in shells."""
 _UNGUARDED = 96
-"""Exit code of a worker that has come to start workers itself, as it ran the script from its first line."""
+"""Exit code of a worker that ran the script from its first line, and so would start workers itself."""
 _NO_GUARD = """\
-strategy {strategy!r} starts workers that run this script from its first line, and so came to this call themselves:
-put what starts training under `if __name__ == "__main__":`, or leave out _spawn."""
+strategy {strategy!r} starts workers that run this script from its first line, so they reach this call themselves:
+put the start of training under `if __name__ == "__main__":`, or leave out _spawn."""
 
 
 def end_group_at_exit() -> None:
@@ -70,17 +70,17 @@ def end_group_at_exit() -> None:
 def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # FSDP leaves cycles that hold finished collectives; freed any later, they end in SIGABRT
+        gc.collect()  # FSDP leaves reference cycles with finished collectives; freed later, they cause a SIGABRT
 
 
 def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """The launcher that a flag's suffix stands for.
+    """Creates the launcher for a flag's suffix.
 
     Raises:
         ValueError: this platform can't start processes in that way.
     """
     start_method = LAUNCHERS[suffix]
-    # Under torchrun or SLURM the processes are there already: the same script, suffix and all, runs in them.
+    # Under torchrun or SLURM the processes exist already: they run the same script with the same suffix.
     if start_method == "popen" or environment.creates_processes_externally:
         return ScriptLauncher(strategy, environment, num_processes, num_nodes)
     if start_method not in mp.get_all_start_methods():
@@ -92,7 +92,7 @@ def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: i
 
 
 class _Stored:
-    """Results of a worker in a file: a queue would lend them out of the memory of a process that has ended."""
+    """Results of a worker in a file: a queue would share memory of a process that has ended."""
 
     def __init__(self, results: Any) -> None:
         self.path = os.path.join(tempfile.mkdtemp(), "results.pt")
@@ -100,14 +100,14 @@ class _Stored:
 
     def take(self) -> Any:
         try:
-            # Any objects: a worker of ours has just written them, to a folder of this user's alone.
+            # Any objects: this run's worker has just written them, to a folder that only this user can access.
             return torch.load(self.path, weights_only=False)
         finally:
             shutil.rmtree(os.path.dirname(self.path))
 
 
 class _Workers(mp.ProcessContext):
-    """Worker processes of which some may fail without ending the others."""
+    """Worker processes; some may fail without ending the others."""
 
     def __init__(self, started: mp.ProcessContext, can_lose: Callable[[int], bool]) -> None:
         super().__init__(started.processes, started.error_files)
@@ -132,19 +132,19 @@ class _Workers(mp.ProcessContext):
             if not earlier or getattr(ended, "exit_code", None) == _STOPPED:
                 raise
             text = str(ended)
-            for index in earlier:  # perhaps it could not be lost yet, and the others have ended because of it
+            for index in earlier:  # perhaps the run needed it then, and the others have ended because of it
                 with open(self.error_files[index], "rb") as file:
-                    said = pickle.load(file)  # noqa: S301 - what torch has written
-                text += f"\n\nBefore that, process {index} had failed:\n{said}"
+                    exception = pickle.load(file)  # noqa: S301 - what torch has written
+                text += f"\n\nBefore that, process {index} had failed:\n{exception}"
             raise ProcessRaisedException(text, ended.error_index, ended.error_pid) from None
 
 
 @contextmanager
 def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
-    """Joins the workers that are started in here as `_Workers`."""
+    """In this context, started workers are joined as `_Workers`."""
     # Lightning: _MultiProcessingLauncher.launch calls torch.multiprocessing.start_processes, and joins them itself.
     start = mp.start_processes
-    torchs = logging.getLogger("torch.multiprocessing.spawn")  # says of each worker that it is ended because of another
+    torchs = logging.getLogger("torch.multiprocessing.spawn")  # it logs for each ended worker that another one failed
     level = torchs.level
 
     def started(*args: Any, **kwargs: Any) -> _Workers:
@@ -161,11 +161,11 @@ def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
 
 @contextmanager
 def _fork_allowed(strategy: Any) -> Iterator[None]:
-    """Has Lightning fork workers that use no GPU also in a process that was forked itself.
+    """Lets Lightning fork workers without a GPU, also in a process that was forked itself.
 
-    It asks torch, which takes CUDA for spoilt in such a process as soon as it has been asked how many GPUs there are.
+    Lightning asks torch, which considers CUDA unusable in such a process once the number of GPUs was queried.
     """
-    check = launchers._check_bad_cuda_fork  # Lightning: what _MultiProcessingLauncher.launch calls before it forks
+    check = launchers._check_bad_cuda_fork  # Lightning: _MultiProcessingLauncher.launch calls it before it forks
     if not isinstance(strategy.accelerator, CUDAAccelerator):
         launchers._check_bad_cuda_fork = lambda: None
     try:
@@ -176,12 +176,12 @@ def _fork_allowed(strategy: Any) -> Iterator[None]:
 
 @contextmanager
 def _port_reserved(environment: Any) -> Iterator[None]:
-    """Gives the workers that are started in here a port of their own, where nobody has named one.
+    """Reserves a new port for the workers that are started in this context, unless one is set.
 
-    One that was good for the last run of this process may have been taken since.
+    The port of the last run of this process may be in use since.
     """
     # Lightning: LightningEnvironment keeps the port of its first launch in _main_port, and _MultiProcessingLauncher
-    # leaves it in MASTER_PORT for all launches to come.
+    # leaves it in MASTER_PORT for all later launches.
     with owns_master_port(environment) as is_ours:
         if not is_ours:
             yield
@@ -194,13 +194,13 @@ def _port_reserved(environment: Any) -> Iterator[None]:
 
 
 _before: list[Any] = []
-"""The SIGTERM handlers that this process had before it started workers that are still there."""
+"""The SIGTERM handlers that this process had before it started workers that are still alive."""
 
 
 @contextmanager
 def _sigterm_calls(handler: Callable[..., None]) -> Iterator[None]:
     """Calls `handler` when this process gets a SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+    if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
     _before.append(signal.signal(signal.SIGTERM, handler))
@@ -215,18 +215,18 @@ def _restore_sigterm() -> None:
 
 
 class _WorkerLauncher(_MultiProcessingLauncher):
-    """Starts workers by spawn or fork; a failed one is announced, and whole weights come back, sharded or not."""
+    """Starts workers by spawn or fork; reports failed ones, and returns whole weights, sharded or not."""
 
     returns_predictions = True
     """Whether `predict` may return its outputs, which Lightning's own launchers of workers refuse."""
     _is_stopping = False
     _failures = ""
-    """Folder to which workers write what they raise."""
+    """Folder to which workers write their exceptions."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        # multiprocessing: what Lightning takes for the sign of a script without a guard, at greater length.
+        # multiprocessing: Lightning uses the same sign of a script without a guard, with a longer message.
         if self._start_method == "spawn" and getattr(mp.current_process(), "_inheriting", False):
-            sys.exit(_UNGUARDED)  # the parent says why
+            sys.exit(_UNGUARDED)  # the parent prints the reason
         if self._start_method == "spawn":
             pickle_generators()
         self._failures = tempfile.mkdtemp()
@@ -252,7 +252,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
             return results.take() if isinstance(results, _Stored) else results
         except ProcessExitedException as ended:
-            # Workers that were not ready for SIGTERM yet have ended by it.
+            # SIGTERM has ended workers that had no handler yet.
             if ended.exit_code == _STOPPED or (self._is_stopping and ended.exit_code == -signal.SIGTERM):
                 raise SIGTERMException(_STOPPED) from None
             if ended.exit_code == _UNGUARDED:
@@ -260,21 +260,21 @@ class _WorkerLauncher(_MultiProcessingLauncher):
                 raise ProcessExitedException(reason, ended.error_index, ended.error_pid, ended.exit_code) from None
             raise
         except KeyboardInterrupt:
-            self._end_workers(_INTERRUPTED_S)  # they have got it, too, unless it was sent to this process alone
+            self._end_workers(_INTERRUPTED_S)  # they received it, too, unless it was sent to this process only
             raise
         except BaseException:
-            self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may for each other
+            self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may wait for each other
             raise
 
     def _stop(self, signum: int, _: Any) -> None:
-        """Asks the workers to stop, which save what they have before they end."""
+        """Asks the workers to stop; they save their state before they end."""
         self._is_stopping = True
         if not any(worker.is_alive() for worker in self.procs):
             raise SIGTERMException(_STOPPED)
         self.kill(signum)
 
     def _end_workers(self, patience_s: float) -> None:
-        """Waits for the workers to end, and ends those that don't."""
+        """Waits for the workers to end, and kills those that don't."""
         deadline = time.monotonic() + patience_s
         while any(worker.is_alive() for worker in self.procs) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
@@ -286,37 +286,37 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     # of exceptions, so callbacks don't see them there.
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         watch_parent(process_idx, grace_s=0.0)
-        if self._start_method == "spawn":  # as its loaders' workers are, too
+        if self._start_method == "spawn":  # as are its loaders' workers
             pickle_generators()
-        if not faulthandler.is_enabled():  # a fork: others have been told by the environment
+        if not faulthandler.is_enabled():  # a fork: other processes read it from the environment
             faulthandler.enable(file=2)
-        if _before:  # a fork of the process that has started it
+        if _before:  # a fork of the parent
             _restore_sigterm()
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SIGTERMException:
-            sys.exit(_STOPPED)  # with its own code of 0, the parent would wait for a result
+            sys.exit(_STOPPED)  # with exit code 0, the parent would wait for a result
         except BaseException as exception:
             report_failure(exception, print_traceback=False)  # the parent raises it, with this worker's traceback
-            with suppress(Exception):  # one that can't be pickled stays here
+            with suppress(Exception):  # an exception that can't be pickled stays in this process
                 self._keep(process_idx, exception)
             raise
         finally:
             _finish_experiments(trainer)
 
     def _keep(self, worker: int, exception: BaseException) -> None:
-        """Leaves this worker's exception for the parent, which has its traceback as text only."""
+        """Stores this worker's exception for the parent, which otherwise has only its traceback as text."""
         with open(os.path.join(self._failures, str(worker)), "wb") as file:
             file.write(pickle.dumps(exception))
 
     def _first_exception(self, worker: int) -> BaseException | None:
         with suppress(Exception), open(os.path.join(self._failures, str(worker)), "rb") as file:
-            exception = pickle.load(file)  # noqa: S301 - a worker of ours has just written it, to a folder of this user's
+            exception = pickle.load(file)  # noqa: S301 - this run's worker has just written it, to this user's folder
             return exception if isinstance(exception, BaseException) else None
         return None
 
-    # Lightning: _MultiProcessingLauncher._collect_rank_zero_results asks the module itself for its weights, which would
-    # be rank 0's shards; the strategy gathers them.
+    # Lightning: _MultiProcessingLauncher._collect_rank_zero_results gets the weights from the module, which has only
+    # rank 0's shards; the strategy gathers them.
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         if trainer.state.fn == TrainerFn.PREDICTING and results is not None and self._strategy.local_rank == 0:
             results = _Stored(results)
@@ -328,13 +328,13 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         finally:
             del module.state_dict
 
-    # Lightning: _MultiProcessingLauncher._recover_results_in_main_process loads the weights into the module as it is.
+    # Lightning: _MultiProcessingLauncher._recover_results_in_main_process loads the weights into the module.
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         if worker_output.weights_path is not None:
             make_room(trainer.lightning_module)
         super()._recover_results_in_main_process(worker_output, trainer)
 
-    # Lightning: _MultiProcessingLauncher.get_extra_results, which returns the metrics alone.
+    # Lightning: _MultiProcessingLauncher.get_extra_results, which returns only the metrics.
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         progress = {name: tracker.state_dict() for name, tracker in _progress(trainer).items()}
         score = getattr(trainer.checkpoint_callback, "best_model_score", None)
@@ -350,16 +350,16 @@ class _WorkerLauncher(_MultiProcessingLauncher):
 
 
 def _finish_experiments(trainer: Trainer | None) -> None:
-    """Flushes what was logged to Weights & Biases, which does so when Python exits; a worker never does."""
+    """Flushes logs of Weights & Biases, which it does itself only when Python exits; a worker never does."""
     for logger in trainer.loggers if trainer is not None else ():
-        # Lightning: WandbLogger._experiment is None where nothing was logged.
+        # Lightning: WandbLogger._experiment is None if nothing was logged.
         experiment = logger._experiment if isinstance(logger, WandbLogger) else None
         if experiment is not None:
             experiment.finish()
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:
-    """The progress that `current_epoch` and `global_step` are read from, and that a second `fit` continues."""
+    """The progress from which `current_epoch` and `global_step` are read, and which a second `fit` continues."""
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     return {
         "epochs": epochs.epoch_progress,

@@ -1,4 +1,4 @@
-"""The default launcher: rank 0 is the user's process, and starts its own command once more for each other rank."""
+"""The default launcher: rank 0 is the user's process, and runs its own command again for each other rank."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-# Lightning: the private launcher is the one that its own DDPStrategy uses, and the thread by which it watches them.
+# Lightning: the private launcher that its own DDPStrategy uses, and the thread that watches the processes.
 from .._compat.lightning import _ChildProcessObserver, _SubprocessScriptLauncher
 from ..distributed.ports import reserve_port
 from ..environment import child_environment, keep_job_secret, owns_master_port
@@ -22,25 +22,25 @@ from ..reliability.parent import watch_parent
 __all__ = ["RefusedLaunchError", "ScriptLauncher"]
 
 _NO_SCRIPT = """\
-strategy {strategy!r} starts the script once more per device, but there is no script file ({source}): choose the suffix
+strategy {strategy!r} runs the script once per device, but there is no script file ({source}): choose the suffix
 _fork or _notebook, or put the code into a file."""
 
 _RAY = """\
-strategy {strategy!r} starts this process's command once more per device, which is Ray's own: have Ray start the
+strategy {strategy!r} runs this process's command once per device, but it is Ray's own command: let Ray start the
 workers, with a TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers={num_processes})) in this trial or
 task, or give devices=1. See docs/clusters.md."""
 _RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
 """Ray: the end of the path of the script that its workers run."""
 
 _END_TIMEOUT_S = 8.0
-"""The time that a rank has to find the cause and to write the report, before or after its parent ends."""
+"""The time limit for a rank to find the cause and to write the report, before or after its parent ends."""
 
 _reservations: list[socket.socket] = []
 """Sockets that reserve the port of the rendezvous, for all runs of this process."""
 
 
 class RefusedLaunchError(ValueError, MisconfigurationException):
-    """The processes can't be started in this way; also a MisconfigurationException, as Lightning's launchers raise."""
+    """The processes can't be started in this way; also a MisconfigurationException, as in Lightning's launchers."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -60,7 +60,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._strategy = strategy
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts the other ranks, where nobody else has, and calls the function."""
+        """Starts the other ranks, unless another launcher has, and calls the function."""
         trainer = kwargs.get("trainer")
         self._hang_timeout_s = getattr(trainer, "hang_timeout_s", None)
         self._can_lose = self._strategy.can_lose
@@ -99,14 +99,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         atexit.register(self._await_ranks_at_exit)
 
     def _longest_s(self) -> float | None:
-        # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs: it comes first.
+        # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs, so it gets that time first.
         return None if self._hang_timeout_s is None else self._hang_timeout_s + _END_TIMEOUT_S
 
     def _await_ranks_at_exit(self) -> None:
         for thread in threading.enumerate():
             if isinstance(thread, _ChildProcessObserver):
-                thread._child_processes = []  # Lightning: it would kill this process, too
-        has_failed = getattr(sys, "last_value", None) is not None  # CPython: by which exception the program has ended
+                thread._child_processes = []  # Lightning: the thread would kill this process, too
+        has_failed = getattr(sys, "last_value", None) is not None  # CPython: the exception that ended the program
         longest_s = END_TIMEOUT_S if has_failed or self._has_ended_them else self._longest_s()
         late = await_ranks(longest_s)
         for rank in late:
@@ -118,7 +118,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return
         for rank, code in codes.items():
             if rank in late:
-                print_rank(rank, f"still ran {longest_s:g} s after rank 0 had come to its end, and was ended")
+                print_rank(rank, f"still ran {longest_s:g} s after rank 0 had ended, and was ended")
             elif code:
-                print_rank(rank, f"has ended with exit code {code}, after rank 0 had come to its end")
+                print_rank(rank, f"has ended with exit code {code}, after rank 0 had ended")
         hard_exit(max(1, *codes.values()))

@@ -1,1 +1,1 @@
-"""Lightning's loggers: a folder of its own for each run, and one curve through all starts of a run."""
+"""Lightning's loggers: a separate folder for each run, and one continuous curve over all starts of a run."""

@@ -1,14 +1,14 @@
-"""One curve through all starts of a run: ``resume="auto"`` goes on in the logs of the run that it continues.
+"""One continuous curve over all starts of a run: ``resume="auto"`` continues the logs of the resumed run.
 
 Phases:
-1. `adopt`, as `fit` is called: the newest snapshot's manifest says which version or run each logger had. A logger of
-   the same class and place takes it, unless the user has chosen another, or it has begun already.
-2. `open`, where the logger is to write: what is there already is kept.
-3. `take_back`, when a snapshot was opened: what was logged after it will be logged again, and so is removed.
-4. `positions`, with each save: which run, and how far its logs have come. Where `max_steps` ends an epoch early, a
-   longer run goes on in that epoch, and logs what belongs to its end then: `hold` leaves it out.
+1. `adopt`, when `fit` is called: the newest snapshot's manifest has the version or run of each logger. A logger of the
+   same class and place adopts it, unless the user has chosen another, or the logger has begun already.
+2. `open`, before a logger writes: existing logs are kept.
+3. `take_back`, when a snapshot was opened: points that were logged after it are removed, since they are logged again.
+4. `positions`, with each save: the run of each logger, and the end of its logs. If `max_steps` ends an epoch early, a
+   longer run continues that epoch and logs its end then: `hold` freezes the positions before that end.
 
-A run that was stopped before its first snapshot is known from its record, beside the snapshots.
+A run that was stopped before its first snapshot is identified by its record, beside the snapshots.
 """
 
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ __all__ = ["LogContinuation"]
 
 
 class LogContinuation:
-    """The loggers of a trainer, as those of the run that it goes on with.
+    """Makes the loggers of a trainer continue the logs of the resumed run.
 
     Args:
-        trainer: whose loggers they are.
+        trainer: the trainer with the loggers.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # By the logger's place in the trainer's list; those whose points are still to be taken back.
+        # By the logger's index in the trainer's list; loggers with points that are still to be removed.
         self._adopted: dict[int, dict[str, Any]] = {}
         self._continued: set[int] = set()
         self._held: list[dict[str, Any]] | None = None
@@ -42,20 +42,20 @@ class LogContinuation:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a logger goes on in the folder, or run, that it had."""
+        """Whether a logger continues an earlier folder or run."""
         return bool(self._continued)
 
     def adopt(self, resume: Any) -> None:
-        """Continues the logs where the newest snapshot says, before the loggers have begun; called by each process."""
+        """Continues the logs that the newest snapshot names; called by each process before the loggers begin."""
         self._adopted, self._continued, self._held, self._put_off = {}, set(), None, None
         is_same_run = resume == "auto" or (resume == "fresh" and restart_count() > 0)
         folder = self._trainer.snapshots_path if is_same_run and not self._trainer.fast_dev_run else None
         if folder is None or not any(map(kind_of, self._trainer.loggers)):
             return
-        said = _said_in(folder, self._trainer.default_root_dir)
+        entries = _said_in(folder, self._trainer.default_root_dir)
         for number, logger in enumerate(self._trainer.loggers):
             kind = kind_of(logger)
-            entry = None if kind is None else _taken_from(said, type(logger).__name__, kind.place(logger))
+            entry = None if kind is None else _taken_from(entries, type(logger).__name__, kind.place(logger))
             if kind is None or entry is None:
                 continue
             refusal = kind.adopt(logger, entry.get("id"))
@@ -64,7 +64,7 @@ class LogContinuation:
                 self._continued.add(number)
             else:
                 rank_zero_info(
-                    f"resume={resume!r}: {entry['class']} does not go on in {entry.get('id')!r}, where the run has"
+                    f"resume={resume!r}: {entry['class']} does not continue in {entry.get('id')!r}, where the run has"
                     f" logged so far, since {refusal}."
                 )
 
@@ -76,7 +76,7 @@ class LogContinuation:
 
     @contextmanager
     def logging_parameters(self) -> Iterator[None]:
-        """Around the logging of hyperparameters, on rank 0."""
+        """Context manager around the logging of hyperparameters on rank 0."""
         with ExitStack() as stack:
             for number in self._continued:
                 logger, kind = self._logger(number)
@@ -84,20 +84,20 @@ class LogContinuation:
             yield
 
     def take_back_unless_over(self) -> None:
-        """Called before anything is logged: does what `take_back` has put off, unless the run is over at once."""
+        """Called before anything is logged: runs a postponed `take_back`, unless the run ends at once."""
         put_off, self._put_off = self._put_off, None
-        # Lightning: the Timer of `max_time` has set it by now; with a minimum of epochs or steps, training continues.
+        # Lightning: the Timer of `max_time` sets it before; with a minimum of epochs or steps, training continues.
         is_over = self._trainer.should_stop and not (self._trainer.min_epochs or self._trainer.min_steps)
         if put_off is not None and not is_over:
             self.take_back(*put_off)
 
     def take_back(self, loggers: Any, step: int, waits: bool = False) -> None:
-        """Removes what was logged after the snapshot that was opened.
+        """Removes points that were logged after the opened snapshot.
 
         Args:
-            loggers: what its manifest says; None if the run begins anew, for want of a snapshot.
-            step: of the snapshot.
-            waits: until `take_back_unless_over`, since a run whose time is up logs nothing again.
+            loggers: the entry of its manifest; None if the run begins again without a snapshot.
+            step: step of the snapshot.
+            waits: postpone it until `take_back_unless_over`, since a run without remaining time logs nothing.
         """
         if waits:
             self._put_off = (loggers, step)
@@ -114,12 +114,12 @@ class LogContinuation:
             entry = newest if loggers is None else _taken_from(list(loggers), name, newest["place"])
             try:
                 if entry is None or entry.get("id") != newest.get("id"):
-                    raise ValueError("the snapshot does not say how far they had come")
+                    raise ValueError("the snapshot does not have the end of its log")
                 kind.take_back(logger, kind.checked(entry.get("position")), step)
             except (OSError, ValueError) as error:
-                rank_zero_warn(f"{name} goes on in {newest['id']!r}, whose points after step {step} stay: {error}.")
+                rank_zero_warn(f"{name} continues in {newest['id']!r}, whose points after step {step} stay: {error}.")
             else:
-                rank_zero_info(f"{name} goes on in {newest['id']!r} after step {step}; later points are logged again.")
+                rank_zero_info(f"{name} continues in {newest['id']!r} after step {step}; later points are repeated.")
 
     def note(self, logger: Any, metrics: dict[str, Any], step: int) -> None:
         """Called after `metrics` were logged."""
@@ -128,11 +128,11 @@ class LogContinuation:
             kind.note(logger, metrics, step)
 
     def hold(self) -> None:
-        """Freezes `positions` at where the logs are now until the end of this `fit`: what follows is logged again."""
+        """Freezes `positions` at the current end of the logs until this `fit` ends: later points are logged again."""
         self._held = self.positions()
 
     def positions(self) -> list[dict[str, Any]]:
-        """Class, place, id and position of each logger whose kind is known; empty on other ranks than 0."""
+        """Class, place, id and position of each logger of a known kind; empty on all ranks but 0."""
         if self._held is not None:
             return self._held
         if not self._trainer.is_global_zero or self._trainer.fast_dev_run:
@@ -145,8 +145,8 @@ class LogContinuation:
             about = {"class": type(logger).__name__, "place": kind.place(logger), "id": kind.id_of(logger)}
             try:
                 entries.append({**about, "position": kind.position(logger)})
-            except OSError as error:  # a log that can't be read is no reason not to save
-                rank_zero_warn(f"{about['class']}: how far its log has come is not known: {error}.")
+            except OSError as error:  # an unreadable log must not prevent a save
+                rank_zero_warn(f"{about['class']}: the end of its log is unknown: {error}.")
         return entries
 
     def _logger(self, number: int) -> tuple[Any, LoggerKind]:
@@ -157,7 +157,7 @@ class LogContinuation:
 
 
 def _said_in(folder: str, root: str) -> list[dict[str, Any]]:
-    """The positions of the loggers of the run that has `folder`, as its newest snapshot or its record has them."""
+    """The positions of the loggers of the run that saves into `folder`, from its newest snapshot or its record."""
     for _, manifest in find(folder):
         if manifest.kind != "weights":
             return list(manifest.loggers)
@@ -165,9 +165,9 @@ def _said_in(folder: str, root: str) -> list[dict[str, Any]]:
     return [] if record is None or record.has_saved else list(record.loggers)
 
 
-def _taken_from(said: list[dict[str, Any]], name: str, place: dict[str, Any]) -> dict[str, Any] | None:
-    """Removes the first entry of that class and place from `said`, and returns it."""
-    for number, entry in enumerate(said):
+def _taken_from(entries: list[dict[str, Any]], name: str, place: dict[str, Any]) -> dict[str, Any] | None:
+    """Removes the first entry of that class and place from `entries`, and returns it."""
+    for number, entry in enumerate(entries):
         if entry.get("class") == name and entry.get("place") == place:
-            return said.pop(number)
+            return entries.pop(number)
     return None

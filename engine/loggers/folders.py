@@ -1,4 +1,4 @@
-"""The folders a run writes to: a log folder of its own, also where several begin at the same moment and place."""
+"""The folders a run writes to: a separate log folder, also if several runs begin at the same time in one place."""
 
 import os
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ __all__ = ["claim_log_folders", "folders_written_to"]
 
 
 def folders_written_to(trainer: Trainer) -> dict[str, str]:
-    """The folders that logs and checkpoints of `trainer` go to, each with the argument that names it."""
+    """The folders of the logs and checkpoints of `trainer`, each with the argument that sets it."""
     root, folders = f"default_root_dir={trainer.default_root_dir!r}", {}
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return {}
@@ -29,21 +29,21 @@ def folders_written_to(trainer: Trainer) -> dict[str, str]:
             continue
         dirpath = getattr(callback, "dirpath", None)
         folder = str(dirpath or trainer.default_root_dir)
-        # Without a path of its own, a checkpoint lies with the first logger's files.
+        # Without a path, checkpoints are saved with the first logger's files.
         if dirpath is not None or not trainer.loggers or not isinstance(callback, ModelCheckpoint):
             folders.setdefault(folder, f"{name}(dirpath={str(dirpath)!r})" if dirpath is not None else root)
     return folders
 
 
 def claim_log_folders(loggers: Iterable[Any]) -> None:
-    """Makes the next free ``version_N`` of each logger that is to choose one, and has it keep to that.
+    """Creates the next free ``version_N`` of each logger that would choose one, and sets it.
 
-    Lightning looks for the first number that has no folder, and makes the folder when something is logged: of two runs
-    that begin at the same time both take the same. Worker processes get the number from the process that starts them,
-    whose `log_dir` then is theirs.
+    Lightning looks for the first number without a folder, and creates the folder when something is logged: two runs
+    that begin at the same time take the same number. Worker processes get the number from the process that starts
+    them, so all have one `log_dir`.
     """
     for logger in loggers:
-        # Lightning: _version is None until somebody asks for the number.
+        # Lightning: _version is None until the number is first read.
         if not isinstance(logger, (CSVLogger, TensorBoardLogger)) or logger._version is not None:
             continue
         while True:

@@ -1,7 +1,7 @@
-"""Resumes each of Lightning's loggers: where it logs to, how far it has come, how later points are taken back.
+"""Resumes each of Lightning's loggers: its place, the position in its log, and the removal of later points.
 
-The loggers stay the user's objects: their attributes are set before they make what they write with, and their files are
-cut. Lightning's private names are used here alone, with a comment where each of them is.
+The loggers stay the user's objects: their attributes are set before they create their writers, and their files are
+truncated.
 """
 
 import csv
@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-# Lightning: what CSVLogger.experiment makes.
+# Lightning: the class of CSVLogger.experiment.
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
-# Lightning: how its own loggers bring hyperparameters of any kind into flat dicts.
+# Lightning: its own loggers convert hyperparameters to flat dicts with these.
 from .._compat.lightning import _convert_params, _flatten_dict
 from ..checkpoint.checked_io import absolute, is_plain_name
 
@@ -29,27 +29,27 @@ __all__ = ["LoggerKind", "kind_of"]
 
 _HEX_ID = re.compile(r"[0-9A-Za-z_.-]{1,128}")
 _FLUSH_S = 15.0
-"""wandb: x_transaction_log_flush_interval, after which it writes rows to the disk."""
+"""wandb: x_transaction_log_flush_interval, the time after which it writes rows to the disk."""
 _MOST_ROWS = 10_000
 _EVENTS = ".tfevents."
-"""Part of the name of each file of TensorBoard's."""
+"""Part of the name of each of TensorBoard's files."""
 
 
 class LoggerKind:
-    """One class of loggers. All is called by rank 0 alone, but for `place` and `adopt`."""
+    """One class of loggers. Only rank 0 calls the methods, except `place` and `adopt`."""
 
     logger_class: ClassVar[type]
 
     def place(self, logger: Any) -> dict[str, Any]:
-        """The arguments that the user has chosen: the logger of a later start is the same if it has the same."""
+        """The user's arguments: a logger of a later start with equal arguments is the same logger."""
         raise NotImplementedError
 
     def id_of(self, logger: Any) -> Any:
-        """The run's own name within that place: a plain value; None if it has none yet."""
+        """The run's name within that place: a plain value; None if it has none yet."""
         raise NotImplementedError
 
     def adopt(self, logger: Any, run_id: Any) -> str | None:
-        """Makes a logger that has not begun continue the run `run_id`; else returns why it can't."""
+        """Makes a logger that has not begun continue the run `run_id`; returns the reason if it can't."""
         raise NotImplementedError
 
     def open(self, logger: Any) -> None:
@@ -57,31 +57,31 @@ class LoggerKind:
 
     @contextmanager
     def logging_parameters(self, logger: Any) -> Iterator[None]:
-        """Around the logging of hyperparameters by a logger that has adopted a run."""
+        """Context manager around the logging of hyperparameters by a logger that has adopted a run."""
         yield
 
     def position(self, logger: Any) -> Any:
-        """The amount that was logged so far, as plain values."""
+        """The position in the log, as plain values."""
         raise NotImplementedError
 
     def note(self, logger: Any, metrics: dict[str, Any], step: int) -> None:
         """Called after the engine has logged something."""
 
     def close(self, logger: Any) -> None:
-        """Lets go of the files, before any is cut."""
+        """Closes the files, before any is truncated."""
 
     def checked(self, position: Any) -> Any:
-        """A position that was read from a file.
+        """Checks a position that was read from a file.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is invalid.
         """
         if type(position) is not int or position < 0:
             raise ValueError(f"the position {position!r} is no number")
         return position
 
     def take_back(self, logger: Any, position: Any, step: int) -> None:
-        """Removes what was logged after `position`; the next optimizer step is number `step`."""
+        """Removes the points after `position`; the next optimizer step is number `step`."""
         raise NotImplementedError
 
 
@@ -97,10 +97,10 @@ class _Versions(LoggerKind):
     def adopt(self, logger: Any, run_id: Any) -> str | None:
         if type(run_id) is not int and not is_plain_name(run_id):
             return f"{run_id!r} is no version"
-        chosen = logger._version  # Lightning: None until somebody has given it, or asked for it
-        # One that the engine has chosen itself, for the flag `name`, is no choice of the user's.
+        chosen = logger._version  # Lightning: None until it is set or first read
+        # A version that the engine has chosen for the flag `name` is not the user's choice.
         if chosen not in (None, run_id) and getattr(logger, "chosen_version", None) != chosen:
-            return f"version={chosen!r} was given, or asked for before fit"
+            return f"version={chosen!r} was set, or read before fit"
         logger._version = run_id
         return None
 
@@ -130,7 +130,7 @@ class _CSV(_Versions):
         files.mv(f"{path}.part", path)
 
     def _lines(self, logger: Any) -> list[bytes]:
-        """The header and the rows of the file, which Lightning writes anew where a column is added."""
+        """The header and the rows of the file, which Lightning rewrites when a column is added."""
         writer = logger.experiment
         if not writer._fs.isfile(writer.metrics_file_path):
             return []
@@ -138,7 +138,7 @@ class _CSV(_Versions):
 
 
 class _ContinuedWriter(ExperimentWriter):
-    """Lightning's, which goes on in the file that is there."""
+    """Lightning's writer, which continues the existing file."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
@@ -168,14 +168,14 @@ class _TensorBoard(_Versions):
 
     def take_back(self, logger: Any, position: Any, step: int) -> None:
         _cut(logger.log_dir, _EVENTS, position)
-        # For a TensorBoard that has read further already, and for logs that are not on this machine's disks.
+        # For a TensorBoard that has already read more, and for logs that are not on this machine's disks.
         logger.experiment.purge_step = step
 
 
 class _Wandb(LoggerKind):
-    """W&B writes rows to the disk every 15 s: of a process that was killed, those that it had logged last are lost.
+    """W&B writes rows to the disk every 15 s: the last rows of a killed process are lost.
 
-    So a snapshot keeps the latest rows, which are logged again, each under the number that it had.
+    So a snapshot keeps the latest rows, which are logged again, each under its number.
     """
 
     logger_class = WandbLogger
@@ -195,7 +195,7 @@ class _Wandb(LoggerKind):
         if logger.version not in (None, run_id):
             return f"id={logger.version!r} was given"
         if logger._experiment is None:  # Lightning: the run, once there is one
-            # Lightning: the arguments of wandb.init, among which is resume="allow".
+            # Lightning: the arguments of wandb.init, which include resume="allow".
             logger._wandb_init["id"] = logger._id = run_id
         return None
 
@@ -206,7 +206,7 @@ class _Wandb(LoggerKind):
         rows, now = self._recent.setdefault(logger, deque(maxlen=_MOST_ROWS)), time.monotonic()
         while rows and rows[0][0] < now - 2 * _FLUSH_S:
             rows.popleft()
-        # As text, for a manifest takes no numbers that are not finite.
+        # As text, since a manifest has only finite numbers.
         values = {name: repr(float(value)) for name, value in metrics.items() if isinstance(value, (int, float))}
         rows.append((now, next_row - 1, step, values))
 
@@ -225,14 +225,14 @@ class _Wandb(LoggerKind):
             raise ValueError(f"the position {position!r} says no rows") from error
 
     def take_back(self, logger: Any, position: Any, step: int) -> None:
-        # W&B takes back nothing; rows that are logged again get the numbers that they had.
+        # W&B removes nothing; rows that are logged again get their old numbers.
         for row, at_step, metrics in position["recent"]:
             logger.experiment.log({}, step=row)
             logger.log_metrics(metrics, at_step)
         logger.experiment.log({}, step=position["next"])
 
     def _next_row(self, logger: Any) -> int | None:
-        """None if this version of wandb does not say."""
+        """None if this version of wandb does not have it."""
         # wandb: Run.step asks another process for it; `_step` in older versions.
         counters = (getattr(logger.experiment, name, None) for name in ("_local_step", "_step"))
         return next((row for row in counters if type(row) is int), None)
@@ -242,7 +242,7 @@ class _MLFlow(LoggerKind):
     logger_class = MLFlowLogger
 
     def place(self, logger: Any) -> dict[str, Any]:
-        # Lightning: both are what the constructor was given.
+        # Lightning: both are arguments of the constructor.
         return {"experiment": logger._experiment_name, "tracking_uri": logger._tracking_uri}
 
     def id_of(self, logger: Any) -> Any:
@@ -251,7 +251,7 @@ class _MLFlow(LoggerKind):
     def adopt(self, logger: Any, run_id: Any) -> str | None:
         if not isinstance(run_id, str) or not _HEX_ID.fullmatch(run_id):
             return f"{run_id!r} is no id"
-        chosen = logger._run_id  # Lightning: None until it is given, or made
+        chosen = logger._run_id  # Lightning: None until it is set or created
         if chosen not in (None, run_id):
             return f"run_id={chosen!r} was given"
         from mlflow.exceptions import MlflowException
@@ -267,7 +267,7 @@ class _MLFlow(LoggerKind):
 
     @contextmanager
     def logging_parameters(self, logger: Any) -> Iterator[None]:
-        """MLflow refuses a second value of a parameter, so those of the first start stay."""
+        """MLflow refuses a second value of a parameter, so the values of the first start stay."""
         log = logger.log_hyperparams
 
         def log_new(params: Any) -> None:
@@ -295,7 +295,7 @@ class _MLFlow(LoggerKind):
             _cut(folder, "", position)
 
     def _folder(self, logger: Any) -> str | None:
-        """The run's metrics in MLflow's store of files; None for databases and servers, which take back nothing."""
+        """The run's metrics in MLflow's file store; None for databases and servers, from which nothing is removed."""
         uri, ids = logger._tracking_uri, (logger.experiment_id, logger.run_id)
         is_elsewhere = "://" in uri and not uri.startswith("file:")
         if is_elsewhere or None in ids:  # tests have clients that give no ids
@@ -321,7 +321,7 @@ def _sizes(folder: str, marker: str) -> dict[str, int]:
 
 
 def _cut(folder: str, marker: str, sizes: dict[str, int]) -> None:
-    """Brings these files back to `sizes`; those that were not there yet are removed."""
+    """Truncates these files to `sizes`; files without a size are removed."""
     for name, size in _sizes(folder, marker).items():
         path = os.path.join(folder, name)
         if not sizes.get(name):
@@ -334,7 +334,7 @@ _KINDS: tuple[LoggerKind, ...] = (_TensorBoard(), _CSV(), _Wandb(), _MLFlow())
 
 
 def kind_of(logger: Any) -> LoggerKind | None:
-    """The kind of a logger; None for others, and for classes that make what they write with in a way of their own."""
+    """The kind of a logger; None for others, and for subclasses that create their writer differently."""
     for kind in _KINDS:
         if isinstance(logger, kind.logger_class):
             is_lightnings = type(logger).experiment is kind.logger_class.experiment  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Tells runs apart where they are compared, by the name of the log's folder and the hyperparameters in it.
+"""Distinguishes runs in tools that compare them, by the name of the log's folder and the hyperparameters in it.
 
-How the run was made, see `run_parameters`, is logged beside the values that the module and the data module have saved:
-by the default logger always, by those of the user's where Lightning logs such values. ``hparams.yaml`` (all that a
-`CSVLogger` writes) and checkpoints, from which modules are made again, keep the module's values alone.
+The settings of the run (`run_parameters`) are logged beside the values that the module and the data module have saved:
+always by the default logger, and by the user's loggers if Lightning logs such values. ``hparams.yaml`` (the only file
+of a `CSVLogger` for them) and checkpoints, from which modules are rebuilt, have only the module's values.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-# Lightning: the module whose global `_log_hyperparams` Trainer._run calls.
+# Lightning: Trainer._run calls the global `_log_hyperparams` of this module.
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -34,7 +34,7 @@ class RunLogger(TensorBoardLogger):
     def __init__(self, save_dir: Any, version: int | str | None = None) -> None:
         super().__init__(save_dir, version=version, default_hp_metric=False)
         self.chosen_version = version
-        """The version that the engine has chosen, which a resumed run may change; None: the next free number."""
+        """The version that the engine has chosen and a resumed run may change; None: the next free number."""
         self.asked_name: str | None = None
         """The engine's flag `name`."""
 
@@ -42,28 +42,29 @@ class RunLogger(TensorBoardLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | None = None, step: int | None = None
     ) -> None:
-        """Writes them for TensorBoard, which takes all scalars of the run for its metrics where none are given."""
+        """Writes them for TensorBoard, which uses all scalars of the run as metrics if none are passed."""
         super().log_hyperparams(params, metrics, step)
         if metrics:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        # Lightning: it writes no hyperparameters without a metric. What the first of these three summaries says of all
-        # runs in a folder would hide the metrics of the others; the third says that the run has ended well.
+        # Lightning: it writes no hyperparameters without a metric. The first of these three summaries applies to all
+        # runs in a folder, and would hide the metrics of the others; the third says that the run has ended without an
+        # error.
         flat = self._sanitize_params(_flatten_dict(_convert_params(params)))
         _, start, _ = hparams(flat, {})
-        self.experiment._get_file_writer().add_summary(start, step)  # torch: what SummaryWriter.add_hparams calls
+        self.experiment._get_file_writer().add_summary(start, step)  # torch: SummaryWriter.add_hparams calls it
 
 
 def check_run_name(name: str | None, logger: Any) -> None:
     """Checks the flag `name`.
 
     Args:
-        name: as given.
-        logger: the flag of that name; None and True stand for the default one.
+        name: value of the flag.
+        logger: value of the flag `logger`; None and True mean the default logger.
 
     Raises:
-        ValueError: it can't be the name of a folder, or there is no default logger whose folder it could be.
+        ValueError: it can't be the name of a folder, or there is no default logger.
     """
     if name is None:
         return
@@ -83,19 +84,19 @@ def check_run_name(name: str | None, logger: Any) -> None:
 
 
 def use_run_logger(trainer: Any, name: str | None) -> None:
-    """Puts a `RunLogger` in the place of Lightning's default logger, if `trainer` has that.
+    """Replaces Lightning's default logger by a `RunLogger`, if `trainer` has it.
 
     Args:
         trainer: has not run yet.
-        name: of the run's folder; one that is taken gets a number: ``name-2``. None: ``version_0``, 1, ...
+        name: name of the run's folder; a name in use gets a number: ``name-2``. None: ``version_0``, 1, ...
     """
     (default,) = trainer.loggers if len(trainer.loggers) == 1 else [None]
     if type(default) is not TensorBoardLogger:  # fast_dev_run: none that writes
         return
-    # Lightning: TensorBoardLogger._version is the number of a SLURM job, or None for the next free one.
+    # Lightning: TensorBoardLogger._version is the number of a SLURM job, or None for the next free number.
     logger = RunLogger(default.save_dir, default._version if name is None else None)
     if name is not None:
-        # Here, not at the first use: all ranks find the same folders now, before one of them writes.
+        # Chosen now, not at the first use: all ranks see the same folders before one of them writes.
         logger._version = logger.chosen_version = _free_name(logger.root_dir, name)
         logger.asked_name = name
     trainer.loggers = [logger]
@@ -112,7 +113,7 @@ def _free_name(folder: str, name: str) -> str:
 
 @contextmanager
 def logging_run_parameters() -> Iterator[None]:
-    """Makes the engines that run in here log how they were made, with the hyperparameters that Lightning logs."""
+    """In this context, engines log their settings together with the hyperparameters that Lightning logs."""
     # Lightning: lightning.pytorch.trainer.trainer._log_hyperparams
     lightnings = trainer_module._log_hyperparams
 
@@ -124,7 +125,7 @@ def logging_run_parameters() -> Iterator[None]:
             return
         parameters = run_parameters(trainer)
         sources = [trainer.lightning_module, trainer.datamodule]
-        # Lightning: LightningModule._log_hyperparams says whether there are some to log.
+        # Lightning: LightningModule._log_hyperparams is whether there are some to log.
         has_some = any(source is not None and source._log_hyperparams for source in sources)
         with ExitStack() as stack:
             stack.enter_context(trainer._checkpoint_connector.logs.logging_parameters())
@@ -146,16 +147,16 @@ def logging_run_parameters() -> Iterator[None]:
 
 @contextmanager
 def _adding(logger: TensorBoardLogger, parameters: dict[str, Any]) -> Iterator[None]:
-    """Adds `parameters` to what `logger` logs, as TensorBoard shows what is written at once only.
+    """Adds `parameters` to those that `logger` logs: TensorBoard shows only hyperparameters that are written together.
 
-    The user's value stands where both have one.
+    The user's value has precedence.
     """
     log: Any = logger.log_hyperparams
 
     def log_both(params: Any, *args: Any, **kwargs: Any) -> None:
         log({**parameters, **params}, *args, **kwargs)
         for name in parameters.keys() - params.keys():
-            logger.hparams.pop(name, None)  # Lightning: what it writes into hparams.yaml
+            logger.hparams.pop(name, None)  # Lightning: the values that it writes into hparams.yaml
 
     logger.log_hyperparams = log_both  # type: ignore[method-assign]
     try:

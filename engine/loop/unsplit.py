@@ -183,35 +183,9 @@ class Replay:
         for window in windows:
             batch, batch_idx = self._on_device(window[0]), window[0].batch_idx
             module.on_train_batch_start(batch, batch_idx)
-            first = None
-            before = [] if self.joins_batches else [(buffer, buffer.clone()) for buffer in module.buffers()]
-            for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
-                if micro_batch.samples == 0:
-                    continue
-                # Each rank begins with the same buffers (a spectral norm's vectors, say) ...
-                buffers = [(buffer, buffer.clone()) for buffer, _ in before] if rank else []
-                for buffer, value in before:
-                    buffer.data.copy_(value)
-                output = self._call(micro_batch)
-                for buffer, value in buffers:  # ... and as in DDP, those of rank 0 count after the batch
-                    buffer.data.copy_(value)
-                loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
-                if loss is None:
-                    raise UnfitError("a step without a loss is left out")
-                where = f"loss of {self._step_label}" + (
-                    "" if self.joins_batches or len(window) == 1 else f", rank {rank}"
-                )
-                self.losses.append((where, micro_batch.loss, loss.detach()))
-                counts = torch.as_tensor(micro_batch.samples if weight is None else weight, dtype=loss.dtype).to(
-                    self.device
-                )
-                total += counts
-                extra = output if isinstance(output, dict) else {}
-                first = {**extra, "loss": loss.detach()} if first is None else first  # as hooks get it
-                module.on_before_backward(loss)
-                module.backward(loss.masked_fill(counts == 0, 0.0) * (counts / num_samples))
+            output = self._accumulate(window, num_samples, total)
             module.on_after_backward()
-            ends.append((first, batch, batch_idx))
+            ends.append((output, batch, batch_idx))
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(num_samples / total)  # 1, unless `training_step` has returned weights
@@ -224,6 +198,40 @@ class Replay:
         optimizer.step(lambda: torch.zeros((), device=self.device))
         for output, batch, batch_idx in ends:
             module.on_train_batch_end(output, batch, batch_idx)
+
+    def _accumulate(self, window: Sequence[MicroBatch], num_samples: int, total: Tensor) -> dict[str, Any] | None:
+        """Runs forward and backward of the ranks' micro-batches at one place of the window; adds weights to `total`.
+
+        Returns:
+            The first output, as hooks get it; None if no rank has a sample.
+        """
+        module: Any = self.module
+        first = None
+        before = [] if self.joins_batches else [(buffer, buffer.clone()) for buffer in module.buffers()]
+        for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
+            if micro_batch.samples == 0:
+                continue
+            # Each rank begins with the same buffers (a spectral norm's vectors, say) ...
+            buffers = [(buffer, buffer.clone()) for buffer, _ in before] if rank else []
+            for buffer, value in before:
+                buffer.data.copy_(value)
+            output = self._call(micro_batch)
+            for buffer, value in buffers:  # ... and as in DDP, those of rank 0 count after the batch
+                buffer.data.copy_(value)
+            loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
+            if loss is None:
+                raise UnfitError("a step without a loss is left out")
+            is_single = self.joins_batches or len(window) == 1
+            where = f"loss of {self._step_label}" + ("" if is_single else f", rank {rank}")
+            self.losses.append((where, micro_batch.loss, loss.detach()))
+            count = micro_batch.samples if weight is None else weight
+            counts = torch.as_tensor(count, dtype=loss.dtype).to(self.device)
+            total += counts
+            extra = output if isinstance(output, dict) else {}
+            first = {**extra, "loss": loss.detach()} if first is None else first
+            module.on_before_backward(loss)
+            module.backward(loss.masked_fill(counts == 0, 0.0) * (counts / num_samples))
+        return first
 
     def _step_by_hand(self, step: Sequence[Step]) -> None:
         for window in zip(*(rank_step.micro_batches for rank_step in step), strict=True):

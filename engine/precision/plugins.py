@@ -1,6 +1,6 @@
 """Precision by flag, the same under every strategy and on every device.
 
-Lightning's plugins, with two differences: clipping is that of `clipping.py`, which knows sharded gradients and keeps
+Lightning's plugins, with two differences: `strategies/clipping.py` clips, which supports sharded gradients and keeps
 the norm, and `16-mixed` uses float16 on the CPU, too (Lightning silently uses bfloat16), and under FSDP2 (where
 Lightning refuses it). GradScaler's check for infinities agrees over all ranks: averaged gradients carry an infinity to
 all of them, and for sharded gradients torch reduces the result over the mesh.
@@ -94,10 +94,10 @@ class _Scaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         # torch: GradScaler._unscale_grads_, which hands all gradients to one operation.
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # In the order of the parameters, which all ranks have in common: sets have one of their own on each rank, and
-        # the ranks would wait for each other in different collectives.
+        # In the order of the parameters, which is the same on all ranks. The order of a set differs between ranks, so
+        # that they would wait for each other in different collectives.
         kinds = list(dict.fromkeys(g.device_mesh if isinstance(g, DTensor) else None for g in gradients))
-        if len(kinds) <= 1 or any(g.dtype == torch.float16 for g in gradients):  # which it has its own words for
+        if len(kinds) <= 1 or any(g.dtype == torch.float16 for g in gradients):  # torch raises its own error
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         by_dtype = defaultdict(list)
         for gradient in gradients:
@@ -113,8 +113,8 @@ class _Scaler(torch.amp.GradScaler):
 class _Full(_Clipping, _Hooked): ...
 
 
-# By this name a checkpoint has the loss scale: Lightning's own files, and those it is to open, have it so. It is this
-# module's name of the class as well, by which spawned processes find it.
+# A checkpoint stores the loss scale under this class name, as Lightning's own files do. It is also this module's
+# attribute, by which spawned processes find the class.
 class MixedPrecision(_Clipping, lightnings.MixedPrecision, _Hooked):
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         return self.autocast_context_manager()

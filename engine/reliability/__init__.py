@@ -1,1 +1,1 @@
-"""Faults and endings: heartbeat, watchdog, failure reports, signals, the ranks that are left."""
+"""Detects and reports failures: heartbeat, watchdog, failure reports, signals, surviving ranks."""

@@ -1,4 +1,4 @@
-"""Remedies for errors that everybody meets: a table by their messages, for failure reports and the terminal."""
+"""Remedies for common errors: a table by their messages, for failure reports and the terminal."""
 
 import re
 from typing import Any
@@ -25,9 +25,9 @@ _LATE = (
     " called and others have not"
 )
 _NOT_HTTP = "^(?!.*http).*"
-"""Not of a request of a logger, say, which has an address of its own."""
+"""Only of connections between ranks, not of a logger's request to another address."""
 
-# The first that fits counts: messages about shared memory have the words of those about disks and workers.
+# The first match counts: messages about shared memory contain words of those about disks and workers.
 _TABLE = (
     (r"bus error|/dev/shm|unable to (mmap|\w+ shared memory)|torch_\d+_\d+.*no space left", _SHM),
     (
@@ -42,10 +42,10 @@ _TABLE = (
     ),
     (
         r"worker .* killed by signal: killed|worker .* exited unexpectedly",
-        f"{_KILLED}; fewer or leaner loader workers",
+        f"{_KILLED}; fewer loader workers, or workers that need less memory",
     ),
     (r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|alloc_failed", _MEMORY),
-    (r"(cublas|cudnn)_status_not_initialized", f"mostly for want of memory: {_MEMORY}"),
+    (r"(cublas|cudnn)_status_not_initialized", f"usually because memory ran out: {_MEMORY}"),
     (
         r"address already in use|eaddrinuse|errno:? 98\b",
         "another run has that port: leave MASTER_PORT unset, or choose a free one; under torchrun"
@@ -62,7 +62,7 @@ _TABLE = (
     ),
     (
         r"device-side assert|illegal memory access",
-        "a class or an index is out of range, most of the time: one run with CUDA_LAUNCH_BLOCKING=1, or on the CPU,"
+        "usually a class or an index is out of range: one run with CUDA_LAUNCH_BLOCKING=1, or on the CPU,"
         " names the line",
     ),
     (
@@ -95,11 +95,11 @@ _BY_KIND = {
     "hang": _LATE,
     HOST_LOST: f"is that host still there? {_NETWORK}",
 }
-"""Remedies by the kind of a failure, where there is no message."""
+"""Remedies by the kind of a failure without a message."""
 
 
 def what_to_do(failure: dict[str, Any]) -> str | None:
-    """Returns what mends a failure, if it is a known one.
+    """Returns the remedy for a failure, if it is a common one.
 
     Args:
         failure: the record of the first failure: ``kind`` and ``message``.

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Lightning: by which its tuner ends a run that went well.
+# Lightning: its tuner ends a successful run with it.
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from .._compat.lightning import _TunerExitException
@@ -99,7 +99,7 @@ def report_failure(
         return
     first, is_first = _first_failure(rank, exception, watchdog, is_alone)
     is_interrupt = first["message"].startswith("KeyboardInterrupt")
-    # The traceback of a process alone is complete, for its caller too: the trials of a sweep leave no reports.
+    # The traceback of a single process is complete, for its caller too: the trials of a sweep leave no reports.
     is_silent = watchdog is None or is_interrupt or is_alone or not is_first or _is_ordinary_end(exception)
     report = None if is_silent else _report(first, exception, watchdog)
     if report is not None:
@@ -129,7 +129,7 @@ def _this_rank(watchdog: Any) -> tuple[int, bool]:
 
 def _leave(rank: int, exception: BaseException, finish: Callable[[], Any]) -> None:
     """Prints the failure of a rank that the others do not need, and ends its group."""
-    print_rank(rank, f"failed, and leaves the other ranks to go on:\n{shown(exception).rstrip()}")
+    print_rank(rank, f"failed; the other ranks continue:\n{shown(exception).rstrip()}")
     on_uncaught(exception, Failure(is_printed=True))
     finish()
     _end_group(exception)  # its watchdog runs until the process ends, so it does not report that it is done
@@ -139,7 +139,7 @@ def _follow(
     job: Any, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any], watchdog: Any
 ) -> None:
     """Stops this rank because another one has failed first."""
-    # A rank that has ended has told all it had to, and may have had the store; so may one that waits for us no more.
+    # A rank that has ended, or no longer waits for this one, has told everything, and may have hosted the store.
     peers = None if watchdog is None else watchdog.peers
     if (peers is not None and peers.has_ended(first["by"])) or (watchdog is not None and watchdog.is_done_with_store):
         job = None
@@ -169,20 +169,22 @@ def _tell(
     """Collects the messages of other ranks that failed as well, completes the report and prints."""
     me, culprit, world_size = first["by"], first["rank"], job.num_ranks
     others = [rank for rank in range(world_size) if rank not in (me, culprit)]
-    said = _collected(job, [rank for rank in range(world_size) if rank != me])
-    if report is not None and said:
-        report.add(said)
-    same = [rank for rank, failure in said.items() if failure["message"] == first["message"] and rank in others]
+    messages = _collected(job, [rank for rank in range(world_size) if rank != me])
+    if report is not None and messages:
+        report.add(messages)
+    same = [rank for rank, failure in messages.items() if failure["message"] == first["message"] and rank in others]
     stopped = [rank for rank in others if rank not in same]
     sentences = [f"{in_words(same)} failed with the same error"] if same and first["kind"] == "exception" else []
     sentences += [f"{in_words(stopped)} stopped because of it"] if stopped else []
     consequences = "".join(f"; {sentence}" for sentence in sentences)
     where = "" if report is None else f"{_advice(report)}. The failure report, with all frames: {report.where}"
-    differences = "" if report is None else "".join(f". The collectives differ: {each}" for each in report.mismatches)
+    differences = (
+        "" if report is None else "".join(f". The collectives differ: {difference}" for difference in report.mismatches)
+    )
     if first["kind"] != "exception":
         print_rank(me, f"ends the run {blame(first)}{consequences}{differences}{where}")
     elif isinstance(exception, KeyboardInterrupt):
-        print_rank(me, "was interrupted (Ctrl-C), and so the run ends")
+        print_rank(me, "was interrupted (Ctrl-C), so the run ends")
     else:
         text = f"\n{shown(exception).rstrip()}" if print_traceback else ""
         ends = "failed and ends the run" if me == culprit else f"ends the run because of rank {culprit}"
@@ -227,7 +229,7 @@ def _stop_because_of(
             job.count(_NUMBER, 1)
     finish()
     if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note that we are to end
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note the request
     with contextlib.suppress(RuntimeError):
         if job is not None:
             has_told = _has_told(job)
@@ -250,7 +252,7 @@ def _has_told(job: JobStore) -> bool:
 
 
 def _say_where(rank: int, report: Report | None) -> None:
-    """Prints where the report is, for a rank that has not met the others, before Python prints the traceback."""
+    """Prints the path of the report, for a rank that is not connected to others, before Python prints the traceback."""
     if report is not None:
         report.write()
         print_rank(rank, f"failed{_advice(report)}. The failure report, with all frames: {report.where}")
@@ -263,8 +265,8 @@ def _advice(report: Report) -> str:
 def _end_group(exception: BaseException) -> None:
     """Ends this process's groups; after a backward that failed, their connections stay until the process ends.
 
-    torch: who lets go last of a gloo group destroys it, and waits for the group's thread. DDP's Reducer holds Python's
-    lock meanwhile, for which that thread waits in turn if a collective ends that backward had begun.
+    torch: the last owner of a gloo group destroys it, and waits for the group's thread. DDP's Reducer holds Python's
+    lock meanwhile, and that thread waits for the lock if a collective of backward ends.
     """
     if any(frame.f_code is _engine_run_backward.__code__ for frame, _ in traceback.walk_tb(exception.__traceback__)):
         for group in list(dist.distributed_c10d._world.pg_map):  # torch: all groups that this process is in
@@ -276,7 +278,7 @@ def _end_group(exception: BaseException) -> None:
 
 
 def _first_failure(rank: int, exception: BaseException, watchdog: Any, is_alone: bool) -> tuple[dict[str, Any], bool]:
-    """The first failure of the job, and whether it is this rank's to report."""
+    """The first failure of the job, and whether this rank reports it."""
     culprit = exception.rank if isinstance(exception, CausedByRank) else rank
     own_failure = {"rank": culprit, "kind": "exception", "by": rank, "message": _message(exception)}
     if is_alone:
@@ -320,8 +322,8 @@ def _elsewhere(exception: BaseException, watchdog: Any, rank: int) -> dict[str, 
     return None if peers is None else connection_lost(peers, exception, rank)
 
 
-def _death(culprit: int, by: int) -> dict[str, Any]:
-    return {"rank": culprit, "kind": "death", "by": by, "message": DIED}
+def _death(culprit: int, reporter: int) -> dict[str, Any]:
+    return {"rank": culprit, "kind": "death", "by": reporter, "message": DIED}
 
 
 def _report(first: dict[str, Any], exception: BaseException, watchdog: Any) -> Report:

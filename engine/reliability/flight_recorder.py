@@ -63,9 +63,9 @@ def traffic(windows_ns: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Traff
     dumps = [entries for entries in _dumps() if entries]
     # A recorder that still has its first call has forgotten none.
     oldest_ns = [
-        min(each["time_created_ns"] for each in entries)
+        min(record["time_created_ns"] for record in entries)
         for entries in dumps
-        if all(each["record_id"] for each in entries)
+        if all(record["record_id"] for record in entries)
     ]
     windows_ns = [window for window in windows_ns if window[0] > max(oldest_ns, default=0)]
     entries = [entry for dump in dumps for entry in dump]
@@ -159,10 +159,11 @@ def _groups() -> dict[str, list[int]]:
 
 def _unused_groups() -> set[str]:
     """Returns the names of this process's groups that have not called a collective yet."""
-    names = set()
+    names: set[str] = set()
     for group in dist.distributed_c10d._world.pg_group_ranks:  # torch: as above
         with suppress(Exception):  # a backend that does not count its calls
-            if group._get_sequence_number_for_group() == 0:  # torch: private, the number of the group's collectives
+            # torch: private, the number of the group's collectives
+            if group._get_sequence_number_for_group() == 0:  # type: ignore[attr-defined]
                 names.add(group.group_name)
     return names
 

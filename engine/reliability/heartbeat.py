@@ -203,7 +203,7 @@ def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[Call]:
 def describe(report: dict[str, Any] | None) -> str:
     """Describes a report in a sentence without its subject."""
     if report is None:
-        return "has not been heard of"
+        return "has sent no report"
     doing = {"fetch": "waits for its data loader", "save": "saves a checkpoint"}.get(report["phase"], "computes")
     if report["pending"] is not None:
         doing = f"waits for other ranks in {report['pending']}"

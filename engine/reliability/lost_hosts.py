@@ -15,7 +15,7 @@ from .rank_registry import RankRegistry
 
 __all__ = ["DIED", "HOST_LOST", "because", "blame", "connection_lost", "lost_ranks", "store_lost"]
 
-DIED = "its process has ended without a word"
+DIED = "its process has ended without an error message"
 
 HOST_LOST = "lost host"
 """The kind of a failure whose culprit is unknown."""
@@ -83,7 +83,7 @@ def store_lost(peers: RankRegistry | None, error: RuntimeError) -> str | None:
     return f"the connection to {peers.hosts(ranks)} is lost: {reason}; {_UNKNOWN}"
 
 
-def connection_lost(peers: RankRegistry, error: BaseException, by: int) -> dict[str, Any] | None:
+def connection_lost(peers: RankRegistry, error: BaseException, reporter: int) -> dict[str, Any] | None:
     """Returns the failure behind the error of a connection; None if the ranks of other machines still run.
 
     Waits some seconds for heartbeats of the ranks at the other end.
@@ -92,7 +92,7 @@ def connection_lost(peers: RankRegistry, error: BaseException, by: int) -> dict[
     ranks = peers.on_other_hosts(address[1].removeprefix("::ffff:") if address else None)
     if not ranks:
         return None
-    failure = {"rank": ranks[0], "kind": HOST_LOST, "by": by}
+    failure = {"rank": ranks[0], "kind": HOST_LOST, "by": reporter}
     without_store = None
     try:
         ranks = peers.without_heartbeat(ranks, _SILENCE_S)
@@ -126,5 +126,5 @@ def _states(peers: RankRegistry, ranks: list[int]) -> dict[int, ProcessState]:
 def _ended(peers: RankRegistry, ranks: list[int]) -> dict[str, Any]:
     if len(ranks) == 1:
         return {"rank": ranks[0], "kind": "death", "message": f"{DIED}, on {peers.hosts(ranks)}"}
-    ended = f"the processes of {peers.hosts(ranks)} have ended without a word"
+    ended = f"the processes of {peers.hosts(ranks)} have ended without an error message"
     return {"rank": ranks[0], "kind": HOST_LOST, "message": f"{ended}; which was the first is unknown"}

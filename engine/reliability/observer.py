@@ -1,4 +1,4 @@
-"""The process that has started the other ranks is killed when one of them ends, but not before it has said why."""
+"""Delays the kill of the process that has started the other ranks, so that it can report why one of them ended."""
 
 import threading
 import time
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-# Lightning: the thread by which the process that started the others watches them.
+# Lightning: the thread that watches the processes which this one has started.
 from .._compat.lightning import _ChildProcessObserver
 
 __all__ = ["delay_the_kill", "note_own_end"]
 
 _END_TIMEOUT_S = 4.0
-"""The time that a process outlives one that it has started."""
+"""The time that a process continues after one that it has started has ended."""
 _OWN_END_S = 60.0
-"""The time that it has beyond that where its own run has failed: to save, to tell callbacks, to close loggers."""
+"""The additional time if its own run has failed: to save, to call callbacks, to close loggers."""
 
 _ends_by_itself = threading.Event()
 
 
 def note_own_end() -> None:
-    """Called where this process's own run has failed: it ends by that, with an exit code that says more."""
+    """Called when this process's own run has failed: the process ends by itself, with a more precise exit code."""
     _ends_by_itself.set()
 
 
@@ -29,7 +29,7 @@ def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
 
     Children that the run can continue without are observed no more.
     """
-    _ends_by_itself.clear()  # an earlier run may have failed, and its exception been caught
+    _ends_by_itself.clear()  # an earlier run may have failed with an exception that was caught
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
             kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too

@@ -45,5 +45,5 @@ def _watch(parent: psutil.Process | None, pid: int, rank: int, grace_s: float) -
     while not has_ended(parent):
         time.sleep(_PERIOD_S)
     time.sleep(grace_s)
-    print_rank(rank, f"ends: process {pid}, which has started it, is gone")
+    print_rank(rank, f"ends: process {pid}, which has started it, has ended")
     hard_exit()

@@ -20,12 +20,12 @@ __all__ = ["Report"]
 
 
 class Report:
-    """The JSON report of a run that failed; it is made and written without a collective.
+    """The JSON report of a failed run; it is created and written without a collective.
 
     Args:
         folder: local path or fsspec URL, created if need be.
         failure: the record of the first failure: rank, kind, message and by whom.
-        ranks: what is known of each rank.
+        ranks: the known facts about each rank.
         resume_from: path of the newest checkpoint; None if there is none.
         details: type, message and traceback of the exception.
         run_id: the one in the manifests of the run's checkpoints.
@@ -63,12 +63,12 @@ class Report:
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-rank{failure['by']}-{os.getpid()}.json"
         self._folder, self._name = folder, name
         self.where = f"{folder}/{name}"
-        """Its path; or why there is none, once that is known."""
+        """The path of the report; or the reason why it could not be written."""
         self.mismatches = mismatches(_collectives(ranks))
-        """Those of `collectives` in which operations, sizes or types differ."""
+        """The sentences of `collectives` about different operations, sizes or types."""
 
     def add(self, failures: dict[int, dict[str, Any]]) -> None:
-        """Writes it once more, with the messages and tracebacks of other ranks that failed as well."""
+        """Writes the report again, with the messages and tracebacks of other ranks that failed as well."""
         ranks: dict[str, Any] = self._content["ranks"]
         for rank, failure in failures.items():
             ranks[str(rank)] = {**ranks.get(str(rank), {}), **failure}
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def what_to_do(self) -> str | None:
-        """The remedy for the failure; None if it is none that everybody meets."""
+        """The remedy for the failure; None if it is not a common one."""
         return self._content["what_to_do"]
 
     @property
@@ -88,7 +88,7 @@ class Report:
         return list(self._content["collectives"])
 
     def write(self) -> str:
-        """Writes it; returns `where`."""
+        """Writes the report; returns `where`."""
         try:
             files, path = url_to_fs(self._folder)
             files.makedirs(path, exist_ok=True)
@@ -96,8 +96,8 @@ class Report:
                 json.dump(self._content, stream, indent=2, default=str)
             files.mv(
                 f"{path}/{self._name}.part", f"{path}/{self._name}"
-            )  # whole, where this process is ended meanwhile
-        except Exception as error:  # a run that fails is not to fail once more over its report
+            )  # atomically, since this process may be killed meanwhile
+        except Exception as error:  # a problem with the report must not hide the failure
             self.where = f"not written: {type(error).__name__}: {error}"
         return self.where
 

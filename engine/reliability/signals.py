@@ -70,19 +70,19 @@ class StopConsensus:
         self._has_joined = False
         self._stop_at: int | None = None
 
-    def should_stop(self, place: int, requested: bool) -> bool:
+    def should_stop(self, boundary: int, requested: bool) -> bool:
         """Whether to stop at this boundary; called at each boundary between steps.
 
         Args:
-            place: number of the boundary, the same on all ranks, never smaller than the last one.
+            boundary: number of the boundary, the same on all ranks, never smaller than the last one.
             requested: whether this rank was asked to stop.
         """
         if not (requested or self._has_joined) and time.monotonic() < self._next_check:
             return False  # nearly always
         if self._stop_at is None and (self._has_joined or self._join(requested)):
             with waiting(_STOP):
-                self._negotiate(place)
-        return self._stop_at is not None and place >= self._stop_at
+                self._negotiate(boundary)
+        return self._stop_at is not None and boundary >= self._stop_at
 
     def leave(self) -> None:
         """Publishes that this rank has stopped; rank 0 waits for the others. Called before the process may end."""
@@ -106,8 +106,8 @@ class StopConsensus:
             self._has_joined = requested or self._store.check(["requested"])
         return self._has_joined
 
-    def _negotiate(self, place: int) -> None:
-        self._store.set(f"at/{self._rank}", str(place))
+    def _negotiate(self, boundary: int) -> None:
+        self._store.set(f"at/{self._rank}", str(boundary))
         if self._rank == 0:
             places = self._present("at")
             if self._store.check(places):
@@ -189,8 +189,8 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
             batches: number of batches trained on.
             evaluated: number of batches evaluated since then, while a validation runs.
         """
-        place = (batches << 32) + evaluated
-        if self._agreement is not None and not self._agreed and self._agreement.should_stop(place, self._requested):
+        boundary = (batches << 32) + evaluated
+        if self._agreement is not None and not self._agreed and self._agreement.should_stop(boundary, self._requested):
             self._requested = self._agreed = True
             self._agreement.leave()
 

@@ -43,17 +43,17 @@ def shown(exception: BaseException) -> str:
     if isinstance(
         exception, (ProcessExitedException, ProcessRaisedException)
     ):  # its text is a worker's traceback, and its cause that once more
-        here = "".join(traceback.format_tb(trace))
+        own_text = "".join(traceback.format_tb(trace))
         if not shows_all_frames():
-            here = shorten(here, keeps_innermost=False, says_how=False)
+            own_text = shorten(own_text, keeps_innermost=False, says_how=False)
         message = "".join(traceback.format_exception_only(kind, exception))
-        return f"Traceback (most recent call last):\n{here}{message}"
+        return f"Traceback (most recent call last):\n{own_text}{message}"
     text = "".join(traceback.format_exception(kind, exception, trace))
     return text if shows_all_frames() else shorten(text, keeps_innermost=not _says_what_is_wrong(exception))
 
 
 def _says_what_is_wrong(exception: BaseException) -> bool:
-    """Whether the engine has raised the error about a mistake of the user's: then its own frame doesn't matter."""
+    """Whether the engine has raised the error because of a user's mistake: then its own frame doesn't matter."""
     frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
     return isinstance(exception, ValueError) and bool(frames) and frames[-1].f_code.co_filename.startswith(_OURS)
 

@@ -234,7 +234,7 @@ class Watchdog:
     def _warn_of_failure(self) -> None:
         if not self._has_failed:
             self._has_failed = True
-            print_rank(self.heartbeat.rank, f"the watchdog failed, and goes on:\n{traceback.format_exc()}")
+            print_rank(self.heartbeat.rank, f"the watchdog failed, and continues:\n{traceback.format_exc()}")
 
     def _check_peers(self, report: dict[str, Any], still_s: float) -> None:
         if self.peers is None:
@@ -258,7 +258,7 @@ class Watchdog:
         early = [rank for rank in self.peers.absent if rank in started_ranks and started_ranks[rank].poll() is not None]
         if early and not self._continue_without(early):
             code = started_ranks[early[0]].returncode
-            self._end("death", f"{DIED} (exit code {code}), before the ranks had met", early)
+            self._end("death", f"{DIED} (exit code {code}), before the ranks were connected", early)
         elif still_s > _PERIOD_S or self._may_lose_some:
             self._check_processes(self.peers, report)
 

@@ -79,7 +79,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     def _begin_run(self, is_same: bool) -> None:
         trainer = self.trainer
         opened = read_manifest(str(self._ckpt_path)) if is_same and trainer.is_global_zero else None
-        if opened is None or not 0 <= trainer.max_steps <= opened.step:  # otherwise no step is logged again
+        if opened is None or not 0 <= trainer.max_steps <= opened.step:  # otherwise no step would be logged again
             loggers, step = (None, 0) if opened is None else (opened.loggers, opened.step)
             self.logs.take_back(loggers, step, waits=bool(self._engine_state.get("cut_short")))
         trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
@@ -133,7 +133,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             return
         if not self.is_portable and type(trainer.strategy).load_checkpoint is not Strategy.load_checkpoint:
             raise CheckpointError(
-                f"{type(trainer.strategy).__name__} has checkpoints of its own kind: turn {path} into a file of"
+                f"{type(trainer.strategy).__name__} has its own kind of checkpoints: convert {path} to a file of"
                 " Lightning's first, with `polyphase ckpt export`."
             )
         needless = () if trainer.state.fn == TrainerFn.FITTING else ("optimizer_states",)
@@ -167,7 +167,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                     self._open(path, weights_only)
                 except CheckpointError as damage:
                     failures.append(str(damage))
-                    rank_zero_warn(f"{damage} An older one is taken, if there is one.")
+                    rank_zero_warn(f"{damage} An older one is used, if there is one.")
                     continue
                 rank_zero_info(f"resume='auto': continues from {path}")
                 return True
@@ -200,7 +200,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         """
         trainer = self.trainer
         check_stored(trainer.lightning_module)
-        read_stored(trainer.lightning_module)  # the parameters that no strategy has sharded and read by now
+        read_stored(trainer.lightning_module)  # the parameters that no strategy has sharded and read before
         if isinstance(trainer.precision_plugin, DoublePrecision):
             # Lightning converts the module after this, when values loaded into fp32 have lost half of their digits.
             trainer.precision_plugin.convert_module(trainer.lightning_module)
@@ -234,17 +234,17 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         fit_loop.loaders_made_in_epoch = engine_state.get("loaders_of_epoch")
         fit_loop.resumes_between_epochs = engine_state["between_epochs"]
         fit_loop.epoch_loop.val_loop.loaders_made_in_epoch = engine_state.get("validation_loaders_of_epoch")
-        # A hook makes new loaders, without the state of the former ones; a loader that was given to `fit` stays.
+        # A hook makes new loaders, without the state of the former ones; a loader that was passed to `fit` stays.
         are_new = engine_state["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
         states = [ranks[rank]["data"] for rank in with_samples(engine_state)]
         self.knows_data_position = data_position.load_state_dict(states, are_new=are_new)
         fit_loop.has_restored_position = True
         self._restore_compression([rank["compression"] for rank in ranks], engine_state.get("layout", {}))
-        drawing, here = with_samples(engine_state), trainer.data_rank
+        drawing, data_rank = with_samples(engine_state), trainer.data_rank
         if engine_state.get("layout", {}) == self._layout:
             self._random_state = ranks[trainer.global_rank]["random"]
         else:  # ranks that share samples have the same random state
-            self._random_state = ranks[drawing[here]]["random"] if here < len(drawing) else None
+            self._random_state = ranks[drawing[data_rank]]["random"] if data_rank < len(drawing) else None
         if len(ranks) != trainer.world_size:
             rank_zero_info(
                 f"The checkpoint has the random state of {len(ranks)} rank(s), this run has {trainer.world_size}:"
@@ -258,23 +258,21 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         unsent = any(state.get("residuals") for state in states)
         if hook is None or not states[0]:
             if unsent:
-                rank_zero_warn(
-                    "The checkpoint was saved under another `compression`: what the hook had not sent yet is lost."
-                )
+                rank_zero_warn("The checkpoint was saved under another `compression`: the unsent residuals are lost.")
             return
-        if (quantity := states[0].get("of", hook.of)) != hook.of:
+        if (quantity := states[0].get("of", hook.quantity)) != hook.quantity:
             if unsent:
                 rank_zero_warn(
                     f"The checkpoint was saved under a strategy that averages {quantity}s, this one averages"
-                    f" {hook.of}s, of another size: what the hook had not sent yet is lost."
+                    f" {hook.quantity}s, of another size: the unsent residuals are lost."
                 )
             return
         layout = trainer.layout
-        own = states[min(trainer.global_rank, len(states) - 1)]
+        hook_state = states[min(trainer.global_rank, len(states) - 1)]
         if len(states) != trainer.world_size or saved_layout.get("shard", 1) != layout.shard:
             rank_zero_info(
-                f"What the compression of {len(states)} rank(s) had not sent yet is dealt to {trainer.world_size}: each"
-                " gets the mean, so what is owed to the weights stays the same."
+                f"The unsent residuals of {len(states)} rank(s) are redistributed to {trainer.world_size}: each gets"
+                " the mean, so the pending update of the weights stays the same."
             )
             shares = reshard_residuals(
                 [state.get("residuals", {}) for state in states],
@@ -283,8 +281,8 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                 shards=layout.shard,
                 rank=trainer.global_rank,
             )
-            own = {**states[0], "residuals": shares}
-        hook.load_state_dict(own)
+            hook_state = {**states[0], "residuals": shares}
+        hook.load_state_dict(hook_state)
 
     def restore_optimizers_and_schedulers(self) -> None:
         """Restores both, sharded optimizers as well, which Lightning leaves to its strategy."""
@@ -315,7 +313,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         if then is not None and then != now:
             raise CheckpointError(
                 f"The checkpoint {self._ckpt_path} has the state of {', '.join(then) or 'no optimizer'}, but"
-                f" configure_optimizers gives {', '.join(now) or 'none'}: use the same, or load the weights alone with"
+                f" configure_optimizers gives {', '.join(now) or 'none'}: use the same, or load only the weights with"
                 " load_from_checkpoint."
             )
         if then is None and not saved and optimizers:
@@ -332,7 +330,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         if self._is_sharded or self._state_is_spread:
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
-        else:  # a strategy of the user's may override this method
+        else:  # the user's own strategy may override this method
             self.trainer.strategy.load_optimizer_state_dict({**self._loaded_checkpoint, "optimizer_states": states})
 
     def resume_end(self) -> None:

@@ -17,7 +17,7 @@ class DataDraws:
     """The states of the generators that one rank's training data sets keep, by loader.
 
     Args:
-        trainer: whose data it is.
+        trainer: the trainer with the data.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -54,9 +54,9 @@ class DataDraws:
         if not _reads_here(loader):
             return {}
         dataset = loader.dataset
-        if (own := self._own.get(id(dataset))) is None:
-            own = self._own[id(dataset)] = OwnGenerators(dataset)
-        return own.states()
+        if (generators := self._own.get(id(dataset))) is None:
+            generators = self._own[id(dataset)] = OwnGenerators(dataset)
+        return generators.states()
 
     def resume(self, loader: Any, states: dict[str, Any] | None, *, is_in_mid_epoch: bool) -> None:
         """Sets the generators of a loader that was just prepared to the saved `states`."""

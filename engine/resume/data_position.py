@@ -51,7 +51,7 @@ class DataPosition:
     """The positions of one rank's training loaders, in their order.
 
     Args:
-        trainer: whose data it is.
+        trainer: the trainer with the data.
         sizes: of the batches.
         brings_own_sampler: takes a loader and returns whether each rank has its own sampler in it.
         seeds_samples: the random draws of each sample are seeded by its index.
@@ -148,7 +148,7 @@ class DataPosition:
         self._watched = watched
         combined_watched: Any = combined
         combined_watched.__class__ = WatchedLoaders
-        # What is no DataLoader need not be hashable.
+        # Loaders of other classes may be unhashable.
         combined_watched.watched = [
             watched.get(loader, loader) if isinstance(loader, DataLoader) else loader for loader in combined.flattened
         ]
@@ -189,8 +189,8 @@ class DataPosition:
             {**self._state_of(loader, epoch, batches, begins), **state_of_data(loader, begins=begins)}
             for loader in loaders
         ]
-        for state, own in zip(states, self.draws.states(), strict=True):
-            state.update({"own": own} if own else {})
+        for state, draws in zip(states, self.draws.states(), strict=True):
+            state.update({"own": draws} if draws else {})
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
@@ -227,7 +227,7 @@ class DataPosition:
         """Sets the positions at which the loaders that are prepared next begin.
 
         Args:
-            states: the `state_dict` of each rank of the saved run that had samples of its own, in rank order.
+            states: the `state_dict` of each rank of the saved run with different samples, in rank order.
             are_new: the saved run would have made new loaders here, which begin at their first sample.
 
         Returns:
@@ -242,7 +242,7 @@ class DataPosition:
                 "The checkpoint is of a run with seed_samples=True, which this one has not: its augmentation will be"
                 " another. Give seed_samples=True to go on with the same."
             )
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: as the checkpoint has it
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: from the checkpoint
         self._is_in_mid_epoch = self._saved_batches > 0 and not progress.is_last_batch
         self.sizes.fitted = states[0]["micro_batch_size"]
         own_state = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
@@ -250,7 +250,7 @@ class DataPosition:
         for number, loader in enumerate(self._to_resume):
             loader["of_ranks"] = [state["loaders"][number] for state in states] if loader["unit"] == "stateful" else []
             loader["is_alone"] = len(self._to_resume) == 1
-        # Lightning: would load the state of rank 0's loaders on every rank, batches that were fetched ahead included.
+        # Lightning: would load the state of rank 0's loaders on every rank, including batches that were fetched ahead.
         self.trainer.fit_loop._combined_loader_states_to_load = []
         kinds = [loader["unit"] for loader in self._to_resume]
         self._is_resuming = bool(kinds) and not are_new
@@ -269,7 +269,7 @@ class DataPosition:
         if not self._to_resume:
             raise ValueError(
                 "The checkpoint has the places of fewer training loaders than this run has: use those of that run, or"
-                " load the weights alone to begin an epoch."
+                " load only the weights to begin an epoch."
             )
         state = self._to_resume.pop(0)
         self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)
@@ -280,7 +280,7 @@ class DataPosition:
             self.data_epochs.resume(loader, state.get("data_epoch"))
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
-            self._epoch_starts.append((loader, order))  # the seed of its workers was drawn before that
+            self._epoch_starts.append((loader, order))  # the seed of its workers was drawn before
         if state["unit"] == "stateful":
             self._set_progress(resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
         elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
@@ -348,7 +348,7 @@ class DataPosition:
             loader.workers.recount(done - position.batches)
         fetcher = trainer.fit_loop._data_fetcher
         set_limits(trainer)
-        iter(fetcher)  # makes it use the new limits
+        iter(fetcher)  # makes the iterator use the new limits
         set_lengths(trainer)
         # Lightning: _TrainingEpochLoop.on_run_start
         fetcher.fetched += done
@@ -373,8 +373,8 @@ class DataPosition:
         assert isinstance(combined, CombinedLoader)
         if trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start makes a new iterator then
             self.restart_loaders()
-        # Lightning asks for the lengths once; a batch sampler that is told the epoch may have another in each. Where
-        # none has changed, what a callback has made of them stays, such as stochastic weight averaging.
+        # Lightning asks for the lengths once; a batch sampler with `set_epoch` may have another length in each epoch.
+        # If no length has changed, the number that a callback has set stays, as for stochastic weight averaging.
         lengths = lengths_of(combined)
         are_others = bool(self._resumed_positions) or lengths != self._lengths
         self._resumed_positions.clear()

@@ -31,7 +31,7 @@ class DataSetEpochs:
     """The epochs that were set on the data sets of one rank's training loaders.
 
     Args:
-        trainer: whose data it is.
+        trainer: the trainer with the data.
     """
 
     def __init__(self, trainer: Trainer) -> None:

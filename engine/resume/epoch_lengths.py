@@ -6,20 +6,20 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import sized_len
 
-# Lightning: how many batches `limit_train_batches` leaves of a loader.
+# Lightning: the number of batches of a loader under `limit_train_batches`.
 from .._compat.lightning import _parse_num_batches
 
 __all__ = ["lengths_of", "set_lengths", "set_limits"]
 
 
 def lengths_of(combined: CombinedLoader) -> list[int | None]:
-    """Returns the number of batches of each loader; None where it has no length."""
+    """Returns the number of batches of each loader; None for a loader without a length."""
     return [sized_len(loader) for loader in combined.flattened]
 
 
-# Lightning: FitLoop.setup_data, where it asks for the lengths.
+# Lightning: FitLoop.setup_data, when it asks for the lengths.
 def set_limits(trainer: Any) -> None:
-    """Sets how many batches of each training loader are read."""
+    """Sets the number of batches to read of each training loader."""
     combined = trainer.fit_loop._combined_loader
     combined.limits = [
         _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)

@@ -16,7 +16,7 @@ from ..checkpoint.single_file import OURS
 
 __all__: list[str] = []
 
-_load_file = saving.pl_load  # Lightning: what `_load_from_checkpoint` opens every path with
+_load_file = saving.pl_load  # Lightning: `_load_from_checkpoint` opens every path with it
 
 
 def _load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:

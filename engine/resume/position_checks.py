@@ -21,7 +21,7 @@ def check_has_position(loader: Any, state: dict[str, Any], num_batches: int) -> 
             f"The checkpoint was saved after {num_batches} batches of the epoch, where this run's"
             f" {type(loader).__name__}{over} can't continue: neither it nor its order says where it was. Give its"
             " sampler a `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load"
-            " the weights alone to begin an epoch."
+            " only the weights to begin an epoch."
         )
 
 
@@ -36,13 +36,13 @@ def check_data_set(loader: DataLoader, state: dict[str, Any], *, in_mid_epoch: b
         raise ValueError(
             f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
             " Hugging Face data set within: it can't continue in mid-epoch. Give the DataLoader that data"
-            " set itself, shuffle without a buffer, save at the end of an epoch, or load the weights alone."
+            " set itself, shuffle without a buffer, save at the end of an epoch, or load only the weights."
         )
     if state.get("generators") not in (None, digest_of_generators(dataset)):
         raise ValueError(
             "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
             " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
-            " None, or load the weights alone."
+            " None, or load only the weights."
         )
 
 
@@ -52,19 +52,19 @@ def check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> No
     Args:
         state: of the loader, in mid-epoch or not.
         num_sharing: number of ranks that share the loader's order in this run.
-        num_ranks: number of this run's ranks with samples of their own.
+        num_ranks: number of this run's ranks with different samples.
 
     Raises:
-        ValueError: ranks with orders of their own are more or fewer now.
+        ValueError: the number of ranks with separate orders has changed.
     """
     num_saved = state["saved_by"]
     is_whole = state["num_sharing"] == num_saved and num_sharing == num_ranks
     if state["position"] and not is_whole and (num_saved, state["num_sharing"]) != (num_ranks, num_sharing):
         raise ValueError(
-            f"The checkpoint has the place of {num_saved} rank(s), each in the order of its own that a distributed"
-            f" sampler or `use_distributed_sampler=False` gave it, where this run, of {num_ranks}, can't continue:"
-            f" resume with {num_saved} and the same flag, let the engine deal the samples from the start, or load"
-            " the weights alone to begin an epoch."
+            f"The checkpoint has the positions of {num_saved} rank(s), each in its own order (from a distributed"
+            f" sampler or `use_distributed_sampler=False`), and this run, of {num_ranks}, can't continue there:"
+            f" resume with {num_saved} and the same flag, let the engine split the samples from the start, or load"
+            " only the weights to begin an epoch."
         )
 
 
@@ -76,14 +76,14 @@ def check_same_batch_size(loader: DataLoader) -> None:
     """
     if isinstance(loader, UnevenTrainLoader):
         raise ValueError(
-            "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with samplers of"
-            " their own, of different lengths, can't continue there. Resume with the same batch size, or load the"
-            " weights alone to begin an epoch."
+            "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with their own"
+            " samplers, of different lengths, can't continue there. Resume with the same batch size, or load only the"
+            " weights to begin an epoch."
         )
 
 
 def refuse_without_order(loader: Any, state: dict[str, Any]) -> NoReturn:
-    """Refuses a loader without an order, where the saved run was amid one.
+    """Refuses a loader without an order, if the saved run was in the middle of one.
 
     Raises:
         ValueError: always.
@@ -91,5 +91,5 @@ def refuse_without_order(loader: Any, state: dict[str, Any]) -> NoReturn:
     raise ValueError(
         f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
         f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
-        " DataLoader of that run, or load the weights alone to begin an epoch."
+        " DataLoader of that run, or load only the weights to begin an epoch."
     )

@@ -21,8 +21,8 @@ def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal
         engine_state: the checkpoint's entry ``polyphase``.
 
     Returns:
-        The work that remains for the batch of that step: ``"end"``, all that follows a batch, such as validation;
-        ``"nothing"``; or None, if Lightning finds out.
+        The work that remains for the batch of that step: ``"end"``, everything that follows a batch, such as
+        validation; ``"nothing"``; or None, if Lightning finds out.
     """
     progress = loops["epoch_loop.batch_progress"]
     pending: Literal["end", "nothing"] | None = "nothing" if engine_state["between_steps"] else None
@@ -59,7 +59,7 @@ class TargetTensors:
     """The module's tensors that the tensors of a checkpoint are loaded into, by the checkpoint's keys.
 
     Args:
-        module: whose tensors they are.
+        module: the module with the tensors.
         keeps_state_of: whether this rank's optimizers have the state of a parameter.
     """
 
@@ -97,22 +97,25 @@ def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -
     """
     groups, position = [], 0
     for number, group in enumerate(optimizer.param_groups):
-        here = names[position : position + len(group["params"])]
-        position += len(here)
+        group_names = names[position : position + len(group["params"])]
+        position += len(group_names)
         saved = state["param_groups"][number] if number < len(state["param_groups"]) else {"params": []}
-        if len(state["param_groups"]) != len(optimizer.param_groups) or set(saved["params"]) != set(here):
-            missing, unexpected = sorted(set(here) - set(saved["params"])), sorted(set(saved["params"]) - set(here))
+        if len(state["param_groups"]) != len(optimizer.param_groups) or set(saved["params"]) != set(group_names):
+            missing, unexpected = (
+                sorted(set(group_names) - set(saved["params"])),
+                sorted(set(saved["params"]) - set(group_names)),
+            )
             raise CheckpointError(
                 f"The checkpoint's state of {type(optimizer).__name__} is for other parameters in group {number}:"
                 f" missing {missing}, unexpected {unexpected}; {len(state['param_groups'])} group(s) there,"
                 f" {len(optimizer.param_groups)} here."
             )
-        groups.append({**saved, "params": here})
+        groups.append({**saved, "params": group_names})
     return by_number({**state, "param_groups": groups}, names)
 
 
 def with_samples(engine_state: dict[str, Any]) -> range:
-    """Returns the ranks of the saved run that had samples of their own; of ranks that shared samples, the first."""
+    """Returns one rank of the saved run for each share of the samples: the first of the ranks that had it."""
     layout = engine_state.get("layout", {})
     return range(0, engine_state["world_size"] // layout.get("pp", 1), layout.get("tp", 1))
 
@@ -122,7 +125,7 @@ def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, An
 
     Args:
         asked: the value of this run's flag. If it differs from the flag of the saved run, it is returned.
-        num_ranks: number of ranks that have samples of their own.
+        num_ranks: number of ranks with different samples.
         engine_state: the checkpoint's entry ``polyphase``.
     """
     then, per_rank = len(with_samples(engine_state)), engine_state["accumulate_grad_batches"]

@@ -1,4 +1,4 @@
-"""The identity of a run: its id, the run that it continues, and the checkpoints that it can continue from.
+"""The identity of a run: its id, the run that it continues, and the checkpoints from which it can continue.
 
 Rank 0 reads all of it from the folder of snapshots, once, at the start of a run.
 """
@@ -19,8 +19,8 @@ __all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh"]
 AUTO = "auto"
 """Stands in place of a path for the newest checkpoint of the newest run."""
 FRESH = "fresh"
-"""Stands in place of a path for no checkpoint; restarts of the same job continue it all the same."""
-_START_AFRESH = f"To start afresh all the same, pass resume={FRESH!r}: nothing is deleted."
+"""Stands in place of a path for no checkpoint; restarts of the same job still continue the run."""
+_START_AFRESH = f"To start afresh nevertheless, pass resume={FRESH!r}: nothing is deleted."
 
 
 class Seen(NamedTuple):
@@ -33,15 +33,15 @@ class Seen(NamedTuple):
     newer: str | None
     """A message, if a newer version has written a checkpoint that is newer than all that can be opened."""
     record: RunRecord | None
-    """The record that the last run in this folder has written of itself."""
+    """The record of the last run in this folder."""
 
 
 class RunHistory:
     """The current run of a trainer, and the runs that it continues.
 
     Args:
-        trainer: whose run it is.
-        saver: whose group the ranks agree by.
+        trainer: the trainer of the run.
+        saver: its group is used to agree.
     """
 
     def __init__(self, trainer: Any, saver: AsyncCheckpointer) -> None:

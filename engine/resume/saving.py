@@ -1,6 +1,6 @@
 """The trainer's connector that saves checkpoints, in place of Lightning's, under every strategy.
 
-Lightning's dict stays as it is, with all that hooks add. The key ``polyphase`` has what Lightning does not save, such
+Lightning's dict is kept, with everything that hooks add. The key ``polyphase`` has what Lightning does not save, such
 as each rank's random state and position in the data. If rank 0 has the whole state, the strategy writes one file, as
 under Lightning. If the state is sharded, and for snapshots, the ranks write a directory, each its own shards.
 """
@@ -43,7 +43,7 @@ class SavingConnector(_CheckpointConnector):
     """Lightning's connector, which saves a directory in place of a file if the state is sharded.
 
     Args:
-        trainer: whose state is saved.
+        trainer: the trainer with the state.
         form: ``"file"``, ``"directory"``, or ``"auto"``: a directory if the state is sharded.
         in_background: save snapshots while training continues.
         keeps_global_batch: change the accumulation to keep the global batch, if another number of ranks resumes.
@@ -57,7 +57,7 @@ class SavingConnector(_CheckpointConnector):
         super().__init__(trainer)
         self.saver = AsyncCheckpointer()
         self.history = RunHistory(trainer, self.saver)
-        """Which run this is."""
+        """The identity of this run."""
         self.logs = LogContinuation(trainer)
         """Continues the logs of the run."""
         self._in_background = in_background
@@ -72,10 +72,10 @@ class SavingConnector(_CheckpointConnector):
         strategy: Any = trainer.strategy
         self._strategy = adapt(strategy)
         self._capabilities = capabilities_of(strategy)
-        # A CheckpointIO of the user's, and strategies of Lightning's with a format of their own, keep their formats.
+        # A user's CheckpointIO, and Lightning's strategies with another format, keep their formats.
         self.is_portable = (
-            trainer._accelerator_connector.checkpoint_io is None  # Lightning: the plugin that the user gave
-            # Lightning: the plugin of a registered strategy; and XLA's strategies, which refuse others than their own.
+            trainer._accelerator_connector.checkpoint_io is None  # Lightning: the user's plugin
+            # Lightning: the plugin of a registered strategy; XLA's strategies refuse other plugins.
             and type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO)
             and type(strategy).checkpoint_io is Strategy.checkpoint_io
             and self._capabilities.engine_checkpoints
@@ -88,7 +88,7 @@ class SavingConnector(_CheckpointConnector):
         if form == "file" and self._is_sharded and not self._capabilities.gathers_state:
             raise ValueError(
                 f"checkpoint_format='file' is not for strategy {strategy!r}, whose optimizer state no process gathers:"
-                " leave it out, and turn a directory into a file with `polyphase ckpt export`."
+                " leave it out, and convert a directory to a file with `polyphase ckpt export`."
             )
         if self.is_portable:
             strategy.checkpoint_io = EngineIO(self.saver)
@@ -106,7 +106,7 @@ class SavingConnector(_CheckpointConnector):
         """Saves the state of the run; all ranks call it at the same time.
 
         Raises:
-            TypeError: `storage_options` were given, which only a `CheckpointIO` of the user's can use.
+            TypeError: `storage_options` were passed, which only a user's `CheckpointIO` can use.
             CheckpointError: `filepath` exists, and is not a checkpoint of the engine's.
             NonFiniteError: the run has had a loss or gradient that is not finite.
         """

@@ -1,4 +1,4 @@
-"""Resumes a loader that has a state of its own position: at that position, or with the unfinished shards split anew."""
+"""Resumes a loader with its own position: at that position, or with the unfinished shards redistributed."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
         loader: of this run.
         state: of the saved run's loader.
         saved: number of batches of the epoch that each rank of the saved run had done.
-        world_size: number of this run's ranks that have samples of their own.
+        world_size: number of this run's ranks with different samples.
         is_alike: whether batch size and number of workers are those of the saved run.
 
     Raises:
@@ -73,14 +73,14 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
         raise ValueError(
             f"litdata's {type(loader).__name__} over a {type(loader.dataset).__name__} can't continue where it was:"
             " only one over a StreamingDataset is known to. Resume from a checkpoint that was saved between two epochs,"
-            " or load the weights alone to begin one."
+            " or load only the weights to begin one."
         )
     then = state["saved_by"]
     if then != world_size:
         raise ValueError(
             f"The checkpoint has the places of {then} rank(s) in an IterableDataset or a loader with a state of"
             f" its own, which {world_size} can't share: {_why_not_dealt(loader, state)}. Resume with {then}, or at"
-            " the end of an epoch, or load the weights alone. For the next run:"
+            " the end of an epoch, or load only the weights. For the next run:"
             " docs/howto/streams-with-shards.md, or a data set with a length."
         )
     # Each rank checks the states of all ranks: if only the rank at its end raised, the others would wait for it.
@@ -88,14 +88,14 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
     through = [rank for rank, other in enumerate(states) if other.get("ended")]
     if saved and through:
         raise ValueError(
-            f"The checkpoint was saved when rank(s) {through} were through with their data, and others were not:"
-            " training can't resume there. Resume at the end of an epoch, or load the weights alone."
+            f"The checkpoint was saved when rank(s) {through} had finished their data, and others had not:"
+            " training can't resume there. Resume at the end of an epoch, or load only the weights."
         )
     if saved and not is_alike:
         raise ValueError(
             f"The checkpoint has the place in a loader with {_described(state)}, which one with"
             f" {_described(stateful(loader))} can't continue from: {_why_not_dealt(loader, state)}. Resume with the"
-            " same, or at the end of an epoch, or load the weights alone. For the next run:"
+            " same, or at the end of an epoch, or load only the weights. For the next run:"
             " docs/howto/streams-with-shards.md."
         )
 
@@ -125,9 +125,9 @@ def _resume_shards(
     if then != now:
         raise ValueError(
             f"The checkpoint has places in {then} shards, where this run's {type(loader.dataset.dataset).__name__} has"
-            f" {now}: use the same data, or load the weights alone to begin an epoch."
+            f" {now}: use the same data, or load only the weights to begin an epoch."
         )
-    # If a rank had read all of its shards, the shards that the others have left are dealt to all ranks.
+    # If a rank had read all of its shards, the remaining shards of the others are distributed over all ranks.
     has_ended = any(stream["state"] is not None and stream["state"]["ended"] for stream in states)
     if is_same and not has_ended:
         loader.dataset.deal_next(state["shards"]["dealt"])
@@ -137,7 +137,7 @@ def _resume_shards(
         raise ValueError(
             "The checkpoint has the place in a stream with shards beside other training loaders, whose shards can't be"
             f" dealt anew: resume with {len(states)} rank(s), {_described(state)}, before one of the loaders is"
-            " through; or at the end of an epoch; or load the weights alone."
+            " through; or at the end of an epoch; or load only the weights."
         )
     samples = saved * len(states) * (state["batch_size"] or 1)
     batches = samples // (num_ranks * (loader.batch_size or 1))

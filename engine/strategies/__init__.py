@@ -1,6 +1,6 @@
-"""Ways of running: one file each, and what they share. Coupled to Lightning 2.6's private names.
+"""The strategies: one file or folder each, and the code that they share. Uses private names of Lightning 2.6.
 
-The table of them, `registry`, needs no torch; the rest is imported when it is first asked for.
+Their table, `registry`, needs no torch; everything else is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING

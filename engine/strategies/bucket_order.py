@@ -1,9 +1,9 @@
-"""Keeps the order in which `DistributedDataParallel` puts gradients into its buckets, through all starts of a run.
+"""Keeps the order in which `DistributedDataParallel` puts gradients into its buckets, also in a resumed run.
 
-torch has one bucket in the first step, and from the second one on buckets in the order in which the first backward has
-made the gradients. A sum of more than two ranks depends, in its last digit, on the place in a bucket. So a run that is
-resumed begins with the buckets that it had: a checkpoint has their order, and a backward of zeros, in that order, makes
-them. It costs one all-reduce of all gradients.
+torch uses one bucket in the first step. From the second step on, it uses buckets in the order in which the first
+backward computed the gradients. The last digit of a sum over more than two ranks depends on the position in a bucket.
+So a resumed run begins with the buckets that it had: a checkpoint has their order, and a backward of zeros in that
+order creates them. It costs one all-reduce of all gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ __all__ = ["BucketOrder"]
 
 
 class BucketOrder:
-    """The order in which the first synchronised backward makes the gradients.
+    """The order in which the first synchronised backward computes the gradients.
 
     Args:
-        model: before its first backward.
-        parameters: those that it averages, by name.
+        model: the wrapper, before its first backward.
+        parameters: the parameters whose gradients it averages, by name.
     """
 
     def __init__(self, model: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
@@ -56,17 +56,17 @@ class BucketOrder:
         return list(self._seen) if len(self._seen) == len(self._parameters) and not self._hooks else None
 
     def begin_with(self, names: Sequence[str]) -> None:
-        """Makes the buckets of a run whose order was `names`; called by all ranks, before there is a comm hook."""
+        """Creates the buckets in the order `names` of an earlier run; all ranks call it before a comm hook is set."""
         if self._is_fixed or {*names} != self._parameters.keys():
             return
         reducer = self._model.reducer
         reducer.prepare_for_backward([])
-        # Autograd takes what was made last first.
+        # Autograd's backward visits the most recent operation first.
         total = torch.zeros((), device=next(iter(self._parameters.values())).device)
         for name in reversed(names):
             total = total + _of_zero(self._parameters[name])
         total.backward()
-        # torch: what a forward begins with.
+        # torch: a forward begins with this call.
         reducer._rebuild_buckets()
         self._model._has_rebuilt_buckets = True
         for parameter in self._parameters.values():
@@ -81,6 +81,6 @@ def _of_zero(parameter: Tensor) -> Tensor:
 
 
 def _never_rebuilds(model: DistributedDataParallel) -> bool:
-    """Whether torch never rebuilds the buckets, or a backward of zeros can't make it."""
+    """Whether torch never rebuilds the buckets, or a backward of zeros can't make torch rebuild them."""
     has_sparse = any(getattr(module, "sparse", False) for module in model.modules())
     return model.find_unused_parameters or model.static_graph or has_sparse

@@ -9,33 +9,34 @@ __all__ = ["Capabilities"]
 class Capabilities:
     """Facts that hold for a strategy from its construction on; the defaults are those of a stock Lightning strategy.
 
-    A field `unsupported_...` is None where the strategy can do it, else the clause that says why not.
+    A field `unsupported_...` is None if the strategy supports it, and otherwise the clause of a message that says why
+    not.
     """
 
     engine_checkpoints: bool = False
-    """Whether the engine writes its checkpoints; if not, Lightning or the strategy does, in a format of its own."""
+    """Whether the engine writes its checkpoints; if not, Lightning or the strategy writes them in another format."""
     state_is_sharded: bool = False
-    """Whether ranks hold parts of tensors or of the module; what is not gathered is saved as a directory."""
+    """Whether ranks hold parts of tensors or of the module; state that is not gathered is saved as a directory."""
     gathers_state: bool = True
-    """Whether rank 0 can be handed all of the state."""
+    """Whether rank 0 can gather all of the state."""
     optimizer_state_partitioned: bool = False
     """Whether a rank's module or optimizers lack tensors that another rank has: see `keeps_state_of`."""
     splits_module: bool = False
     """Whether it calls `before_split` with the whole module before it splits it."""
     replicas_stay_equal: bool = False
-    """Whether ranks must have the same weights of what is not split, as long as `expects_parity`."""
+    """Whether ranks must have equal weights where nothing is split, as long as `expects_parity`."""
     evaluates_in_inference_mode: bool = True
-    """Whether a forward under `torch.inference_mode` leaves nothing behind that training would write to."""
+    """Whether a forward under `torch.inference_mode` leaves no inference tensors that training would write to."""
     runs_own_schedule: bool = False
-    """Whether `run_schedule` runs forward and backward of a batch, after the gradients are zeroed."""
+    """Whether `run_schedule` runs forward and backward of a batch; the gradients are zeroed before."""
     recomputes_blocks: bool = False
-    """Whether it applies `recompute` to the blocks by itself."""
+    """Whether the strategy applies `recompute` to the blocks itself."""
     keeps_step: bool = True
-    """Whether ranks wait for each other every few steps anyhow, and none of them may be lost."""
+    """Whether ranks wait for each other every few steps in any case, and the run needs all of them."""
     steps_alone: bool = False
-    """Whether ranks average their gradients in a part of the run at most: a global batch is no single step's then."""
+    """Whether ranks step without averaging gradients for a part of the run: no step has a global batch then."""
     averages_on_request: bool = False
-    """Whether `manual_backward` alone averages gradients, and a tensor's own `backward` leaves those of the rank."""
+    """Whether only `manual_backward` averages gradients; a tensor's own `backward` leaves the rank's gradients."""
     unsupported_counting: str | None = "is not the engine's own"
     """Counting the bytes that are sent for gradients and parameters."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"

@@ -1,4 +1,4 @@
-"""Gradient clipping that means the same whether gradients are whole, sharded over a mesh, or both.
+"""Gradient clipping with the same result for gradients that are whole, sharded over a mesh, or both.
 
 The norm is that of all gradients of the model, so every rank scales by the same number.
 """
@@ -22,13 +22,13 @@ __all__ = ["clip_by_norm", "clip_by_value", "norm_of"]
 def norm_of(parameters: Iterable[Tensor]) -> Tensor:
     """The 2-norm of the gradients (a 0-d tensor).
 
-    Gradients that are cut over a mesh need one all-reduce for each of its axes, whole ones none. No host
+    Gradients that are sharded over a mesh need one all-reduce for each of its axes, whole ones none. No host
     synchronisation.
     """
     by_cut: dict[Any, list[Tensor]] = defaultdict(list)
     for p in parameters:
         if p.grad is not None:
-            _add_up(p)
+            _sum_over_ranks(p)
             by_cut[_cut(p.grad)].append(_local(p.grad))
     if not by_cut:
         return torch.zeros(())
@@ -44,9 +44,9 @@ def clip_by_norm(
     """Scales the gradients so that their 2-norm is at most `max_norm`; returns the norm before (a 0-d tensor).
 
     Args:
-        parameters: whose gradients they are.
-        max_norm: of all of them together.
-        norm: computes it, where other ranks have gradients of other parameters; None where none has.
+        parameters: the parameters with the gradients.
+        max_norm: largest norm of all gradients together.
+        norm: computes the norm if other ranks have gradients of other parameters; None if no rank has.
     """
     parameters = list(parameters)
     if norm is None and not any(isinstance(p.grad, DTensor) for p in parameters):
@@ -61,12 +61,12 @@ def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamps every element of the gradients to [-max_value, max_value]; local on every rank."""
     for p in parameters:
         if p.grad is not None:
-            _add_up(p)
+            _sum_over_ranks(p)
             _local(p.grad).clamp_(-max_value, max_value)
 
 
-def _add_up(parameter: Tensor) -> None:
-    """Sums a gradient of which each rank has a summand: that of a split layer behind a whole one in its block."""
+def _sum_over_ranks(parameter: Tensor) -> None:
+    """Sums a gradient of which each rank has a summand: of a whole layer before a split one in its block."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         assert isinstance(parameter, DTensor)
@@ -74,7 +74,7 @@ def _add_up(parameter: Tensor) -> None:
 
 
 def _cut(gradient: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The mesh of a gradient, and the axes over which it is cut."""
+    """The mesh of a gradient, and the axes over which it is sharded."""
     if not isinstance(gradient, DTensor):
         return None, ()
     axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())

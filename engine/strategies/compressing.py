@@ -1,4 +1,4 @@
-"""Shared by the strategies that compress gradients or count what they send."""
+"""Code shared by the strategies that compress gradients or count the bytes that they send."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,20 +49,20 @@ def check_join(strategy: Strategy) -> None:
 
 
 class CommHookMixin(EngineStrategy, ParallelStrategy):
-    """Mixin that tells a comm hook when a step is over, and whether it counts."""
+    """Mixin that tells a comm hook when a step is over, and whether the step was taken."""
 
     def may_repeat(self) -> None:
         """Called before training if steps may be repeated because a rank ran out of memory."""
-        self.counts_traffic = True  # then all collectives are ours
+        self.counts_traffic = True  # then all collectives go through the comm hook
         if self.comm_hook is not None:
             self.comm_hook.may_repeat = True
 
     def begin_micro_batch(self) -> None:
-        """Called before each micro-batch that may have to be finished by `finish_micro_batch`."""
+        """Called before each micro-batch that `finish_micro_batch` may have to finish."""
         self._calls = [(wire, wire.num_calls) for wire in self.wires]
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
-        """Takes part in what the other ranks still do in a micro-batch that this rank could not do.
+        """Takes part in the remaining collectives of a micro-batch that failed on this rank only.
 
         Args:
             step: given a `training_step`, calls it with the smallest batch and returns the loss.
@@ -80,26 +80,26 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
         raise NotImplementedError
 
     def _mute_what_was_sent(self) -> None:
-        if self.averaging is not None:
-            self.averaging.finish()
-            self.averaging.on_step_end(skipped=True)
+        if self.active_hook is not None:
+            self.active_hook.finish()
+            self.active_hook.on_step_end(skipped=True)
         for wire, num_calls in self._calls:
             wire.skip_next(wire.num_calls - num_calls)
 
     def begin_again(self) -> None:
-        """Called on all ranks before a step is done again."""
+        """Called on all ranks before a step is repeated."""
         if self.comm_hook is not None:
             self.comm_hook.on_step_end(skipped=True)
 
     @property
-    def averaging(self) -> CommHook | None:
-        """The comm hook that averages the gradients and counts; None where torch does, uncounted."""
+    def active_hook(self) -> CommHook | None:
+        """The comm hook that averages the gradients and counts bytes; None if torch averages them, without a count."""
         return self.comm_hook
 
     @property
     def wires(self) -> list[CountingGroup]:
-        """The wires of all that is counted; empty before training."""
-        hook = self.averaging
+        """The groups that count bytes; empty before training."""
+        hook = self.active_hook
         return [] if hook is None or hook.wire is None else [hook.wire]
 
     @property
@@ -110,12 +110,12 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
     @property
     def passes_step_on(self) -> bool:
         """See `EngineStrategy`."""
-        # Lightning: DDPStrategy.optimizer_step, with what it does beside calling Strategy's.
+        # Lightning: DDPStrategy.optimizer_step, which does more than to call Strategy's.
         if self.comm_hook is not None or getattr(self, "_model_averager", None) is not None:
             return False
         owners = (vars(owner) for owner in (self, *type(self).__mro__))
         steps = [names["optimizer_step"] for names in owners if "optimizer_step" in names]
-        # By where each was compiled: what is put in the place of one may look like it.
+        # Compared by the file of the code: a function that replaced one may have its name.
         return all(getattr(step, "__globals__", {}).get("__name__") in _PASSING_ON for step in steps)
 
     def optimizer_step(
@@ -133,7 +133,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             hook.on_step_end()
             return output
-        # To ask for the scale would wait for the device; the scaler has done so itself before it calls the optimizer.
+        # Reading the scale would wait for the device; the scaler has waited itself before it calls the optimizer.
         has_loss = has_stepped = False
 
         def noted_closure() -> Any:
@@ -143,25 +143,25 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
 
         def note_step(optimizer: Optimizer, *_: Any) -> None:
             nonlocal has_stepped
-            found = getattr(
+            found_inf = getattr(
                 optimizer, "found_inf", None
-            )  # torch: set for fused optimizers, which find out by themselves
-            has_stepped = found is None or not found.item()
+            )  # torch: set for fused optimizers, which detect the overflow themselves
+            has_stepped = found_inf is None or not found_inf.item()
 
         handle = optimizer.register_step_post_hook(note_step)
         try:
             output = super().optimizer_step(optimizer, noted_closure, model, **kwargs)
         finally:
             handle.remove()
-        # Lightning leaves out a step without a loss, which has not overflowed.
+        # Lightning skips a step without a loss; that step has not overflowed.
         may_step = has_loss or not self.lightning_module.automatic_optimization  # type: ignore[union-attr]
         hook.on_step_end(skipped=may_step and not has_stepped)
         return output
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Stops before a step with gradients that are not finite.
+        """Raises before a step with gradients that are not finite.
 
-        At logged steps only where reading waits for a GPU, or needs a collective since no rank has all averages.
+        Only at logged steps if the check waits for a GPU, or needs a collective because no rank has all averages.
         """
         super().post_backward(closure_loss)
         hook = self.comm_hook

@@ -58,7 +58,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def setup_environment(self) -> None:
         """Starts the process group."""
-        self.meet()
+        self._connect_ranks()
         super().setup_environment()
         end_group_at_exit()
 
@@ -128,25 +128,25 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def _wrap_again(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        hook = self.averaging
+        hook = self.active_hook
         state = hook.state_dict() if hook is not None else {}
         synchronises = self.model.require_backward_grad_sync
         self.model = self.lightning_module
         self.configure_ddp()
         wrapped: Any = self.model
         wrapped.require_backward_grad_sync = synchronises
-        if hook is not None and hook is self.averaging:
+        if hook is not None and hook is self.active_hook:
             hook.load_state_dict(state)
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
         self._counted = AllReduceHook() if self.comm_hook is None and self.counts_traffic else None
-        hook = self.averaging
+        hook = self.active_hook
         if hook is not None:
             assert isinstance(self.model, DistributedDataParallel)
             hook.attach(self.model, self.loss_scaler, self._timeout)  # Lightning: DDPStrategy._timeout
 
     @property
-    def averaging(self) -> CommHook | None:
+    def active_hook(self) -> CommHook | None:
         """The comm hook; the plain all-reduces if they are counted."""
         return self.comm_hook or self._counted
 

@@ -1,13 +1,13 @@
-"""`dp`: one process that gives each of its GPUs a part of every batch, for scripts that can't start processes.
+"""`dp`: one process that splits every batch over its GPUs, for scripts that can't start processes.
 
 `torch.nn.DataParallel` (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html) around the module's
 `training_step`. Phases of a micro-batch: 1. its parts go to the devices, and all parameters with them; 2. a thread per
-device runs `training_step` on a copy of the module; 3. the losses come to the first device, where their mean by numbers
-of samples is taken; backward brings the gradients there, too. Bytes: n parameters to each other device and n gradients
+device runs `training_step` on a copy of the module; 3. the first device receives the losses and averages them, weighted
+by samples; backward sends the gradients there, too. Bytes: n parameters to each other device and n gradients
 back, per micro-batch and not per step. Evaluation, prediction and the optimizer use the first device alone.
 
-On one device it is `single`. What a step logs on its copy is logged once, reduced over the copies; whatever else it
-changes on its copy of the module is lost, but buffers of the first device.
+On one device it is `single`. Values that a step logs on its copy are logged once, reduced over the copies. All other
+changes to a copy of the module are lost, except buffers of the first device.
 """
 
 import inspect
@@ -33,7 +33,7 @@ def make_dp(device_type: str, num_devices: int, num_nodes: int, sync_batchnorm: 
     """Returns the strategy for several devices.
 
     Raises:
-        ValueError: not several GPUs of one machine, or what needs a process for each.
+        ValueError: the devices are not several GPUs of one machine, or a flag needs a process for each.
     """
     instead = "choose strategy 'ddp', which starts a process for each device"
     if num_nodes > 1 or device_type != "cuda":
@@ -62,7 +62,7 @@ class DP(SingleDeviceStrategy):
         """Wraps the module.
 
         Raises:
-            ValueError: a module that runs backward by itself, or a step that belongs to one copy only.
+            ValueError: the module runs backward itself, or its step is bound to one copy.
         """
         super().setup(trainer)
         include_devices(self.parallel_devices)
@@ -86,9 +86,9 @@ class DP(SingleDeviceStrategy):
         """Phases 1 to 3."""
         assert self._parallel is not None
         assert self.lightning_module is not None
-        metrics = [part for part in self.lightning_module.modules() if isinstance(part, Metric)]
+        metrics = [submodule for submodule in self.lightning_module.modules() if isinstance(submodule, Metric)]
         updates = [metric._update_count for metric in metrics]
-        # Also here: 64-true sets what all threads share, which each of them then finds and leaves as it is.
+        # Also set here: 64-true sets a default that all threads share; each thread then finds it and keeps it.
         with self.precision_plugin.train_step_context():
             parts = self._parallel(*arguments, **named)
         if updates != [metric._update_count for metric in metrics]:
@@ -96,7 +96,7 @@ class DP(SingleDeviceStrategy):
                 "under strategy 'dp', `training_step` updates a metric in several threads at once: update it in"
                 " `on_train_batch_end`, or choose strategy 'ddp'."
             )
-        outputs, logs, counts = (list(each) for each in zip(*parts, strict=True))
+        outputs, logs, counts = (list(column) for column in zip(*parts, strict=True))
         for call in merged_logs(logs, counts, self.root_device):
             self.lightning_module.log(**call)
         return merged_outputs(outputs, counts, self.root_device)
@@ -109,16 +109,16 @@ class DP(SingleDeviceStrategy):
 
 class _Parallel(nn.DataParallel):
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Leaves what each copy returned as it is."""
-        return [part for parts in outputs for part in parts]
+        """Joins the lists of the copies without a change of their values."""
+        return [output for parts in outputs for output in parts]
 
 
 class _Step(nn.Module):
-    """Runs `training_step` where `forward` is expected; copied with the module that it has.
+    """Runs `training_step` as its `forward`; it is copied together with its module.
 
     Args:
-        module: whose step it is.
-        context: around the step, in its own thread: torch hands on whether there is autocast, but not its dtype.
+        module: with the step.
+        context: entered in the step's thread, since torch passes on whether autocast is enabled, but not its dtype.
     """
 
     def __init__(self, module: LightningModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -137,9 +137,11 @@ class _Step(nn.Module):
 
         samples = _first_tensor((arguments, named))
         if samples is not None:
-            for part in self.module.modules():
-                if "_device" in part.__dict__:  # Lightning: LightningModule.device; torchmetrics' are called so, too
-                    part.__dict__["_device"] = samples.device
+            for submodule in self.module.modules():
+                if (
+                    "_device" in submodule.__dict__
+                ):  # Lightning: LightningModule.device; metrics of torchmetrics have the same attribute
+                    submodule.__dict__["_device"] = samples.device
         # A copy of the module has a `__dict__` of its own.
         before = {name: value for name, value in self.module.__dict__.items() if name == "log"}
         self.module.__dict__["log"] = log
@@ -155,22 +157,22 @@ def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Tensor):
         return batch if batch.dim() else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((found for found in map(_first_tensor, parts) if found is not None), None)
+    return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
 
 
 def merged_logs(logs: list[list[dict[str, Any]]], counts: list[int], device: torch.device) -> list[dict[str, Any]]:
-    """Merges the calls of `log` that several copies made into one list.
+    """Merges the calls of `log` of several copies into one list.
 
     Args:
-        logs: arguments by name, of each call, of each copy.
-        counts: samples of each copy.
-        device: where values shall be.
+        logs: for each copy, the arguments of each call by name.
+        counts: the number of samples of each copy.
+        device: of the merged values.
 
     Raises:
-        ValueError: the copies logged other names, or what can't be reduced.
+        ValueError: the copies logged different names, or values that can't be reduced.
     """
     names = [[call["name"] for call in calls] for calls in logs]
-    if any(each != names[0] for each in names):
+    if any(copy_names != names[0] for copy_names in names):
         raise ValueError(f"under strategy 'dp', copies of the module logged different names: {names}.")
     return [_merged_call(list(calls), counts, device) for calls in zip(*logs, strict=True)]
 
@@ -201,8 +203,8 @@ _REDUCTIONS = {
 def merged_outputs(outputs: list[Any], counts: list[int], device: torch.device) -> Any:
     """Merges the outputs of `training_step` of several copies into one, on `device`.
 
-    Losses are averaged by `counts`, numbers of samples, or by the weights that the copies return; of what else they
-    return tensors are joined along the first dim, all else is listed.
+    Losses are averaged by `counts`, the numbers of samples, or by the weights that the copies return. Other tensors are
+    joined along the first dim; all other values are put into lists.
 
     Raises:
         ValueError: some copies returned a loss and some did not.
@@ -229,7 +231,7 @@ def _mean(losses: list[Tensor], weights: list[Any], device: torch.device) -> Ten
 
 
 def _scalar(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a number on a device. It is filled in there, since a copy from the host would wait for the device."""
+    """Returns a number on a device. It is filled on the device, since a copy from the host would wait for it."""
     return value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The interface by which the rest of the engine asks any strategy: the engine's own, Lightning's or a user's.
+"""The interface of every strategy for the rest of the engine: the engine's own strategies, Lightning's and users'.
 
 `capabilities_of` and `adapt` answer for every strategy, so that no code outside of this folder looks at a strategy's
 class, or probes its attributes.
@@ -25,17 +25,17 @@ __all__ = ["EngineStrategy", "adapt", "capabilities_of", "lists_devices", "witho
 
 
 class EngineStrategy:
-    """Mixin of a Lightning `Strategy`: its capabilities, and what the engine calls and reads as it runs.
+    """Mixin of a Lightning `Strategy`: its capabilities, and the methods and attributes that the engine uses in a run.
 
-    All answers are those of a strategy that does nothing beyond what Lightning asks of it. A strategy overrides those
-    that differ; the base of the engine's own is `DistributedStrategy`.
+    The defaults are right for a strategy that does only what Lightning requires. A strategy overrides the others; the
+    base of the engine's own strategies is `DistributedStrategy`.
     """
 
     capabilities = Capabilities()
     """The facts that hold for a whole run."""
     root_device: Any
     cluster_environment: Any = None
-    """Knows how the processes were started; None with one process."""
+    """Starts the processes, and knows how they were started; None with one process."""
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -45,10 +45,10 @@ class EngineStrategy:
     # --- before training
 
     def check_module(self, module: nn.Module) -> None:
-        """Called before any process starts; raises ValueError if `module` can't be run in this way."""
+        """Called before any process starts; raises ValueError if the strategy can't run `module`."""
 
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
-        """Called before any process starts; raises ValueError if it can't be compiled, or has unfit callbacks."""
+        """Called before any process starts; raises ValueError if it can't compile, or can't run with the callbacks."""
 
     def check_loader(self, dataloader: Any) -> None:
         """Raises ValueError if a loader does not fit; also called for the loaders of modules and data modules."""
@@ -65,11 +65,11 @@ class EngineStrategy:
     # --- communication
 
     data_ranks: ObjectGroup = WORLD
-    """The group of the ranks that have samples of their own, for collectives of plain values."""
+    """The group of the ranks with different samples, for collectives of plain values."""
 
     @property
     def data_size(self) -> int:
-        """The number of ranks that have samples of their own, connected or not."""
+        """The number of ranks with different samples; valid before they are connected, too."""
         return (getattr(self, "distributed_sampler_kwargs", None) or {}).get("num_replicas", 1)
 
     @property
@@ -83,7 +83,7 @@ class EngineStrategy:
     """Whether the bytes of gradients and parameters are counted even without a comm hook."""
 
     @property
-    def averaging(self) -> "CommHook | None":
+    def active_hook(self) -> "CommHook | None":
         """The comm hook that averages and counts gradients; None if torch averages them uncounted."""
         return None
 
@@ -93,11 +93,11 @@ class EngineStrategy:
         return []
 
     averages_gradients = True
-    """Whether the gradients of the current step are averaged over all ranks; if not, each rank steps by its own."""
+    """Whether the gradients of the current step are averaged over all ranks; if not, each rank uses its own."""
 
     @property
     def expects_parity(self) -> bool:
-        """Whether a run that is over should have computed the result of one process."""
+        """Whether the run should have computed the result of one process; asked when it is over."""
         return self.averages_gradients
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
@@ -117,15 +117,15 @@ class EngineStrategy:
 
     @property
     def passes_step_on(self) -> bool:
-        """Whether `optimizer_step` does nothing but to call that of the precision plugin, until the epoch ends."""
+        """Whether `optimizer_step` only calls that of the precision plugin, until the epoch ends."""
         return False
 
     # --- checkpoints
 
     hands_out_shards = False
-    """Whether optimizer state is to be handed out as each rank holds it, rather than gathered on rank 0."""
+    """Whether a save gets the optimizer state as each rank holds it; if not, rank 0 gathers it."""
     saving_ranks: ObjectGroup | None = None
-    """The ranks that agree on a checkpoint of which rank 0 has all; None: a gloo group in which each has its part."""
+    """The ranks that coordinate a save if rank 0 holds everything; None: all ranks, each with its part, over gloo."""
 
     def consolidated_weights(self) -> AbstractContextManager[None]:
         """Context of a save on all ranks: the module has the weights that the run would end with."""
@@ -148,11 +148,11 @@ class EngineStrategy:
         return {}
 
     def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
-        """Goes on with a checkpoint's `shared_state` and `state_of_rank`, after all else was restored.
+        """Restores a checkpoint's `shared_state` and `state_of_rank`, after everything else was restored.
 
         Args:
-            shared: what the strategy that saved it shared, which may be of another kind.
-            of_rank: empty if another layout did, too.
+            shared: the `shared_state` of the strategy that saved it, which may be another strategy.
+            of_rank: the `state_of_rank`; empty if another layout saved it.
         """
 
     @property
@@ -169,7 +169,7 @@ class EngineStrategy:
 
     @property
     def lost_ranks(self) -> frozenset[int]:
-        """Ranks whose processes have ended, and without which the run continues."""
+        """Ranks whose processes have ended while the run continues without them."""
         return frozenset()
 
     def can_lose(self, rank: int) -> bool:
@@ -182,15 +182,15 @@ class EngineStrategy:
         return False
 
     def go_on_without(self, ranks: list[int]) -> bool:
-        """Goes on without ranks whose processes have ended, if it can; called by the watchdog's thread."""
+        """Continues without ranks whose processes have ended, if possible; called by the watchdog's thread."""
         return False
 
 
 class _LightningAdapter(EngineStrategy):
-    """Answers for a strategy of Lightning's, or of a user's; attributes that are set on it have no effect.
+    """Adapts a strategy of Lightning or of a user; attributes that are set on it have no effect.
 
     Args:
-        strategy: Lightning's own or a user's; None: there is none, one process runs by itself.
+        strategy: Lightning's or a user's; None: no strategy, one process.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -201,7 +201,7 @@ class _LightningAdapter(EngineStrategy):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Defaults, but for those that save as Lightning does by itself: the engine saves for them."""
+        """The defaults; the engine also saves for strategies that save in Lightning's default way."""
         strategy = self._strategy
         saves_plainly = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and (
             type(strategy).save_checkpoint is Strategy.save_checkpoint
@@ -215,16 +215,16 @@ class _LightningAdapter(EngineStrategy):
     @property
     def layout(self) -> Layout:
         """All processes are replicas."""
-        return Layout(replicate=getattr(self._strategy, "world_size", 1))  # Lightning: as Trainer.world_size has it
+        return Layout(replicate=getattr(self._strategy, "world_size", 1))  # Lightning: as in Trainer.world_size
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
-        """The arguments by which a distributed sampler deals out samples; None where one process has all."""
+        """The arguments of a distributed sampler; None if one process has all samples."""
         return getattr(self._strategy, "distributed_sampler_kwargs", None)
 
     @property
     def root_device(self) -> Any:
-        """The device that this process computes on; None if it is not known."""
+        """The device that this process computes on; None if it is unknown."""
         return getattr(self._strategy, "root_device", None)
 
     @property
@@ -233,7 +233,7 @@ class _LightningAdapter(EngineStrategy):
         return getattr(self._strategy, "cluster_environment", None)
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
-        """See `EngineStrategy`: over all ranks, and at once."""
+        """See `EngineStrategy`: the sum over all ranks, which is computed at once."""
         total = make()
         dist.all_reduce(total)
         return lambda: total
@@ -245,7 +245,7 @@ def adapt(strategy: Any) -> EngineStrategy:
 
 
 def capabilities_of(strategy: Any) -> Capabilities:
-    """The capabilities of any strategy: those that it declares, or those of Lightning's own."""
+    """The capabilities of any strategy: those that it declares, or the defaults."""
     return adapt(strategy).capabilities
 
 
@@ -255,5 +255,5 @@ def without_sync(strategy: Strategy) -> AbstractContextManager[None]:
 
 
 def lists_devices(strategy: Strategy | str) -> bool:
-    """Whether a strategy's object says by itself on which devices it runs."""
+    """Whether a strategy object determines itself on which devices it runs."""
     return bool(getattr(strategy, "parallel_devices", None))

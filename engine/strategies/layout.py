@@ -1,4 +1,4 @@
-"""The base of all multi-process strategies: their layout, which rank has which samples, and the process groups."""
+"""The base of all multi-process strategies: their layout, the samples of each rank, and the process groups."""
 
 import warnings
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-# torch: the gathering with a backward that its functions for users are about to be replaced by.
+# torch: the all-gather with a backward that will replace its public functions.
 from .._compat.torch import all_gather_single_autograd
 from ..checkpoint import get_random_state, host_state, set_random_state
 from ..devices import module_of
@@ -28,34 +28,34 @@ __all__ = ["DistributedStrategy", "share_random_state"]
 
 def share_random_state() -> None:
     """Gives all ranks the random state of rank 0, except that of accelerators."""
-    here = get_random_state()
-    set_random_state({**here, **WORLD.broadcast_object(host_state(here))})
+    state = get_random_state()
+    set_random_state({**state, **WORLD.broadcast_object(host_state(state))})
 
 
 class DistributedStrategy(EngineStrategy):
     """Mixin of a Lightning `ParallelStrategy` that has a `Layout` and is started by the launcher of its flag's suffix.
 
-    The layout is derived when Lightning has told the strategy its devices, that is in the engine's constructor: sizes
-    that don't fit are an error before any process starts.
+    The layout is derived when Lightning has set the strategy's devices, in the engine's constructor: sizes that don't
+    fit are an error before any process starts.
     """
 
     capabilities = Capabilities(engine_checkpoints=True, replicas_stay_equal=True)
     launcher_suffix: str = ""
     data_group: Any = None
-    """Process group of the ranks that have samples of their own, as this one sees them; None: all ranks have."""
+    """Process group of the ranks with different samples that includes this rank; None: all ranks."""
     _side_sum: SideSum | None = None
     random_state_at_launch: dict[str, Any] | None = None
-    """The random state of the process that started this one as a worker."""
+    """The random state of the process that started this worker."""
     connects_devices = True
-    """Whether the ranks' devices send each other anything."""
+    """Whether the ranks' devices communicate."""
 
-    def __repr__(self) -> str:  # as a flag, in Lightning's messages
+    def __repr__(self) -> str:  # the flag, for Lightning's messages
         suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
         return repr(f"{type(self).__name__.lower()}{suffix}")
 
     @property
     def data_size(self) -> int:
-        """Number of ranks that have samples of their own: those that differ in `pp` or `tp` only share theirs."""
+        """Number of ranks with different samples: ranks that differ only in `pp` or `tp` share their samples."""
         return self.layout.replicate * self.layout.shard
 
     @property
@@ -65,19 +65,19 @@ class DistributedStrategy(EngineStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments by which a distributed sampler deals out samples."""
+        """The arguments of a distributed sampler."""
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
         """See `EngineStrategy`."""
         device: torch.device = self.root_device
         if not hasattr(module_of(device), "Stream"):
-            mine = make()
-            work = dist.all_reduce(mine, group=self.data_group, async_op=True)
+            summand = make()
+            work = dist.all_reduce(summand, group=self.data_group, async_op=True)
 
             def end() -> Tensor:
                 work.wait()
-                return mine
+                return summand
 
             return end
         if self._side_sum is None:
@@ -85,7 +85,7 @@ class DistributedStrategy(EngineStrategy):
         return self._side_sum.begin(make, needs_device=needs_device)
 
     def start_data_group(self) -> None:
-        """Connects the ranks that have samples of their own; called on all ranks, when they are connected."""
+        """Creates the group of the ranks with different samples; called on all ranks, when they are connected."""
         if self.data_size == self.layout.world_size:
             return
         per_stage, num_tp = self.data_size * self.layout.tp, self.layout.tp
@@ -102,54 +102,54 @@ class DistributedStrategy(EngineStrategy):
         self.data_ranks = ObjectGroup(hosts)
 
     def hand_out_data_group(self, module: torch.nn.Module) -> None:
-        """Has torchmetrics objects and synchronised batch norms of `module` count each sample once."""
-        for part in module.modules():
-            if self.data_group is not None and getattr(part, "process_group", self) is None:
-                part.process_group = self.data_group
+        """Makes torchmetrics objects and synchronised batch norms of `module` count each sample once."""
+        for submodule in module.modules():
+            if self.data_group is not None and getattr(submodule, "process_group", self) is None:
+                submodule.process_group = self.data_group
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a value over the ranks that have samples of their own, unless another group is named."""
+        """Reduces a value over the ranks with different samples, unless another group is passed."""
         return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over the ranks that have samples of their own, unless another group is named; [ranks, ...]."""
+        """Gathers over the ranks with different samples, unless another group is passed; returns [ranks, ...]."""
         if group is None or group is dist.group.WORLD:  # Lightning: a module's all_gather names the latter
             group = self.data_group
         if tensor.is_meta:  # of another pipeline stage
             return torch.empty((dist.get_world_size(group), *tensor.shape), dtype=tensor.dtype, device="meta")
         if group is not None and group is self.data_group and sync_grads:
-            # What Lightning calls names ranks of the group in backward as if they were those of the job.
+            # The function that Lightning calls uses a rank's index in the group as its index in the job, in backward.
             return all_gather_single_autograd(tensor.contiguous().unsqueeze(0), 0, group)
-        with warnings.catch_warnings():  # Lightning 2.6 calls what torch 2.13 deprecates; nothing a user could change
+        with warnings.catch_warnings():  # Lightning 2.6 calls a function that torch 2.13 deprecates
             warnings.filterwarnings("ignore", r"torch.distributed.nn.functional.all_gather is deprecated")
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns whether all ranks decide so, or any; ranks that share samples take part, too."""
+        """Returns whether all ranks, or any rank, have True; ranks that share samples take part, too."""
         votes = sum(WORLD.all_gather_bools(decision))
         return votes == WORLD.size if all else votes > 0
 
-    # Lightning: DDPStrategy.setup_distributed and ModelParallelStrategy._setup_distributed, which seed each rank anew.
+    # Lightning: DDPStrategy.setup_distributed and ModelParallelStrategy._setup_distributed, which reseed each rank.
     def setup_distributed(self) -> None:
-        """Completes the connection that `meet` began."""
+        """Completes the set-up that `_connect_ranks` began."""
         self._with_rank_0s_numbers(super().setup_distributed)  # type: ignore[misc]
 
     def _setup_distributed(self) -> None:
         self._with_rank_0s_numbers(super()._setup_distributed)  # type: ignore[misc]
 
     def _with_rank_0s_numbers(self, connect: Callable[[], None]) -> None:
-        """Gives rank 0 the random state of a run in one process, and the other ranks that of rank 0."""
+        """Gives rank 0 the random state of a run in one process, and the other ranks rank 0's state."""
         state = self.random_state_at_launch or get_random_state()
         connect()
         if self.global_rank == 0:  # type: ignore[attr-defined]
             set_random_state(state)
         share_random_state()
 
-    def meet(self) -> None:
+    def _connect_ranks(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group in it."""
         strategy: Any = self
-        if strategy.num_nodes == 1:  # this holds for groups that are made later as well
+        if strategy.num_nodes == 1:  # this applies to groups that are created later as well
             listen_on_loopback()
         else:
             listen_towards(strategy.cluster_environment.main_address)
@@ -160,7 +160,7 @@ class DistributedStrategy(EngineStrategy):
         rank, world_size, timeout = strategy.global_rank, strategy.world_size, strategy._timeout or default_pg_timeout
         store = self._job_store(rank, world_size, timeout)
         job = connect(store, rank, world_size)
-        if rank == 0:  # the one that can say who is missing
+        if rank == 0:  # this error can say which ranks are missing
             wait_for_all(job, timeout)
         dist.init_process_group(
             strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
@@ -178,8 +178,8 @@ class DistributedStrategy(EngineStrategy):
         if is_elastic():
             store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
             return dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
-        place = place_on_one_machine(environment) if strategy.num_nodes == 1 else None
-        return open_store(place or address, port, rank, timeout, is_local=place is not None)
+        meeting_address = place_on_one_machine(environment) if strategy.num_nodes == 1 else None
+        return open_store(meeting_address or address, port, rank, timeout, is_local=meeting_address is not None)
 
     def derive_layout(self, world_size: int) -> Layout:
         """Returns the layout of `world_size` processes.

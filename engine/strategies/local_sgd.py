@@ -1,20 +1,20 @@
 """`local_sgd` and `diloco`: each rank trains by itself for H optimizer steps, then the ranks' weights are averaged.
 
-Post-local SGD (Lin et al. 2018, arXiv:1808.07217) and DiLoCo (Douillard et al. 2023, arXiv:2311.08105), which differ in
-numbers only. Let a be the anchor, the weights that all ranks had after the last exchange, and x_i those of rank i now.
-Phases of an exchange, after every H-th step: 1. each rank forms a - x_i, bucket by bucket (local); 2. the mean d of
-that over the ranks: an all-reduce of 4 n bytes in fp32, or what `compression` makes of it; 3. an outer SGD takes d for
-the gradient of a, and all x_i become a (local): with a learning rate of 1 and no momentum, `local_sgd`, that is the
-mean of the weights; 4. the mean of the buffers in floating point (BatchNorm's statistics): an all-reduce. Blocks in 2
-and 4. The H - 1 steps between send nothing, so a step sends 1/H of what one of `ddp` does, on the average.
+Post-local SGD (Lin et al. 2018, arXiv:1808.07217) and DiLoCo (Douillard et al. 2023, arXiv:2311.08105) differ only in
+their parameters. Let a be the anchor, the weights of all ranks after the last exchange, and x_i the current weights of
+rank i. Phases of an exchange, after every H-th step: 1. each rank computes a - x_i, bucket by bucket (local); 2. the
+mean d of these over the ranks: an all-reduce of 4 n bytes in fp32, fewer under `compression`; 3. an outer SGD uses d as
+the gradient of a, and all x_i become a (local): with a learning rate of 1 and no momentum, as in `local_sgd`, a is then
+the mean of the weights; 4. the mean of the floating-point buffers (BatchNorm's statistics): an all-reduce. Phases 2 and
+4 block. The H - 1 steps between send nothing, so on average a step sends 1/H of the bytes of a `ddp` step.
 
-In a local step the gradient is that of the mean over the rank's own samples. Clipping, loss scale and the optimizer's
-state are the rank's own, too. For the first `warmup` steps the ranks train as under `ddp`.
+In a local step the loss is the mean over the rank's own samples. Clipping, loss scale and optimizer state are the
+rank's own, too. For the first `warmup` steps the ranks train as under `ddp`.
 
-Within H steps the module has other weights on each rank. What is evaluated, saved and, at the end, kept is their mean,
-which takes an all-reduce; then each rank continues with its own. A checkpoint has these too, and the optimizer state
-of each rank: a run of the same layout continues bit for bit, one of another layout from the mean, with rank 0's
-optimizer state.
+Within H steps the module has different weights on each rank. Evaluation, saves and the end of training use their mean,
+which takes an all-reduce; then each rank continues with its own weights. A checkpoint has these too, and the optimizer
+state of each rank: a run of the same layout continues bit for bit, a run of another layout continues from the mean,
+with rank 0's optimizer state.
 """
 
 import dataclasses
@@ -44,12 +44,12 @@ class LocalSGD(DDP):
     Args:
         options: `DiLoCoOptions` for an outer SGD with momentum, `LocalSGDOptions` for the mean.
         launcher: suffix of the flag, see `flags.LAUNCHERS`.
-        comm_hook: how changes of weights are sent in an exchange; the warm-up sends its gradients as they are.
+        comm_hook: how changes of weights are sent in an exchange; the warm-up sends gradients uncompressed.
     """
 
     capabilities = dataclasses.replace(
         DDP.capabilities,
-        # In a checkpoint, optimizers have the state that rank 0's have; that of the others is in `state_of_rank`.
+        # A checkpoint has rank 0's optimizer state in the usual place; that of the other ranks is in `state_of_rank`.
         optimizer_state_partitioned=True,
         steps_alone=True,
         averages_on_request=False,
@@ -81,7 +81,7 @@ class LocalSGD(DDP):
         return isinstance(self.model, DistributedDataParallel)
 
     @property
-    def averaging(self) -> CommHook | None:
+    def active_hook(self) -> CommHook | None:
         """The comm hook that averages the changes of weights."""
         return self._hook
 
@@ -98,7 +98,7 @@ class LocalSGD(DDP):
             self._warmup = AllReduceHook()
             self._warmup.attach(self.model, self.loss_scaler, self._timeout)
         self._hook = self.comm_hook or AllReduceHook()
-        self._hook.of = "change"
+        self._hook.quantity = "change"
         # Weights have no loss scale.
         self._hook.begin(self.model.module, self._hook.wire or CountingGroup())
         self._means = CountingGroup()
@@ -109,29 +109,29 @@ class LocalSGD(DDP):
         """Called when everything is restored."""
         super().on_train_start()
         if self._num_steps >= self.local.warmup:
-            self._part()
+            self._begin_local_phase()
         else:
-            self._loaded = {}, {}  # of a run with a shorter warm-up
+            self._loaded = {}, {}  # saved by a run with a shorter warm-up
 
     @property
     def _num_steps(self) -> int:
         assert self.lightning_module is not None
         return self.lightning_module.trainer.global_step
 
-    def _part(self) -> None:
+    def _begin_local_phase(self) -> None:
         """Begins the phase in which each rank trains alone."""
         module = self.lightning_module
         assert module is not None
         assert self._hook is not None
         assert self._means is not None
-        self.model = module  # without DistributedDataParallel, which has rank 0's buffers count
+        self.model = module  # without DistributedDataParallel, which would broadcast rank 0's buffers
         for index, bucket in enumerate(in_buckets(self._buffers(), self.local.bucket_cap_mb)):
             self._means.bucket = index
             copy(unflatten(self._means.start_broadcast(flatten(bucket), 0)(), bucket), bucket)
         trained = dict(self._trained_parameters())
         self._anchor = OuterOptimizer(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
         shared, own = self._loaded
-        if "anchor" in shared:  # else another kind of strategy has saved it
+        if "anchor" in shared:  # otherwise another strategy has saved it
             self._anchor.load_state_dict(shared)
         if own:
             for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):
@@ -150,18 +150,18 @@ class LocalSGD(DDP):
     ) -> Any:
         """Steps the optimizer, and exchanges weights after every H-th step."""
         step = self._num_steps + 1
-        # Not CommHookMixin's, since the comm hook has no part in this.
+        # Skips CommHookMixin's method, since the comm hook takes no part in a local step.
         output = super(CommHookMixin, self).optimizer_step(optimizer, closure, model, **kwargs)
         if self._anchor is not None:
             self._is_apart = True
             if (step - self.local.warmup) % self.local.sync_every == 0:
                 self._exchange()
         elif step == self.local.warmup:
-            self._part()
+            self._begin_local_phase()
         return output
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
-        """See `CommHookMixin`; a rank that trains alone has nothing to take part in."""
+        """See `CommHookMixin`; does nothing while each rank trains alone."""
         if self.averages_gradients:
             super().finish_micro_batch(step, synchronises)
 
@@ -180,10 +180,10 @@ class LocalSGD(DDP):
             self.comm_hook.raise_if_bad()
 
     def _check_trained(self) -> None:
-        """New ones would go a way of their own on each rank."""
+        """Refuses parameters that began to be trained: they would differ between ranks."""
         assert self._anchor is not None
-        known = set(self._anchor.parameters)
-        new = [name for name, parameter in self._trained_parameters() if parameter not in known]
+        anchored = set(self._anchor.parameters)
+        new = [name for name, parameter in self._trained_parameters() if parameter not in anchored]
         if new:
             raise ValueError(
                 f"under {self!r}, these parameters began to be trained in mid-run: {', '.join(new)}. Set"
@@ -209,13 +209,13 @@ class LocalSGD(DDP):
 
     def _load_average(self) -> None:
         """Puts the mean of the ranks' weights into the module."""
-        # A rank that saves because it failed has nobody left to average with.
+        # A rank that saves because it failed has no other ranks to average with.
         if self._is_apart and self._own is None and dist.is_initialized():
             weights = self._weights()
             self._own = [weight.detach().clone() for weight in weights]
             self._average(weights)
 
-    def _become_apart(self) -> None:
+    def _restore_own_weights(self) -> None:
         """Restores the rank's own weights."""
         if self._own is not None:
             copy(self._own, self._weights())
@@ -231,7 +231,7 @@ class LocalSGD(DDP):
         try:
             yield
         finally:
-            self._become_apart()
+            self._restore_own_weights()
 
     def on_validation_start(self) -> None:
         """Called before each validation."""
@@ -241,7 +241,7 @@ class LocalSGD(DDP):
     def on_validation_end(self) -> None:
         """Called after each validation."""
         super().on_validation_end()
-        self._become_apart()
+        self._restore_own_weights()
 
     def on_train_end(self) -> None:
         """Gives all ranks the mean of their weights."""
@@ -274,5 +274,5 @@ class LocalSGD(DDP):
         return state if self._own is None else {**state, "weights": self._own}
 
     def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
-        """See `DistributedStrategy`; comes into effect when training starts."""
+        """See `DistributedStrategy`; takes effect when training starts."""
         self._loaded = shared, of_rank

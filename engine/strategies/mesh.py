@@ -29,15 +29,15 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         raise NotImplementedError
 
     def setup_environment(self) -> None:
-        """Starts the process groups and lays the mesh over them."""
+        """Starts the process groups, and creates the mesh from them."""
         # Lightning: the setup_environment of ModelParallelStrategy's base, without its own mesh.
         self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
-        self.meet()
+        self._connect_ranks()
         self._setup_distributed()
         end_group_at_exit()
         sizes = tuple(self.layout.axes[axis] for axis in self.mesh_axes)
         self._device_mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=self.mesh_axes)
-        for axis in self.mesh_axes:  # torch: some of a mesh's groups have a default of its own, of 10 or 30 minutes
+        for axis in self.mesh_axes:  # torch: some of a mesh's groups have another default, of 10 or 30 minutes
             self._device_mesh.get_group(axis).set_timeout(self._timeout or default_pg_timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh  # Lightning: LightningModule.device_mesh reads it

@@ -1,7 +1,7 @@
-"""`offload=`: which strategy can keep which state in host memory until the device needs it.
+"""The flag `offload`: the state that each strategy can keep in host memory until the device needs it.
 
-``"activations"``: what autograd keeps for backward; `loop/offload.py` does it.
-``"parameters"``: FSDP2's `CPUOffloadPolicy`, with which gradients and optimizer state are in host memory too.
+``"activations"``: the tensors that autograd keeps for backward; see `loop/offload.py`.
+``"parameters"``: FSDP2's `CPUOffloadPolicy`, which keeps gradients and optimizer state in host memory, too.
 """
 
 import dataclasses

@@ -52,14 +52,14 @@ class DDPOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """The options that strategies share which take a module unit by unit."""
+    """The options of strategies that process a module unit by unit."""
 
     activation_checkpointing: bool = False
     """Keep only each unit's input for backward and compute its forward again."""
     meta_init: bool = False
     """Run `configure_model()` without allocating, and create each unit's weights when it is sharded or split."""
     rank0_init: bool = False
-    """Run `configure_model()` without allocating but on rank 0, which hands on what it has drawn or read."""
+    """Run `configure_model()` without allocating, except on rank 0, which sends its weights to the others."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""
 
@@ -81,12 +81,12 @@ class FSDPOptions(UnitOptions):
     keeps them: one all-gather less per micro-batch."""
     no_sync: bool | None = None
     """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
-    micro-batch to shards at once: less memory, more bytes. Left out, false on accelerators of one node."""
+    micro-batch to shards at once: less memory, more bytes. Default: false on accelerators of one node."""
     large_layers: bool = True
-    """Gather a large embedding or output layer by itself, rather than with what is whole throughout the step."""
+    """Gather a large embedding or output layer separately, so that it is not whole throughout the step."""
     extra_overlap: bool = False
-    """Gather the next unit earlier, and reduce over connections of its own and two buffers: more memory, for wires that
-    are slower than the computing."""
+    """Gather the next unit earlier, and reduce over separate connections and two buffers: more memory, for networks
+    that are slower than the computing."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
 
@@ -96,9 +96,9 @@ class HSDPOptions(FSDPOptions):
     """The options of the `hsdp` flag, which follow its colon: the sizes of the mesh, and all of `fsdp`'s options."""
 
     replicate: int | None = None
-    """Number of replica groups; left out, what `shard` leaves over, or the number of nodes."""
+    """Number of replica groups; default: all ranks divided by `shard`, or the number of nodes."""
     shard: int | None = None
-    """Number of shards in each group; left out, what `replicate` leaves over."""
+    """Number of shards in each group; default: all ranks divided by `replicate`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,9 @@ class LocalSGDOptions:
     warmup: int = 0
     """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
     find_unused_parameters: bool | None = None
-    """In the warm-up: see ddp. Later on a parameter may be unused."""
+    """In the warm-up: see ddp. After it, parameters may be unused."""
     bucket_cap_mb: float = 25.0
-    """Size of what is exchanged at once, in MiB."""
+    """Size of the buckets that are exchanged, in MiB."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""
 
@@ -137,7 +137,7 @@ class DiLoCoOptions(LocalSGDOptions):
     outer_momentum: float = 0.9
     """Its momentum."""
     nesterov: bool = True
-    """Whether that is Nesterov's."""
+    """Whether the momentum is Nesterov's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,13 +157,13 @@ class PPOptions:
     """The options of the `pp` flag, which follow its colon."""
 
     pipeline_size: int | None = renamed("stages", default=None)
-    """Number of ranks in a pipeline; left out, all processes, or what `replicate` or `shard` leaves over, or 2."""
+    """Number of ranks in a pipeline; default: all processes, or these divided by `replicate` or `shard`, or 2."""
     microbatches: int | None = None
-    """Number of equal parts that a batch is cut into; left out, up to 2 x `pipeline_size`, the most that divide it."""
+    """Number of equal parts of a batch; default: the largest divisor of the batch up to 2 x `pipeline_size`."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """Order of the micro-batches' forwards and backwards."""
     virtual_stages: int | None = renamed("chunks", default=None)
-    """Stages on each rank; left out, 2 for `interleaved` and 1 for all others."""
+    """Stages on each rank; default: 2 for `interleaved` and 1 for all others."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""
 
@@ -180,7 +180,7 @@ class PPOptions:
 
     @property
     def stages_per_rank(self) -> int:
-        """The number that `virtual_stages` stands for."""
+        """The value of `virtual_stages`, or its default."""
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
@@ -189,7 +189,7 @@ class PPDDPOptions(PPOptions):
     """The options of the `pp+ddp` flag, which follow its colon: `pp`'s options, with `replicate`."""
 
     replicate: int | None = None
-    """Number of pipelines, each with samples of its own; left out, what `pipeline_size` leaves over."""
+    """Number of pipelines with different samples; default: all ranks divided by `pipeline_size`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ class PPFSDPOptions(PPOptions):
     """The options of the `pp+fsdp` flag, which follow its colon: `pp`'s options, with `shard`."""
 
     shard: int | None = None
-    """Number of shards of each stage, each with samples of its own; left out, what `pipeline_size` leaves over."""
+    """Number of shards of each stage, with different samples; default: all ranks divided by `pipeline_size`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,11 +213,11 @@ class _SplitOptions:
     """The options that the flags `tp`, `fsdp+tp` and `hsdp+tp` share."""
 
     tp: int | None = None
-    """Number of ranks that share each layer; left out, all under `tp`, else those of a node, or 2 on one node."""
+    """Number of ranks that share each layer; default: all under `tp`, else those of a node, or 2 on one node."""
     loss_parallel: bool = False
-    """In training steps, leave the logits cut by the vocabulary: `cross_entropy` of them needs no gathering."""
+    """In training steps, keep the logits sharded by the vocabulary: their `cross_entropy` needs no gather."""
     sequence_parallel: bool = False
-    """Between the blocks, cut activations by the sequence: norms, dropout, residuals. Less memory."""
+    """Between the blocks (norms, dropout, residuals), shard activations by the sequence. Less memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,12 +242,12 @@ class PSOptions:
     staleness: int = 0
     """Number of steps that a rank may be ahead of the slowest; 0 for synchronous training."""
     patience: float = 0.5
-    """With staleness > 0: how long a rank waits for the step that its own gradient is in before it goes on with older
+    """With staleness > 0: how long a rank waits for the step with its own gradient before it continues with older
     parameters, as a share of the time that its forward and backward take."""
     servers: int | None = None
-    """Number of ranks, the first ones, that serve a share of the parameters each; left out, all. They train as well."""
+    """Number of ranks (the first ones) that each serve a share of the parameters; default: all. They train as well."""
     address: str | None = None
-    """IP address, network or interface on which the ranks listen; left out, this machine alone (loopback)."""
+    """IP address, network or interface on which the ranks listen; default: loopback, so this machine only."""
     timeout_s: float = 1800.0
     """Seconds that a rank may wait for the others."""
 

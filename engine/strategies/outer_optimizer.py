@@ -1,4 +1,4 @@
-"""The weights after the last exchange, and the outer step that moves them: the mathematics of `local_sgd.py`."""
+"""The weights after the last exchange, and the outer step that updates them: the mathematics of `local_sgd.py`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ __all__ = ["OuterOptimizer"]
 
 
 class OuterOptimizer:
-    """The weights that all ranks had after the last exchange, and the outer SGD that moves them.
+    """The weights that all ranks had after the last exchange, and the outer SGD that updates them.
 
     Args:
-        parameters: those that are trained, by name.
-        hook: averages over the ranks; has begun.
+        parameters: the trained parameters, by name.
+        hook: comm hook that averages over the ranks; it has begun.
         largest_mb: size of a bucket, in MiB.
         outer: arguments of `torch.optim.SGD`.
     """
@@ -60,19 +60,19 @@ class OuterOptimizer:
         return {"anchor": self._by_name(self._flats), "momentum": self._by_name(momenta)}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Restores a `state_dict`, whatever its buckets were; values that it lacks stay as they are."""
+        """Restores a `state_dict` with any buckets; values that it lacks are not changed."""
         momenta = [torch.zeros_like(flat) for flat in self._flats] if state["momentum"] else [None] * len(self._flats)
-        for to, saved in ((self._flats, state["anchor"]), (momenta, state["momentum"])):
-            for name, part in self._by_name(to).items():
-                part.copy_(saved.get(name, part))
+        for flats, saved in ((self._flats, state["anchor"]), (momenta, state["momentum"])):
+            for name, view in self._by_name(flats).items():
+                view.copy_(saved.get(name, view))
         for flat, momentum in zip(self._flats, momenta, strict=True):
             if momentum is not None:
                 self._outer.state[flat]["momentum_buffer"] = momentum
 
     def _by_name(self, flats: Iterable[Tensor | None]) -> dict[str, Tensor]:
         return {
-            self._names[p]: part
+            self._names[p]: view
             for flat, bucket in zip(flats, self._buckets, strict=True)
             if flat is not None
-            for p, part in zip(bucket, unflatten(flat, bucket), strict=True)
+            for p, view in zip(bucket, unflatten(flat, bucket), strict=True)
         }

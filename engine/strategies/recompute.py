@@ -1,14 +1,14 @@
-"""Activation checkpointing: blocks keep their inputs for backward, and compute the rest again there.
+"""Activation checkpointing: blocks keep only their inputs for backward, which computes the rest again.
 
-torch's own without re-entrant autograd (https://docs.pytorch.org/docs/stable/checkpoint.html), around the forward of
-each repeated block (`units.py`), inside of the hooks that gather its parameters. torch has the second forward draw the
-same random numbers under the same autocast. What it leaves to its users, and is done here: the second forward finds
-buffers, attributes and the random numbers of Python and NumPy as the first one did, and leaves no trace. A BatchNorm
-counts each batch once, a list of auxiliary losses has each of them once.
+Uses torch's `checkpoint` without re-entrant autograd (https://docs.pytorch.org/docs/stable/checkpoint.html) around the
+forward of each repeated block (`units.py`), inside of the hooks that gather its parameters. torch makes the second
+forward draw the same random numbers under the same autocast. In addition, the second forward finds buffers, attributes
+and the random states of Python and NumPy as the first one did, and does not change them. So a BatchNorm counts each
+batch once, and a list of auxiliary losses has each of them once.
 
 ``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`KEPT`), or of the operators
-that the module's own method `kept_operators()` returns, and computes the rest again, which costs little. What draws
-random numbers is always computed again: later draws of the block depend on it.
+that the module's own method `kept_operators()` returns, and computes the rest again, which costs little. Random
+operators are always computed again: later draws of the block depend on them.
 """
 
 import collections
@@ -38,7 +38,7 @@ from .units import named_blocks
 __all__ = ["KEPT", "Recomputed", "blocks_to_recompute", "check_recompute", "kept_operators"]
 
 _ATEN = torch.ops.aten
-# torch 2.15 asks whether hooks of the module's own see what is kept; before, they never did.
+# torch 2.15 has an option for whether the module's hooks see the kept tensors; before, they never did.
 _SEEN_BY_HOOKS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
 )
@@ -56,10 +56,10 @@ KEPT = frozenset(
         _ATEN._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""Operators whose outputs ``"selective"`` keeps, unless the module says which."""
+"""Operators whose outputs ``"selective"`` keeps, unless the module names others."""
 _Operator, _Operators = type(_ATEN.mm.default), type(_ATEN.mm)
 
-# Of every module; parameters are not changed by a forward, and FSDP swaps them in and out of its modules.
+# Attributes of every module; a forward does not change parameters, and FSDP swaps them in and out of its modules.
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 
@@ -84,14 +84,14 @@ def kept_operators(module: nn.Module) -> frozenset[Any]:
     """The operators whose outputs ``"selective"`` keeps: `KEPT`, or those of the module's `kept_operators()`.
 
     Raises:
-        ValueError: the method returns what is no operator, or draws random numbers.
+        ValueError: the method returns something that is no operator, or an operator that draws random numbers.
     """
     method = getattr(module, "kept_operators", None)
     if method is None:
         return KEPT
     kept: set[Any] = set()
     for operator in method():
-        if isinstance(operator, _Operators):  # of all signatures, as torch.ops.aten.mm
+        if isinstance(operator, _Operators):  # with all overloads, such as torch.ops.aten.mm
             kept.update(getattr(operator, name) for name in operator.overloads())
         elif isinstance(operator, _Operator):
             kept.add(operator)
@@ -110,7 +110,7 @@ def kept_operators(module: nn.Module) -> frozenset[Any]:
 
 
 def check_recompute(strategy: Strategy, kind: str, *, compiles: bool) -> str:
-    """The kind of activation checkpointing, by the flag and the option of some strategies.
+    """The kind of activation checkpointing, from the flag and the option of some strategies.
 
     Raises:
         ValueError: the two differ, or the strategy can't do it.
@@ -156,7 +156,7 @@ class Recomputed:
     """Replaces a block's forward.
 
     Args:
-        block: whose `forward` it becomes.
+        block: the block whose `forward` it replaces.
         kind: ``"full"`` or ``"selective"``.
         kept: operators whose outputs ``"selective"`` keeps.
     """
@@ -164,7 +164,7 @@ class Recomputed:
     is_on = True
     was_called = False
     block_name: str
-    """The block's class, before FSDP2 makes another one of it."""
+    """The block's class before FSDP2 replaces it."""
 
     def __init__(self, block: nn.Module, kind: str, kept: frozenset[Any] = KEPT) -> None:
         self.block_name = type(block).__name__
@@ -177,9 +177,9 @@ class Recomputed:
         block.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block's own forward, under `checkpoint` where there is to be a backward."""
+        """Runs the block's own forward, under `checkpoint` if a backward follows."""
         is_wanted = self.is_on and torch.is_grad_enabled()
-        if is_wanted and torch.compiler.is_compiling():  # which makes values of all that the block writes
+        if is_wanted and torch.compiler.is_compiling():  # the trial run, which reads everything that the block writes
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
         self.was_called = True
         if not is_wanted:
@@ -194,7 +194,7 @@ class Recomputed:
             first, again = self._contexts()
             return first, _Together(state, again)
 
-        # By position: of what is named, torch would not see on which device random numbers are drawn.
+        # By position: torch does not look at keyword arguments to find the device of the random numbers.
         output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts, **self._options)
         state.forget_unchanged()
         return output
@@ -210,7 +210,7 @@ class Recomputed:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A module that is copied or pickled in mid-run has its own forward back.
+        # A copied or pickled module gets its own forward back.
         return types.MethodType, (getattr(self._forward, "__func__", self._forward), self._block)
 
 
@@ -227,17 +227,17 @@ def _argument(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 class _State:
-    """Buffers and attributes of a block's modules, and random numbers that torch does not draw, as they are now."""
+    """The current buffers and attributes of a block's modules, and the random states of Python and NumPy."""
 
     def __init__(self, block: nn.Module) -> None:
         self._random = _random_state()
-        self._parts = [_PartState(part) for part in block.modules()]
+        self._parts = [_PartState(submodule) for submodule in block.modules()]
         self._present: tuple[Any, list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]] = (None, [])
 
     def forget_unchanged(self) -> None:
         """Called after a forward: releases the copies of tensors that it has not written to."""
-        for part in self._parts:
-            part.forget_unchanged()
+        for part_state in self._parts:
+            part_state.forget_unchanged()
 
     def __enter__(self) -> None:
         """Restores the state that was recorded."""
@@ -272,24 +272,25 @@ class _Together:
 
 
 class _PartState:
-    """The same of one module: its containers to any depth, and of tensors that are its own the values."""
+    """The state of one module: its containers to any depth, and the values of its own tensors."""
 
-    def __init__(self, part: nn.Module) -> None:
-        self.part = part
-        self._attributes = {name: _copied(value) for name, value in _attributes(part).items()}
-        self._buffers = dict(part._buffers)
-        own = (*self._attributes.values(), *self._buffers.values())
-        tensors = [value for value in own if isinstance(value, Tensor) and not value.requires_grad]
+    def __init__(self, submodule: nn.Module) -> None:
+        self.part = submodule
+        self._attributes = {name: _copied(value) for name, value in _attributes(submodule).items()}
+        self._buffers = dict(submodule._buffers)
+        values = (*self._attributes.values(), *self._buffers.values())
+        tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
         self._versions = [(tensor, _version(tensor)) for tensor in tensors]
         self._values = {id(tensor): tensor.detach().clone() for tensor in tensors}
 
     def forget_unchanged(self) -> None:
-        # Of all together: a BatchNorm's kernel writes its statistics without telling, and its counter as any tensor.
+        # Of all tensors together: a BatchNorm's kernel does not count writes of its statistics, but those of its
+        # counter.
         if all(_version(tensor) == version for tensor, version in self._versions):
             self._values.clear()
 
     def put(self) -> None:
-        """Gives the module what it had, to be written into."""
+        """Puts the recorded values into the module, as copies."""
         attributes = {name: self._fresh(value) for name, value in self._attributes.items()}
         _put(self.part, attributes, {name: self._fresh(tensor) for name, tensor in self._buffers.items()})
 
@@ -297,17 +298,17 @@ class _PartState:
         return self._values[id(value)].clone() if id(value) in self._values else _copied(value)
 
 
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in part.__dict__.items() if name not in _OF_MODULES}
+def _attributes(submodule: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in submodule.__dict__.items() if name not in _OF_MODULES}
 
 
-def _put(part: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
-    present = part.__dict__
+def _put(submodule: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    present = submodule.__dict__
     for name in [name for name in present if name not in attributes and name not in _OF_MODULES]:
         del present[name]
     present.update(attributes)
-    part._buffers.clear()
-    part._buffers.update(buffers)
+    submodule._buffers.clear()
+    submodule._buffers.update(buffers)
 
 
 def _copied(value: Any) -> Any:
@@ -326,7 +327,7 @@ def _copied(value: Any) -> Any:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often it was written into; torch: Tensor._version, which tensors of inference mode lack."""
+    """The number of writes to a tensor; torch: Tensor._version, which inference tensors lack."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -1,6 +1,6 @@
 """The table of strategies: one row each. `polyphase strategies` prints it, the flags are checked against it.
 
-It is read without torch: a row refers to its class by name, and the class is imported when a strategy is made.
+It is read without torch: a row refers to its class by name, and the class is imported when a strategy is created.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ _GATHERS = (
     " a reduce-scatter of each"
 )
 _EVERY_H = "every H optimizer steps: an all-reduce of each bucket of changes of weights, and of BatchNorm's statistics"
-_UNEVEN = "auto chooses by the length of steps that are all alike; here only every H-th sends anything"
+_UNEVEN = "auto compares the length of equal steps; here only every H-th step sends anything"
 _SHARDED = (
-    "each rank would have to remember what it has not sent of a whole unsharded model; hsdp does all of them, between"
+    "each rank would have to keep the unsent residual of a whole unsharded model; hsdp supports all of them, between"
     " its groups"
 )
 _UNSCALED = tuple(name for name in PRECISIONS if name != "16-mixed")
@@ -74,14 +74,14 @@ _SPLIT = (
     "per micro-batch: an all-reduce of the activations for each MLP, each attention and the embedding, and an"
     " all-gather of the logits in forward; in backward an all-reduce for each MLP, each attention and the output layer"
 )
-_NOT_SPLIT = "a compression works on whole parameters, and here each rank has parts of them"
+_NOT_SPLIT = "a compression works on whole parameters, but here each rank has parts of them"
 
 
 STRATEGIES: dict[str, StrategySpec] = {
     "single": StrategySpec(
         description="one process, one device",
         traffic="none",
-        choose_when="to debug, and for what one device does fast enough",
+        choose_when="to debug, and for models that one device trains fast enough",
         options=NoOptions,
         make=None,
         why_not="one process sends no gradients",
@@ -89,7 +89,7 @@ STRATEGIES: dict[str, StrategySpec] = {
     "dp": StrategySpec(
         description="one process that splits each batch over its GPUs, for old scripts",
         traffic="per micro-batch, between the GPUs: all parameters from the first one, all gradients to it",
-        choose_when="a script for torch.nn.DataParallel is to run unchanged; for all else ddp is faster",
+        choose_when="a script for torch.nn.DataParallel is to run unchanged; otherwise ddp is faster",
         options=NoOptions,
         make=None,
         make_for_several=_from(".dp:make_dp"),
@@ -108,9 +108,9 @@ STRATEGIES: dict[str, StrategySpec] = {
         takes_compression=every_compression,
     ),
     "zero1": StrategySpec(
-        description="as ddp, with each optimizer's state dealt to the devices (ZeRO, stage 1)",
+        description="as ddp, with each optimizer's state divided among the devices (ZeRO, stage 1)",
         traffic="per optimizer step: as ddp, then a broadcast of each bucket of updated parameters by their owner",
-        choose_when="as ddp, where the optimizer's state is what does not fit",
+        choose_when="as ddp, if the optimizer's state does not fit on one device",
         options=DDPOptions,
         make=_from(".zero1:Zero1"),
         takes_compression=every_compression,
@@ -118,7 +118,7 @@ STRATEGIES: dict[str, StrategySpec] = {
     "fsdp": StrategySpec(
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
         traffic=_GATHERS,
-        choose_when="the model does not fit on one device as it is trained, and the devices are connected fast",
+        choose_when="the model in training does not fit on one device, and the devices are connected fast",
         options=FSDPOptions,
         make=_from(".fsdp:FSDP"),
         takes_compression=compressions_of_shards,
@@ -135,28 +135,28 @@ STRATEGIES: dict[str, StrategySpec] = {
     "pp": StrategySpec(
         description="blocks in stages, micro-batches in all of them at once (pipeline)",
         traffic="per batch: activations to the next stage and their gradients back, in micro-batches, and a broadcast"
-        " of what was logged; per optimizer step: an all-reduce of what is tied between stages",
+        " of logged values; per optimizer step: an all-reduce of the gradients that stages share",
         choose_when="the model does not fit on one device, and the connection is slow",
         options=PPOptions,
         make=_from(".pipeline:Pipeline"),
-        why_not="stages hand over activations, and each has its own gradients",
+        why_not="stages send activations, and each has its own gradients",
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
     ),
     "pp+ddp": StrategySpec(
         description="several pipelines, gradients averaged over them (2-D mesh)",
         traffic="as pp; per optimizer step: an all-reduce of each bucket of a stage's gradients",
-        choose_when="as pp, with devices left over for more samples at once",
+        choose_when="as pp, with more devices, for more samples at once",
         options=PPDDPOptions,
         make=_from(".pipeline:Pipeline"),
-        why_not="what a hook has not sent yet would be kept by stage, which no other strategy could take over",
+        why_not="the residuals of a hook would be stored by stage, and no other strategy could load them",
         precisions=_UNSCALED,
         why_not_precision=_NO_SCALE,
     ),
     "pp+fsdp": StrategySpec(
         description="a pipeline of stages in shards (FSDP2, 2-D mesh)",
         traffic="as pp; per batch: an all-gather of each unit of a stage and a reduce-scatter",
-        choose_when="as pp, where a stage does not fit on one device",
+        choose_when="as pp, if a stage does not fit on one device",
         options=PPFSDPOptions,
         make=_from(".pipeline:Pipeline"),
         why_not=_SHARDED,
@@ -233,11 +233,11 @@ LIGHTNINGS_OWN = (
     "xla",
     "xla_debug",
 )
-"""Names of Lightning's own registry that the flag takes as well; a test compares them with it."""
+"""Names of Lightning's registry that the flag also accepts; a test compares them with the registry."""
 
 
 def find_strategy(name: str) -> StrategySpec | None:
-    """Returns the row of a flag's name, which an installed package may bring; None if there is none."""
+    """Returns the row of a flag's name, from this or an installed package; None if there is none."""
     if name not in STRATEGIES:
         load_plugin(STRATEGY_GROUP, name)
     return STRATEGIES.get(name)
@@ -280,8 +280,8 @@ def current_strategy(text: str) -> str:
 def import_all() -> None:
     """Imports the classes of all rows.
 
-    What torch.distributed.fsdp imports binds the default process group into defaults of functions, if there is one by
-    then, and such runs end in an abort. So all of it is imported before there is one.
+    Modules that torch.distributed.fsdp imports bind the default process group, if it exists, into defaults of
+    functions, and such runs end in an abort. So all of them are imported before the group is created.
     """
     for row in list(STRATEGIES.values()):
         for make in (row.make, row.make_for_several):
@@ -300,16 +300,16 @@ def register_strategy(
     traffic: str = "not stated",
     choose_when: str = "",
 ) -> None:
-    """Makes a strategy of your own a value of the flag `strategy`, with options: ``Engine(strategy="mine:key=1")``.
+    """Registers your own strategy as a value of the flag `strategy`, with options: ``Engine(strategy="mine:key=1")``.
 
     `make` is called with the options, the launcher's suffix (``""``, ``"spawn"``, ``"fork"`` or ``"notebook"``) and the
     comm hook (None without compression), and returns a Lightning `Strategy`. A class whose constructor takes these
-    three is such a function. Subclasses of `polyphase.engine.strategies.ddp.DDP` keep the promises of the engine by
-    themselves; any other strategy of Lightning's runs as well, without what the engine adds to its own, but for what it
-    overrides of an `EngineStrategy` if it is one.
+    three is such a function. Subclasses of `polyphase.engine.strategies.ddp.DDP` have all features of the engine. Any
+    other strategy of Lightning runs as well, without the engine's additions; a subclass of `EngineStrategy` has those
+    that it overrides.
 
-    Call it in the script or in the module of the model, where every process comes by; an installed package names that
-    module as an entry point, see `polyphase.engine.plugins`.
+    Call it in the script or in the module of the model, which every process runs. An installed package names the module
+    of the call as an entry point, see `polyphase.engine.plugins`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,17 +327,17 @@ def register_strategy(
         name: of the flag: small letters, digits and ``_``; ``+`` between parts.
         make: see above.
         description: a few words for the line of `polyphase strategies`.
-        options: a dataclass, each field with a default and of type ``int``, ``float``, ``bool`` or ``str``, one of them
-            or None, or a ``Literal`` of texts; what a user writes behind the colon is checked against it.
-        compressions: names of those it can do, of all that there will be: ``"all"``. `make` gets the hook and must
-            use it.
-        precisions: names of those it can do.
-        traffic: what it sends in a step, for `polyphase strategies NAME`.
-        choose_when: for whom it is, for the same.
+        options: a dataclass; each field has a default and the type ``int``, ``float``, ``bool`` or ``str``, one of them
+            or None, or a ``Literal`` of texts. The options after the colon of a flag are checked against it.
+        compressions: names of the supported compressions, or ``"all"``, which includes later ones. `make` gets the hook
+            and must use it.
+        precisions: names of the supported precisions.
+        traffic: the collectives of a step, for `polyphase strategies NAME`.
+        choose_when: when to choose it, for the same.
 
     Raises:
         TypeError: `make` can't be called, or `options` is no dataclass with defaults.
-        ValueError: the name is taken, or is none for a flag; an unknown compression or precision.
+        ValueError: the name is in use or invalid, or a compression or precision is unknown.
     """
     if not callable(make):
         raise TypeError(f"register_strategy needs a class or function that makes the strategy, but got {make!r}.")
@@ -346,11 +346,11 @@ def register_strategy(
     _check_options(name, options)
     taken = {key: row.make or row.make_for_several for key, row in STRATEGIES.items()}
     check_new_name("strategy", name, make, taken, reserved=("auto", "single", *LIGHTNINGS_OWN))
-    for kind, given, allowed in (
+    for kind, names, allowed in (
         ("compression", () if compressions == "all" else compressions, HOOKS),
         ("precision", precisions, PRECISIONS),
     ):
-        for word in [given] if isinstance(given, str) else given:
+        for word in [names] if isinstance(names, str) else names:
             choose(kind, word, allowed)
     named = tuple(compressions)
     STRATEGIES[name] = StrategySpec(

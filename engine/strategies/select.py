@@ -1,4 +1,4 @@
-"""Turns flags into the arguments of Lightning's Trainer; flags that contradict each other are an error."""
+"""Converts flags into the arguments of Lightning's Trainer; contradicting flags are an error."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import rank_zero_info
 
-# Lightning: what accelerator="auto" and "gpu" mean there.
+# Lightning: the meaning of accelerator="auto" and "gpu".
 from .._compat.lightning import _select_auto_accelerator
 from ..compression import CommHook, make_comm_hook
 from ..config import EngineConfig
@@ -32,7 +32,7 @@ import_all()
 
 
 class InvalidFlagError(ValueError, MisconfigurationException):
-    """An error in a flag that Lightning refuses by its own kind of error; it is both that and ours."""
+    """An error in a flag for which Lightning raises its own type of error; it is of that type, too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
 
     Args:
         config: the flags.
-        devices: those of each node, where a launcher may have said how many.
-        num_nodes: how many nodes, where a launcher may have said so.
+        devices: of each node; a launcher may have set their number.
+        num_nodes: number of nodes; a launcher may have set it.
         plugins: the user's, and the launcher's environment.
 
     Raises:
-        ValueError: a flag that is unknown, or that the chosen strategy can't honour.
+        ValueError: a flag is unknown, or the chosen strategy can't honour it.
     """
     strategy, precision = config.strategy, config.precision
     comm_hook = make_comm_hook(config.compression)
@@ -76,15 +76,15 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
         _say_once(row.note)
     if row.make is not None:
         _check_interactive(name, launcher)
-    made: Strategy | str = "auto"  # Lightning's, which is its SingleDeviceStrategy where there is one device
+    strategy_object: Strategy | str = "auto"  # Lightning's choice: SingleDeviceStrategy if there is one device
     if row.make is not None:
-        made = row.make(options, launcher, comm_hook)
+        strategy_object = row.make(options, launcher, comm_hook)
     elif row.make_for_several is not None and num_devices * num_nodes > 1:
-        made = row.make_for_several(device_type, num_devices, num_nodes, config.sync_batchnorm)
+        strategy_object = row.make_for_several(device_type, num_devices, num_nodes, config.sync_batchnorm)
     else:
         devices = _one_device(devices, num_devices, num_nodes)
     return TrainerArgs(
-        strategy=made,
+        strategy=strategy_object,
         devices=devices,
         comm_hook=comm_hook,
         **_plugins(plugins, precision, device_type, config.sync_batchnorm),
@@ -93,7 +93,7 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
 
 def _as_lightning_counts(devices: Any, accelerator: Any) -> Any:
     if isinstance(devices, numbers.Integral):
-        devices = int(devices)  # numpy's
+        devices = int(devices)  # numpy's integers
     # Lightning knows "all of them" for accelerators only.
     return "auto" if accelerator == "cpu" and devices in (-1, "-1") else devices
 
@@ -124,17 +124,18 @@ def _check_precision(name: str, canonical: str) -> None:
 
 
 def use_own_device(trainer: Any, strategy: Any) -> None:
-    """Has one process compute on its accelerator's device; Lightning takes the CPU for all but CUDA, MPS and XLA.
+    """Makes one process compute on its accelerator's device; Lightning only knows CUDA, MPS and XLA, and else uses the
+    CPU.
 
     Args:
         trainer: has not run yet.
-        strategy: the flag; a strategy of the user's stays where it is.
+        strategy: the flag; the user's own strategy object is not changed.
     """
-    own = trainer.strategy
+    strategy_object = trainer.strategy
     devices = trainer._accelerator_connector._parallel_devices  # Lightning: Trainer._accelerator_connector
-    is_lightnings = not isinstance(strategy, Strategy) and type(own) is SingleDeviceStrategy
-    if is_lightnings and devices and own.root_device.type != devices[0].type:
-        own._root_device = devices[0]  # Lightning: SingleDeviceStrategy._root_device
+    is_lightnings = not isinstance(strategy, Strategy) and type(strategy_object) is SingleDeviceStrategy
+    if is_lightnings and devices and strategy_object.root_device.type != devices[0].type:
+        strategy_object._root_device = devices[0]  # Lightning: SingleDeviceStrategy._root_device
 
 
 @functools.cache
@@ -143,13 +144,13 @@ def _say_once(note: str) -> None:
 
 
 def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnorm: bool) -> dict[str, Any]:
-    """The plugins with ours added, and what is left of `precision` for Lightning to do."""
+    """The plugins with the engine's own, and the `precision` that Lightning still has to handle."""
     if sync_batchnorm and device_type == "cpu":
-        # In the place of Lightning's own; another plugin of the user's for this stays.
+        # Replaces Lightning's own; the user's plugin for this stays.
         plugins = [p for p in plugins if type(p) is not TorchSyncBatchNorm]
         plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [CPUSyncBatchNorm()]
     if precision in TRANSFORMER_ENGINE or any(isinstance(plugin, Precision) for plugin in plugins):
-        return {"plugins": plugins, "precision": precision}  # Lightning makes it, or refuses a second one
+        return {"plugins": plugins, "precision": precision}  # Lightning creates it, or refuses a second one
     return {"plugins": [*plugins, make_precision(canonical_precision(precision), device_type)], "precision": None}
 
 
@@ -170,12 +171,12 @@ def _compressing() -> list[str]:
 
 
 def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
-    """The flag taken apart; `auto` becomes a name, Lightning's long names of DDP become options of ours."""
+    """The parsed flag; `auto` becomes a name, and Lightning's long names of DDP become options of `ddp`."""
     flag = parse_flag(text, "strategy")
     if flag.name == "auto" and device_type in ("cpu", "cuda", "mps"):
         if flag.options or flag.value:
             raise ValueError(f"strategy {text!r}: auto has no options; name the strategy to give it some.")
-        # An interactive session can't be started once more. Lightning: what its own choice depends on.
+        # An interactive session can't be restarted. Lightning: its own choice depends on the same property.
         several = "ddp_notebook" if accelerator_connector._IS_INTERACTIVE else "ddp"
         return Flag(name="single" if num_processes == 1 else several)
     long_name = re.fullmatch(r"(ddp(?:_[a-z]+)?)_find_unused_parameters_(true|false)", flag.name.lower())
@@ -193,25 +194,25 @@ def _known(flag: Flag) -> str:
     return flag.name
 
 
-def _unknown_strategy(given: str) -> str:
+def _unknown_strategy(flag: str) -> str:
     suffixes = [f"_{suffix}" for suffix in LAUNCHERS if suffix]
     alone = ["auto", *(name for name, row in STRATEGIES.items() if not row.make)]
     with_launcher = [name for name, row in STRATEGIES.items() if row.make]
     every = [*alone, *with_launcher, *(name + suffix for name in with_launcher for suffix in suffixes)]
-    name, _ = split_launcher(given.lower())
-    near = did_you_mean(name if name in alone else given.lower(), every, cutoff=0.5)
+    name, _ = split_launcher(flag.lower())
+    near = did_you_mean(name if name in alone else flag.lower(), every, cutoff=0.5)
     return (
-        f"unknown strategy {given!r}.{near} Allowed: {', '.join(sorted([*alone, *with_launcher]))}; all but"
+        f"unknown strategy {flag!r}.{near} Allowed: {', '.join(sorted([*alone, *with_launcher]))}; all but"
         f" {', '.join(sorted(alone))} also with {', '.join(suffixes[:-1])} or {suffixes[-1]}, as in ddp_spawn."
     )
 
 
 def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
-    """The type of the devices, ``"cpu"``, ``"cuda"``, ..., and how many of them `devices` asks for on this node."""
+    """The type of the devices, ``"cpu"``, ``"cuda"``, ..., and their number on this node according to `devices`."""
     if isinstance(accelerator, str):
-        known = AcceleratorRegistry.available_accelerators()
-        if accelerator not in ("auto", "gpu", *known):  # begins as Lightning's does
-            names = sorted(["auto", "gpu", *known])
+        accelerators = AcceleratorRegistry.available_accelerators()
+        if accelerator not in ("auto", "gpu", *accelerators):  # begins like Lightning's message
+            names = sorted(["auto", "gpu", *accelerators])
             raise InvalidFlagError(
                 f"You selected an invalid accelerator name: `accelerator={accelerator!r}`."
                 f"{did_you_mean(accelerator.lower(), names, cutoff=0.5)} Allowed: {', '.join(names)}."
@@ -221,7 +222,7 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
     else:
         kind, name = type(accelerator), "cpu" if isinstance(accelerator, CPUAccelerator) else accelerator.name()
     if devices in (0, "0", []) or (isinstance(devices, int) and devices < -1):
-        # First, as in Lightning, though it is the smaller mistake where the accelerator isn't there either.
+        # Checked first, as in Lightning, even if the accelerator is missing, too.
         raise InvalidFlagError(
             f"`Engine(devices={devices!r})` value is not a valid input using {name} accelerator: a number of at least"
             " 1, -1 or 'auto' for all, or a list of indices."
@@ -242,7 +243,7 @@ def _devices(accelerator: Any, devices: Any) -> tuple[str, int]:
 
 
 def _check_gpu(accelerator: str, name: str, not_available: str) -> None:
-    """Checks that there is a GPU where one is asked for by name; `name` is what Lightning makes of that."""
+    """Checks that there is a GPU if the flag names one; `name` is Lightning's name of the accelerator."""
     if name in ("cuda", "mps") and AcceleratorRegistry[name]["accelerator"].is_available():
         return
     version = torch.version.cuda or torch.version.hip
@@ -251,9 +252,9 @@ def _check_gpu(accelerator: str, name: str, not_available: str) -> None:
         built_for = "MPS"
     has_driver = not version and os.path.exists("/dev/nvidiactl")
     driver = " An NVIDIA driver is here: install torch for CUDA." if has_driver else ""
-    said = "No supported gpu backend found!" if accelerator == "gpu" else not_available
+    message = "No supported gpu backend found!" if accelerator == "gpu" else not_available
     raise InvalidFlagError(
-        f"accelerator={accelerator!r}: {said} torch {torch.__version__} is built for"
+        f"accelerator={accelerator!r}: {message} torch {torch.__version__} is built for"
         f" {built_for} and sees {torch.cuda.device_count()} GPUs.{driver} Available here: {', '.join(_available())}."
         ' Without a GPU: Engine(accelerator="cpu").'
     )
@@ -264,8 +265,8 @@ def _available() -> list[str]:
 
 
 def _check_interactive(name: str, launcher: str) -> None:
-    """Checks that processes can be started from here: an interactive session has no script to start again."""
-    # Lightning: what its own check of the launcher asks for, once the strategy is set up.
+    """Checks that processes can be started: an interactive session has no script that they could run."""
+    # Lightning: its own check of the launcher uses this property, when the strategy is set up.
     if accelerator_connector._IS_INTERACTIVE and LAUNCHERS[launcher] != "fork":
         flag = f"{name}_{launcher}" if launcher else name
         raise InvalidFlagError(

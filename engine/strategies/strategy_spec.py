@@ -1,4 +1,4 @@
-"""The row of a strategy in the table of strategies, and which compressions a row accepts; read without torch."""
+"""The row of a strategy in the table of strategies, and predicates of compressions for rows; read without torch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,12 +15,12 @@ __all__ = ["StrategySpec", "all_but_auto", "compressions_of_shards", "every_comp
 
 
 def no_compression(name: str, hook: HookRow) -> bool:
-    """No compression: gradients can only be sent as they are."""
+    """No compression: gradients can only be sent uncompressed."""
     return False
 
 
 def every_compression(name: str, hook: HookRow) -> bool:
-    """Every compression, those included that are registered later."""
+    """Every compression, including those that are registered later."""
     return True
 
 
@@ -30,22 +30,22 @@ def compressions_of_shards(name: str, hook: HookRow) -> bool:
 
 
 def all_but_auto(name: str, hook: HookRow) -> bool:
-    """Every compression but `auto`, which chooses by the length of steps that are all alike."""
+    """Every compression except `auto`, which compares the length of equal steps."""
     return name != "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategySpec:
-    """One way of running, and what it can do."""
+    """The properties of a strategy."""
 
     description: str
     """A few words, for one line of the terminal."""
     traffic: str
-    """The collectives of a step: these and no more, see `tests/engine/loop/test_costs_integration.py`."""
+    """The collectives of a step, all of them: see `tests/engine/loop/test_costs_integration.py`."""
     choose_when: str = ""
-    """The case that it is for."""
+    """When to choose it."""
     options: type
-    """Frozen dataclass of what may follow the colon."""
+    """Frozen dataclass of the options after the colon."""
     make: "Callable[..., Strategy] | None"
     """Makes the strategy from the options, the launcher's suffix and the comm hook; None for one process on one device,
     which uses Lightning's own strategy."""
@@ -53,17 +53,17 @@ class StrategySpec:
     """Makes the strategy for one process on several devices, from the type and number of devices, the number of nodes
     and `sync_batchnorm`."""
     note: str = ""
-    """A note that is printed once, when it is chosen."""
+    """A note that is printed once when the strategy is chosen."""
     takes_compression: Callable[[str, HookRow], bool] = no_compression
     """Takes the name and row of a compression; returns whether the strategy can use it."""
     why_not: str = ""
-    """Why it can't do the others."""
+    """Why it does not support the others."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """Names of the precisions that it can use."""
+    """Names of the supported precisions."""
     why_not_precision: str = ""
-    """Why it can't do the others."""
+    """Why it does not support the others."""
 
     @property
     def compressions(self) -> tuple[str, ...]:
-        """Names of the compressions it can do, `none` aside."""
+        """Names of the supported compressions, without `none`."""
         return tuple(name for name, hook in HOOKS.items() if self.takes_compression(name, hook))

@@ -2,7 +2,7 @@
 
 Phases of a training forward: 1. all-reduce the sum and count of each channel; 2. all-reduce the sum of squared
 deviations from that mean; 3. normalise (local). Backward repeats both. Bytes per layer and direction: 4 x (2 channels
-+ 1). Two passes rather than one over x and x squared, which loses digits where the mean is large.
++ 1). Two passes, since one pass over x and x squared loses digits if the mean is large.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class _SyncBatchNorm(_BatchNorm):
     """Batch norm over all ranks, by differentiable all-reduces. Input: [batch, channels, ...]."""
 
     process_group: Any = None
-    """The process group of the ranks that have samples of their own; None: all ranks."""
+    """The process group of the ranks with different samples; None: all ranks."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         self.__dict__["_local_class"]._check_input_dim(self, input)

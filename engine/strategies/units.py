@@ -1,4 +1,4 @@
-"""Finds the units of a module, which are sharded, checkpointed or moved as one: its repeated blocks."""
+"""Finds the units of a module, which are sharded, checkpointed or moved together: its repeated blocks."""
 
 import re
 from collections import Counter
@@ -14,18 +14,18 @@ _ROUTER = re.compile(r"(^|_)(router|routing|gate|gating)(_?\d*)$", re.IGNORECASE
 def shard_units(module: nn.Module) -> list[nn.Module]:
     """The modules that are sharded one by one; everything else of `module` forms one last unit.
 
-    A module may say so itself by a method ``shard_units()`` that returns some of its sub-modules. Otherwise they are
-    the children of its longest `ModuleList` or `Sequential` whose children are all of one class, and no experts. A
-    block that shares a parameter with a module outside of it is left to the last unit, so that the two stay tied.
+    A module may name them in a method ``shard_units()`` that returns some of its sub-modules. Otherwise they are the
+    children of its longest `ModuleList` or `Sequential` whose children have one class and are no experts. A block that
+    shares a parameter with a module outside of it belongs to the last unit, so that the two stay tied.
 
     Raises:
-        ValueError: ``shard_units()`` returned something that is no sub-module of `module`.
+        ValueError: ``shard_units()`` returned an object that is no sub-module of `module`.
     """
     return untied(module, named_blocks(module))
 
 
 def named_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of `module` as `shard_units` does, those that share parameters included.
+    """Returns the blocks of `module` as `shard_units` does, including those that share parameters.
 
     Raises:
         ValueError: as above.
@@ -44,7 +44,7 @@ def untied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def check_inside(module: nn.Module, units: Iterable[nn.Module], method: str) -> None:
-    """Checks that what a method of `module` returned are sub-modules of it.
+    """Checks that a method of `module` returned only sub-modules of it.
 
     Raises:
         ValueError: one is not.
@@ -59,9 +59,9 @@ def check_inside(module: nn.Module, units: Iterable[nn.Module], method: str) -> 
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The children of the longest `ModuleList` or `Sequential` of one class, and its name; none if it has but one.
+    """The children of the longest `ModuleList` or `Sequential` of one class, and its name; empty if it has only one.
 
-    Experts don't count: the data chooses which of them are called, on each rank.
+    Lists of experts are skipped: the data decides on each rank which experts are called.
     """
     return max(block_lists(module), key=lambda candidate: len(candidate[1]), default=("", []))
 
@@ -71,9 +71,9 @@ def block_lists(
 ) -> list[tuple[str, list[nn.Module]]]:
     """Returns all such containers with more than one child, in the order of their registration."""
     candidates = (
-        (name, list(part.values()) if isinstance(part, nn.ModuleDict) else list(part))  # type: ignore[call-overload]
-        for name, part in module.named_modules()
-        if isinstance(part, kinds)
+        (name, list(submodule.values()) if isinstance(submodule, nn.ModuleDict) else list(submodule))  # type: ignore[call-overload]
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, kinds)
     )
     return [
         (name, blocks)
@@ -86,18 +86,18 @@ def block_lists(
 
 
 def _is_called(block: nn.Module) -> bool:
-    """Whether a module has a forward, and is not only a container of the parts of a block."""
+    """Whether a module has a forward, and is not only a container of the layers of a block."""
     is_container = isinstance(block, (nn.ModuleList, nn.ModuleDict))
     return not is_container or getattr(block.forward, "__func__", None) is not nn.Module.forward
 
 
 def _are_experts(module: nn.Module, name: str) -> bool:
-    """Whether the list `name` of `module` is called so, or stands beside a router: names are all there is to see."""
+    """Whether the list `name` of `module` holds experts, judged by its name or by the name of a router beside it."""
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     beside = [child for child, part in owner.named_children() if not isinstance(part, nn.ModuleList)]
     beside += [parameter for parameter, _ in owner.named_parameters(recurse=False)]
-    return "expert" in last.lower() or any(_ROUTER.search(each) for each in beside)
+    return "expert" in last.lower() or any(_ROUTER.search(sibling) for sibling in beside)
 
 
 def _owns_its_parameters(unit: nn.Module, owners: Counter[int]) -> bool:

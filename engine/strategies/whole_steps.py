@@ -1,9 +1,9 @@
-"""An optimizer's step with parameters that are split, and others that are plain tensors, as if all were whole.
+"""An optimizer's step on split parameters and plain tensors with the result that it has if all are whole.
 
-What is computed out of place goes with DTensor: plain tensors count as replicas. Three things don't:
-- in place, torch lets a plain tensor take nothing from a DTensor (LAMB divides all gradients by a norm of them all);
-- nor a norm that is still to be added up over the ranks be changed (Adafactor takes roots of those of rows);
-- what is rounded to 16 bits and then multiplied (Muon) depends on where it is split: it is gathered first.
+Most operations out of place work with DTensor: plain tensors count as replicas. Three cases don't:
+- torch refuses an in-place operation of a plain tensor with a DTensor (LAMB divides all gradients by their norm);
+- torch refuses an in-place change of a norm that is not reduced over the ranks yet (Adafactor's roots of row norms);
+- values that are rounded to 16 bits and then multiplied (Muon) depend on the split: they are gathered first.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ _ELEMENTWISE = frozenset(
         *(optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.RMSprop),
     )
 )
-"""Optimizers that compute each element from its own gradient and state, in the precision of the parameters."""
+"""Optimizers that compute each element only from its own gradient and state, in the precision of the parameters."""
 _CAST = torch.ops.aten._to_copy.default
 
 
 def as_whole(
     optimizer: optim.Optimizer, closure: Callable[..., Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Callable[..., Any]]:
-    """Returns the context that an optimizer's step runs in, and the closure to call it with."""
+    """Returns the context for an optimizer's step, and the closure to pass to it."""
     if type(optimizer) in _ELEMENTWISE:
         return contextlib.nullcontext(), closure
     mode = _AsWhole()
@@ -39,14 +39,14 @@ def as_whole(
 
 
 class _AsWhole(TorchDispatchMode):
-    """Has operations do what they would do to whole tensors; `pausing` leaves out what an optimizer calls."""
+    """A mode in which operations have the results of whole tensors; `pausing` suspends it for the closure."""
 
     def __init__(self) -> None:
         super().__init__()
         self._is_paused = False
 
     def pausing(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """`closure`, forward and backward pass, within which nothing is different."""
+        """Returns `closure` (forward and backward), during which the mode is suspended."""
 
         def paused(*args: Any, **kwargs: Any) -> Any:
             before, self._is_paused = self._is_paused, True
@@ -67,8 +67,8 @@ class _AsWhole(TorchDispatchMode):
         elif operator._schema.name.endswith("_"):
             if isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
                 args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
-            else:  # of several at once, torch counts plain ones as replicas
-                tree_map_only(DTensor, _add_up, args[0])
+            else:  # an operation on lists of tensors: torch counts plain ones as replicas
+                tree_map_only(DTensor, _sum_over_ranks, args[0])
         return operator(*args, **kwargs)
 
 
@@ -80,8 +80,8 @@ def _gathered(tensor: DTensor) -> DTensor:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
-def _add_up(tensor: DTensor) -> None:
+def _sum_over_ranks(tensor: DTensor) -> None:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         whole: Any = _gathered(tensor)
-        # torch: what a DTensor is; the same numbers, added up.
+        # torch: the parts of a DTensor; the same values, reduced.
         tensor._local_tensor, tensor._spec = whole.to_local(), whole._spec

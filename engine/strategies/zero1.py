@@ -1,14 +1,14 @@
-"""`zero1`: `ddp` with the optimizer's state dealt to the ranks, parameter by parameter.
+"""`zero1`: `ddp` with the optimizer's state divided among the ranks, parameter by parameter.
 
 Stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): of AdamW's two moments, 8 bytes a parameter in fp32, each
-of W ranks keeps 1/W. Differs from torch's `ZeroRedundancyOptimizer`, which builds the optimizer itself: whatever
-`configure_optimizers` returns is kept, with its groups and the schedulers that hold it, and checkpoints need no rank
-that gathers all of it.
+of W ranks keeps 1/W. torch's `ZeroRedundancyOptimizer` builds the optimizer itself; here the optimizers that
+`configure_optimizers` returns are kept, with their groups and schedulers, and no rank has to gather all state for a
+checkpoint.
 
 Phases of an optimizer step: 1. all-reduces of the gradients beside backward, as under `ddp`, compressed or not;
-2. clipping, by whole gradients; then each rank steps with the parameters it owns, whose updates are those of `ddp` bit
-for bit, and the optimizer does not see the gradients of the others (local); 3. the owners broadcast their parameters,
-bucket by bucket: 4 n (W-1)/W bytes a rank, on the average. Blocks at the end of phase 3.
+2. clipping, by whole gradients; then each rank steps its own parameters, with the updates of `ddp` bit for bit, while
+the gradients of all other parameters are hidden from the optimizer (local); 3. the owners broadcast their parameters,
+bucket by bucket: on average 4 n (W-1)/W bytes a rank. Blocks at the end of phase 3.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from .options import DDPOptions
 __all__ = ["Owners", "Zero1"]
 
 _NUM_IN_FLIGHT = 2
-"""The number of broadcasts at a time: one is sent while the next one is packed."""
+"""The number of concurrent broadcasts: one is sent while the next one is packed."""
 
 
 class Owners:
-    """Maps each parameter to the rank that steps with it; the same on all ranks.
+    """Maps each parameter to the rank that steps it; equal on all ranks.
 
     Args:
         num_ranks: W.
@@ -43,8 +43,8 @@ class Owners:
         self._num_values = [0] * num_ranks
         self._owners: dict[Tensor, int] = {}
 
-    def deal(self, parameters: list[Tensor]) -> None:
-        """Assigns parameters without an owner, the largest first, each to the rank with the fewest values so far."""
+    def assign(self, parameters: list[Tensor]) -> None:
+        """Assigns each parameter without an owner, the largest first, to the rank with the fewest values so far."""
         new = dict.fromkeys(parameter for parameter in parameters if parameter not in self._owners)
         for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
             owner = self._num_values.index(min(self._num_values))
@@ -66,7 +66,7 @@ class _Bucket(NamedTuple):
 
 
 class Zero1(DDP):
-    """`ddp`, in which each rank has the optimizer's state of its own share of the parameters."""
+    """`ddp` in which each rank has the optimizer's state of its own share of the parameters."""
 
     capabilities = dataclasses.replace(DDP.capabilities, optimizer_state_partitioned=True)
 
@@ -84,11 +84,11 @@ class Zero1(DDP):
 
     @property
     def owners(self) -> Owners:
-        """The owners of the module's trained parameters; others are dealt when an optimizer first steps with them."""
+        """The owners of the module's trained parameters; others get an owner when an optimizer first steps them."""
         if self._owners is None:
             assert self.lightning_module is not None
             self._owners = Owners(self.layout.world_size)
-            self._owners.deal([p for p in self.lightning_module.parameters() if p.requires_grad])
+            self._owners.assign([p for p in self.lightning_module.parameters() if p.requires_grad])
         return self._owners
 
     def keeps_state_of(self, parameter: Tensor) -> bool:
@@ -104,9 +104,9 @@ class Zero1(DDP):
         """Creates the optimizers, and adds hooks before and after their steps.
 
         Raises:
-            ValueError: an optimizer whose update of one parameter depends on the others.
+            ValueError: the update of a parameter by an optimizer depends on other parameters.
         """
-        self._owners = None  # they may be those of parameters that the move to the device has replaced
+        self._owners = None  # the move to the device may have replaced the parameters
         super().setup_optimizers(trainer)
         self._updates = CountingGroup()
         for optimizer in self.optimizers:
@@ -140,17 +140,17 @@ class Zero1(DDP):
         return args[:1], {**kwargs, "closure": then_set_aside}
 
     def _set_aside(self, optimizer: Optimizer) -> None:
-        """Hides the gradients of other ranks' parameters: torch's optimizers pass over what has none."""
+        """Hides the gradients of other ranks' parameters: torch's optimizers skip parameters without a gradient."""
         trained = _trained(optimizer)
-        self.owners.deal(trained)
+        self.owners.assign(trained)
         theirs = [p for p in trained if self.owners[p] != self.global_rank]
         self._aside = [(p, p.grad) for p in theirs]
         for p in theirs:
             p.grad = None
-            optimizer.state.pop(p, None)  # some make it before the first step, others load it all
+            optimizer.state.pop(p, None)  # some optimizers create it before the first step, others load all of it
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called by torch after `optimizer.step`: phase 3, all gradients back in their places."""
+        """Called by torch after `optimizer.step`: phase 3, and restores all gradients."""
         for p, gradient in self._aside:
             p.grad = gradient
         self._aside.clear()

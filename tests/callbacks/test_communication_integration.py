@@ -143,7 +143,7 @@ def test_what_can_not_be_counted_is_refused(made_by, strategy, message):
 @pytest.mark.parametrize("compression", ["none", "int8", "topk:0.1"])
 def test_the_interface_has_sent_as_much(compression, tmp_path):
     """Two agents in two namespaces; the interface's own counter is read at two steps, headers and all."""
-    job = ROOT / "tests" / "callbacks" / "narrow.py"
+    job = ROOT / "tests" / "callbacks" / "traffic_job.py"
     with Namespaces() as wire:
         children = []
         for rank in range(2):

@@ -14,7 +14,7 @@ from polyphase.engine.doctor import judge, read_run
 from polyphase.engine.phases import PHASES
 from tests.callbacks.runs import TinyModule, loader
 from tests.engine.loop.costs import Costs
-from tests.engine.tiny import Regression, Saves, engine, rows
+from tests.engine.tiny import Regression, Saves, StepsByHand, engine, rows
 
 STEPS = 24
 PAUSE_S = 0.02
@@ -51,14 +51,8 @@ def sleeps_in(method):
     return type("Sleeps", (Validates,), {method: slow})()
 
 
-class ByHand(Regression):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
+class ByHand(StepsByHand, Regression):
+    pass
 
 
 def fit(folder, *callbacks, module=None, data=None, **flags):

@@ -5,7 +5,7 @@ import torch
 
 from polyphase.callbacks import Doctor
 from polyphase.engine.doctor import judge, read_run
-from tests.engine.tiny import Regression, engine, rows
+from tests.engine.tiny import Regression, StepsByHand, engine, rows
 
 STEPS = 44
 HEALTH = {"gradient_spikes", "loss_scale_falls", "dead_parameters", "lr_stands_still", "replicas_differ"}
@@ -37,14 +37,8 @@ class Overflows(Scheduled):
         return super().training_step(batch, batch_idx) * (float("inf") if batch_idx > 20 else 1.0)
 
 
-class NeverSteps(Scheduled):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
+class NeverSteps(StepsByHand, Scheduled):
+    """It never calls `step` of its scheduler."""
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.run_record import RunRecord, read_record, write_record
 from polyphase.engine.loop import NonFiniteError
 
-from ..engine.checkpoint.made import save, seal
+from ..engine.checkpoint.sample_checkpoints import save, seal
 from ..engine.tiny import Regression, engine, rows
 
 pytestmark = [
@@ -172,7 +172,7 @@ def test_never_afresh_over_what_can_not_be_read(tmp_path, change, says):
     before = sorted(os.listdir(folder)) if folder.exists() else []
     with pytest.raises(CheckpointError, match=says) as refused:
         train(tmp_path, snapshots(), resume="auto")
-    assert "To start afresh all the same, pass resume='fresh': nothing is deleted." in str(refused.value)
+    assert "To start afresh nevertheless, pass resume='fresh': nothing is deleted." in str(refused.value)
     assert [name for name in sorted(os.listdir(folder)) if not name.startswith(".")] == [
         name for name in before if not name.startswith(".")
     ]

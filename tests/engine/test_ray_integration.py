@@ -116,7 +116,7 @@ def test_four_trials_at_once_and_one_that_resumes(tmp_path, monkeypatch):
     finished = run_command([sys.executable, script], timeout_s=380)
     assert finished.returncode == 0, finished.output[-6000:]
     # An engine in a worker of Ray's can't start that worker once more.
-    refusal = "strategy 'ddp' starts this process's command once more per device, which is Ray's own"
+    refusal = "strategy 'ddp' runs this process's command once per device, but it is Ray's own command"
     assert refusal in finished.output, finished.output[-6000:]
     assert "ScalingConfig(num_workers=2)" in finished.output
     for seed, is_directory, resumed in ((1, "false", "false"), (2, "true", "false"), (3, "false", "true")):

@@ -141,7 +141,7 @@ class NoneAgain(Rounded):
         (CommHook, TypeError, "the comm hook CommHook lacks name, description, average"),
         (Untyped, TypeError, "the parameter 'step' of Untyped needs a type and a default"),
         (Unnamed, TypeError, "the constructor of Unnamed must name its parameters"),
-        (Plus, ValueError, "can't be named 'a+b': behind + stands the dtype"),
+        (Plus, ValueError, "can't be named 'a+b': the dtype comes after +"),
         (NoneAgain, ValueError, "compression 'none' exists already"),
         (Other, ValueError, f"compression 'rounded' exists already, as {__name__}.Rounded; choose another name"),
     ],

@@ -162,7 +162,7 @@ def test_a_strategy_that_is_made_to_differ_is_the_reason():
     flag = "local_sgd_fork:sync_every=2"
     certificate = engine(strategy=flag, devices=2).verify(Regression(), rows(), steps=1)
     assert not certificate.equal
-    assert f"(strategy '{flag}' is made to compute something else)" in str(certificate)
+    assert f"(strategy '{flag}' computes something else by design)" in str(certificate)
     assert "dropout" not in str(certificate)
 
 

@@ -107,6 +107,19 @@ class Regression(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class StepsByHand(LightningModule):
+    """A mixin for manual optimization with one optimizer: the next class has the loss."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 def rows(size: int = 16, *, batch_size: int = 4, **arguments: Any) -> DataLoader:
     """A loader of `size` rows of four numbers each, always the same."""
     data = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))

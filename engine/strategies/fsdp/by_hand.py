@@ -1,8 +1,8 @@
 """Lets `fsdp` train a module that optimizes by hand: its `training_step` calls backward and the optimizers itself.
 
-FSDP2 expects one forward, then one backward, then the optimizer's step. Here the parts that the step calls, such as a
-generator and a discriminator, are units of their own: outside of their forward their parameters are the shards that
-the optimizers have. Parameters of the module itself are gathered for the whole step.
+FSDP2 expects one forward, then one backward, then the optimizer's step. Here each sub-module that the step calls, such
+as a generator and a discriminator, is a unit: outside of its forward its parameters are the shards that the optimizers
+have. Parameters of the module itself are gathered for the whole step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ def optimizes_by_hand(module: nn.Module) -> bool:
 
 
 def called_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The sub-modules with parameters that a step can call: children, or what is in a container without a forward."""
+    """The sub-modules with parameters that a step can call: children, and members of containers without a forward."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from called_parts(child)
@@ -35,21 +35,21 @@ class ByHand:
     """Gathers and frees a module's parameters while its step calls forward, backward and optimizers in any order.
 
     Args:
-        model: with units and the root sharded by `fully_shard`, each of which is freed after its forward.
-        optimizers: that the step calls.
+        model: whose units and root are sharded by `fully_shard` and freed after their forward.
+        optimizers: the optimizers that the step calls.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         assert isinstance(model, FSDPModule)
         self._root: Any = model
         self._units: list[Any] = [
-            part for part in model.modules() if isinstance(part, FSDPModule) and part is not model
+            submodule for submodule in model.modules() if isinstance(submodule, FSDPModule) and submodule is not model
         ]
         self._own = [
-            (prefix + name, part, name)
-            for prefix, part in _outside(model)
-            for name, parameter in part.named_parameters(recurse=False)
-            if isinstance(parameter, DTensor)  # what is whole on every rank stays as it is
+            (prefix + name, submodule, name)
+            for prefix, submodule in _outside(model)
+            for name, parameter in submodule.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)  # parameters that are whole on every rank stay
         ]
         self._is_in_step = False
         self._handles = [optimizer.register_step_post_hook(self._renew) for optimizer in optimizers]
@@ -65,7 +65,7 @@ class ByHand:
         """Context of `training_step`, in which the root's parameters are gathered.
 
         Raises:
-            RuntimeError: one of those was written to, which would be lost.
+            RuntimeError: the step wrote to one of them, and the change would be lost.
         """
         before = {name: (p, p._version) for name, p in self._own_parameters()}
         self._is_in_step = True
@@ -76,19 +76,19 @@ class ByHand:
         written = [name for name, (parameter, version) in before.items() if parameter._version != version]
         if written:
             raise RuntimeError(
-                f"`training_step` wrote to {', '.join(written)}, of which each rank has a copy under fsdp that is"
-                " thrown away after the step. Write to it in `on_train_batch_end`, or put it into a sub-module."
+                f"`training_step` wrote to {', '.join(written)}, but under fsdp each rank discards its copy after the"
+                " step. Write to it in `on_train_batch_end`, or put it into a sub-module."
             )
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Called before a backward within the step, which then ends with the reduction of all gradients."""
+        """Called before a backward within the step; this backward then ends with the reduction of all gradients."""
         if loss.requires_grad:
-            # torch: FSDPState._pre_backward, which the outputs of a forward call; that of the root is not over yet.
+            # torch: FSDPState._pre_backward, called by the outputs of a forward; the root's forward is not over yet.
             loss.register_hook(self._root._get_fsdp_state()._pre_backward)
 
     def _renew(self, *_: Any) -> None:
-        """Gathers again after an optimizer's step, since the gathered weights are those before it."""
-        if self._is_in_step:  # outside of it these are the shards, whose gradients are due
+        """Gathers again after an optimizer's step, since the gathered weights are out of date."""
+        if self._is_in_step:  # outside of its forward these are the shards, which need gradients
             left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
             if left:
                 raise RuntimeError(
@@ -107,7 +107,7 @@ class ByHand:
 
 
 def _outside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and its sub-modules that are no units, each with what the names of its parameters begin with."""
+    """`module` and its sub-modules that are no units, each with the prefix of the names of its parameters."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, FSDPModule):

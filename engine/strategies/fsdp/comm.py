@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take; torch exports it nowhere else.
+# The types that `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take; torch does not export them.
 from ..._compat.torch import AllGather, ReduceScatter
 from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
 
@@ -24,10 +24,10 @@ __all__ = [
 
 
 class ReplicaAverage:
-    """Averages the shards of a unit over replicas by a comm hook: FSDP2's all-reduce hook, on a mesh of shards only.
+    """Averages the shards of a unit over replicas by a comm hook; FSDP2's all-reduce hook on a mesh of shards only.
 
     Args:
-        hook: that has begun with a wire over the replicas.
+        hook: a comm hook whose group is the replicas.
         index: of the unit.
         members: the unit's shards of parameters, in the order in which FSDP2 reduces them.
     """
@@ -51,13 +51,13 @@ class ReplicaAverage:
                 " compression='none'."
             )
         if shards.device.type != "cpu":
-            # FSDP2 made it on its reduce-scatter stream, and lets go of it while the all-reduce stream, which runs
-            # this, may still be at work: the next unit's reduce-scatter would be given the same memory.
+            # FSDP2 allocated it on its reduce-scatter stream, and releases it while the all-reduce stream, which runs
+            # this, may still use it: the next unit's reduce-scatter would get the same memory.
             shards.record_stream(torch.accelerator.current_stream(shards.device))
         with torch.no_grad():
             if self.is_held:
                 self._held = shards.clone() if self._held is None else self._held.add_(shards)
-                shards.zero_()  # FSDP2 adds what it gets here to the gradient
+                shards.zero_()  # FSDP2 adds the returned value to the gradient
                 return
             if self._held is not None:
                 shards.add_(self._held)
@@ -119,13 +119,13 @@ def fsdp_units(model: nn.Module, num_shards: int) -> Iterator[tuple[FSDPModule, 
     names = {parameter: name for name, parameter in model.named_parameters()}
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            # One that is no DTensor is whole on every rank: see `kept_whole.py`.
+            # A parameter that is no DTensor is whole on every rank: see `kept_whole.py`.
             trained = dict.fromkeys(p for p in _own_parameters(unit) if p.requires_grad and isinstance(p, DTensor))
             yield unit, tuple(ParamSlice(names[p], (-(-p.shape[0] // num_shards), *p.shape[1:])) for p in trained)
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the parameters of a unit, those of children first, without those of other units."""
+    """Yields the parameters of a unit, children's first, without those of other units."""
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _own_parameters(child)
@@ -134,6 +134,6 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def reshard(model: nn.Module) -> None:
     """Frees the parameters that units of a model have gathered."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for submodule in model.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()

@@ -16,25 +16,25 @@ from torch import Tensor, nn
 __all__ = ["ANY", "weights_used_in"]
 
 ANY = "*"
-"""Stands for a layer that the source does not name: a variable, or an element of a list."""
+"""Placeholder for a layer that the source does not name: a variable, or an element of a list."""
 
 _ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _FOREIGN = ("torch", "lightning", "torchmetrics")
 _WEIGHTS = frozenset({"weight", "bias"})
 _COMMON = frozenset({*dir(Tensor), *dir(nn.Module)})
-"""Names that are more often a tensor's than a function of a module's own: `x.to(...)`."""
+"""Names that are usually methods of tensors, not of the user's modules: `x.to(...)`."""
 _HARMLESS = frozenset({"device", "dtype", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
 
 
 def weights_used_in(module: nn.Module) -> set[str]:
-    """The attributes of which `module`, in any forward or step, takes `weight` or `bias`: ``{"head"}``.
+    """The attributes whose `weight` or `bias` is used by `module` in any forward or step: ``{"head"}``.
 
-    Functions that these call are followed where a name says which they are. A module's own (`self.weight`) don't count.
+    Called functions are followed if a name identifies them. A module's own weight (`self.weight`) does not count.
     """
-    classes = {type(part) for part in module.modules() if not _is_foreign(type(part))}
+    classes = {type(submodule) for submodule in module.modules() if not _is_foreign(type(submodule))}
     waiting = [getattr(kind, entry, None) for kind in classes for entry in _ENTRIES]
     seen: set[types.CodeType] = set()
-    found: set[str] = set()
+    attributes: set[str] = set()
     while waiting:
         function = waiting.pop()
         function = inspect.unwrap(function) if callable(function) else None
@@ -44,23 +44,23 @@ def weights_used_in(module: nn.Module) -> set[str]:
         tree = _parsed(function)
         if tree is None:
             return {ANY}
-        found |= set(_layers(tree))
+        attributes |= set(_layers(tree))
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr not in _COMMON:
                 waiting += [getattr(kind, node.attr, None) for kind in classes]
             elif isinstance(node, ast.Name):
                 waiting.append(function.__globals__.get(node.id))
-    return found
+    return attributes
 
 
-def _is_foreign(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).partition(".")[0] in _FOREIGN
+def _is_foreign(candidate: Any) -> bool:
+    return str(getattr(candidate, "__module__", "")).partition(".")[0] in _FOREIGN
 
 
 def _parsed(function: types.FunctionType) -> ast.AST | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, TypeError):  # written in a prompt, say
+    except (OSError, SyntaxError, TypeError):  # for example typed into a prompt
         return None
 
 

@@ -1,9 +1,9 @@
 """Parameters that FSDP2 can't cut into shards: every rank keeps them whole, and their gradients are averaged here.
 
-A parameter without a dim has nothing to cut, one of another dtype can't be gathered in one tensor with the rest of its
-unit, and a complex one that is cut is not trained as in one process. FSDP2 ignores them, as its `ignored_params`.
+A parameter without a dim has nothing to cut. A parameter of another dtype can't be gathered in one tensor with the rest
+of its unit. A complex parameter would, if cut, not be trained as in one process. They are FSDP2's `ignored_params`.
 
-Communication: per backward that averages, one all-reduce of each gradient, as it is complete; backward waits for it.
+Communication: per backward that averages, one all-reduce of each gradient when it is complete; backward waits for it.
 """
 
 import warnings
@@ -23,20 +23,20 @@ __all__ = ["KeptWhole", "kept_whole", "members_by_unit", "refuse_fused"]
 def kept_whole(model: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.Parameter]:
     """Returns the parameters that can't be sharded, by name: without a dim, complex, or of a rarer dtype in a unit.
 
-    Warns of the last two, since every rank has the memory for them and their optimizer state.
+    Warns of the last two kinds, since every rank needs memory for them and their optimizer state.
 
     Args:
         model: with all its parameters, on any device.
-        units: its modules that will be units; what is outside of them is one more.
+        units: its modules that will be units; everything outside of them is one more unit.
     """
-    found: dict[str, nn.Parameter] = {}
+    unshardable: dict[str, nn.Parameter] = {}
     rare: dict[str, nn.Parameter] = {}
     by_unit: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for unit, name, part in members_by_unit(model, model, units, ""):
         for key, parameter in part.named_parameters(recurse=False):
             path = f"{name}.{key}".lstrip(".")
             if parameter.dim() == 0:
-                found[path] = parameter
+                unshardable[path] = parameter
             elif parameter.is_complex():
                 rare[path] = parameter
             elif parameter.requires_grad:  # torch: the dtypes of the others may differ
@@ -50,21 +50,21 @@ def kept_whole(model: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.P
         num_bytes = sum(p.numel() * p.element_size() for p in rare.values())
         names = ", ".join(f"{path} ({parameter.dtype})" for path, parameter in rare.items())
         warnings.warn(
-            f"every rank keeps the whole of {names} ({num_bytes:,} bytes): what is sharded together must have one real"
-            " dtype, that of most of its unit. To shard real ones too, return their module in `shard_units()`, as a"
-            " unit of its own.",
+            f"every rank keeps the whole of {names} ({num_bytes:,} bytes): parameters that are sharded together must"
+            " have one real dtype, that of most of the unit. To shard real ones too, return their module as a unit from"
+            " `shard_units()`.",
             stacklevel=2,
         )
-    return found | rare
+    return unshardable | rare
 
 
 def members_by_unit(
-    part: nn.Module, unit: nn.Module, units: Collection[nn.Module], name: str
+    submodule: nn.Module, unit: nn.Module, units: Collection[nn.Module], name: str
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """`part` and all below it, each with its unit and name."""
-    unit = part if part in units else unit
-    yield unit, name, part
-    for key, child in part.named_children():
+    """`submodule` and all modules below it, each with its unit and name."""
+    unit = submodule if submodule in units else unit
+    yield unit, name, submodule
+    for key, child in submodule.named_children():
         yield from members_by_unit(child, unit, units, f"{name}.{key}".lstrip("."))
 
 
@@ -88,14 +88,14 @@ def refuse_fused(optimizers: Iterable[torch.optim.Optimizer], whole: dict[str, n
 
 
 class KeptWhole:
-    """Averages the gradients of such parameters over the ranks, each as a backward has completed it.
+    """Averages the gradients of such parameters over the ranks, each when a backward has completed it.
 
     Within an accumulation window the gradients add up on each rank; the last micro-batch averages the sum.
 
     Args:
         parameters: by name; the same on all ranks.
-        wire: over the ranks with samples of their own.
-        order: by which it is checked that all ranks have such a gradient; None where there is one rank.
+        wire: group of the ranks with different samples.
+        order: checks that all ranks have such a gradient; None with one rank.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], wire: CountingGroup, order: UnitOrder | None) -> None:
@@ -107,7 +107,7 @@ class KeptWhole:
         for name, parameter in parameters.items():
             unit = -1 if order is None else order.add(name)
             trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # torch takes a hook only then; it is to be there if it is unfrozen later
+            parameter.requires_grad_(True)  # torch accepts a hook only then; the parameter may be unfrozen later
 
             def average(parameter: Tensor, unit: int = unit) -> None:
                 self._average(parameter, unit)

@@ -1,7 +1,7 @@
-"""`extra_overlap=true`: for wires that are slower than what a unit computes.
+"""`extra_overlap=true`: for networks on which a unit takes longer to send than to compute.
 
-By default FSDP2 gathers one unit ahead as far as the host is ahead of the device, and its gathers and reductions take
-turns on one connection.
+By default FSDP2 gathers the next unit early only if the host is ahead of the device, and its gathers and reductions
+share one connection.
 """
 
 import itertools
@@ -22,7 +22,7 @@ def overlap_more(model: nn.Module, units: Sequence[nn.Module], timeout: timedelt
 
     Args:
         model: sharded by `fully_shard`, as its units are; all ranks call it.
-        units: in the order in which they run, but for what is outside of them.
+        units: in the order in which they run, without the rest of the model.
         timeout: of collectives over these connections.
     """
     assert isinstance(model, FSDPModule)

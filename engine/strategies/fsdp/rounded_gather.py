@@ -1,14 +1,14 @@
-"""Gathers in 16 bits what autocast would round to 16 bits: half the bytes, and the same numbers.
+"""Gathers weights in 16 bits if autocast would round them to 16 bits: half the bytes, and the same numbers.
 
 Under `bf16-mixed` and `16-mixed` autocast casts the weights of a linear layer or a convolution before it uses them.
-Here each rank casts its shards of them before they are gathered, and the layer sees a `Rounded`: a tensor of dtype
-float32 that has the 16-bit values alone. Autocast's cast of it returns these. What backward keeps of them is FSDP2's
-own memory, which is freed and gathered again with the unit. Autograd sees a cast as before, so gradients are float32
-and have the same values.
+Here each rank casts its shards before they are gathered, and the layer gets a `Rounded`: a tensor of dtype float32 that
+has only the 16-bit values. Autocast's cast of it returns these. The values that backward needs are in FSDP2's memory,
+which is freed and gathered again with the unit. Autograd sees a cast as before, so gradients are float32 and have the
+same values.
 
 Any other operation on a `Rounded` (its norm, a layer that is called outside of autocast) computes with the float32
-values. They are gathered for that operation alone: one more all-gather of 4 P (S-1)/S bytes for P values and S shards,
-which blocks. It is checked and counted as the unit's own all-gather is.
+values. They are gathered for that operation only: one more all-gather of 4 P (S-1)/S bytes for P values and S shards,
+which blocks. It is checked and counted like the unit's own all-gather.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import functional
 
-# torch: what its own such classes map their arguments with; torch.utils.pytree has no map by type.
+# torch: its own tensor subclasses map their arguments with it; torch.utils.pytree has no map by type.
 from ..._compat.torch import tree_map_only
 
 __all__ = ["Rounded", "gather_rounded"]
@@ -33,9 +33,9 @@ _CAST: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((*_LINEAR, *_CONVOLUTIONS), ("weight", "bias")),
     nn.MultiheadAttention: _IN_ATTENTION,
 }
-"""The layers, and their parameters, that autocast casts. Subclasses may do something else with them."""
+"""The layers, and their parameters, that autocast casts. Subclasses may use them in another way."""
 
-# torch: the functions that call what autocast casts for, and that cast nothing themselves; its private ones, too:
+# torch: the functions that call an autocast operation and cast nothing themselves; also the private ones
 # _ConvNd._conv_forward, functional._in_projection_packed and _in_projection.
 _FORWARDS = {
     function.__code__
@@ -58,21 +58,21 @@ class Rounded(Tensor):
     """A float32 tensor that has its 16-bit values, and gathers its float32 values when an operation needs them.
 
     Args:
-        values: the 16-bit ones; memory that is freed and filled again.
+        values: the 16-bit values; their memory is freed and filled again.
         gather: returns the float32 values.
-        name: of the parameter, for messages.
+        name: name of the parameter, for messages.
     """
 
-    # Names that torch's tensors don't have.
+    # Names that are not attributes of torch's tensors.
     rounded_values: Tensor
     gather_values: Callable[[], Tensor]
     parameter_name: str
-    # Functions of torch see it as they see any float32 tensor; the operations that they call are seen here.
+    # Functions of torch treat it as any float32 tensor; the operations that they call are handled here.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, values: Tensor, gather: Callable[[], Tensor], name: str) -> "Rounded":  # noqa: D102
-        # torch: Tensor._make_wrapper_subclass, its way to make tensors without memory of their own
+        # torch: Tensor._make_wrapper_subclass, which creates tensors without their own memory
         return Tensor._make_wrapper_subclass(
             cls, values.size(), strides=values.stride(), dtype=torch.float32, device=values.device
         )
@@ -84,10 +84,10 @@ class Rounded(Tensor):
         return f"Rounded({tuple(self.shape)}, {self.rounded_values.dtype})"
 
     def data_ptr(self) -> int:
-        """Raises, since torch would say 0, which a kernel would read from."""
+        """Raises, since torch would return 0, and a kernel would read from that address."""
         raise RuntimeError(
-            f"the address of {self.parameter_name!r} was asked for, but under fsdp and mixed precision a block has"
-            " gathered it in 16 bits: give `weight.clone()` to a kernel of your own, or use strategy='ddp'."
+            f"the address of {self.parameter_name!r} was requested, but under fsdp and mixed precision a block has"
+            " gathered it in 16 bits: pass `weight.clone()` to your own kernel, or use strategy='ddp'."
         )
 
     @classmethod
@@ -98,7 +98,7 @@ class Rounded(Tensor):
         first = args[0] if args else None
         if isinstance(first, Rounded):
             if func is torch.ops.aten._to_copy.default and _is_cast(kwargs, first.rounded_values.dtype):
-                # A layer's forward neither writes to what autocast has cast nor hands it on, so it needs no copy.
+                # A layer's forward neither writes to the cast tensor nor returns it, so it needs no copy.
                 is_layers = sys._getframe(1).f_code in _FORWARDS
                 return first.rounded_values.detach() if is_layers else first.rounded_values.clone()
             if func.is_view:
@@ -130,7 +130,7 @@ def _gathered(tensor: Rounded) -> Tensor:
 
 
 def _views(base: Rounded, func: Any, args: Any, kwargs: Any) -> Any:
-    """Views of the 16-bit values, and of the float32 ones where those are asked for."""
+    """Views of the 16-bit values, and of the float32 values when they are used."""
 
     def view(index: int | None) -> Tensor:
         views = func(base.gather_values(), *args, **kwargs)
@@ -139,17 +139,18 @@ def _views(base: Rounded, func: Any, args: Any, kwargs: Any) -> Any:
     values = func(base.rounded_values, *args, **kwargs)
     if isinstance(values, Tensor):
         return Rounded(values, functools.partial(view, None), base.parameter_name)
-    return [Rounded(each, functools.partial(view, index), base.parameter_name) for index, each in enumerate(values)]
+    return [Rounded(part, functools.partial(view, index), base.parameter_name) for index, part in enumerate(values)]
 
 
 def gather_rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Makes all blocks of `model` gather in `dtype` the weights that autocast would cast to it; None: no weights.
+    """Makes all blocks of `model` gather in `dtype` the weights that autocast would cast to it; None: gather in
+    float32.
 
-    What is outside of blocks is gathered as it is, since a step may use it in any way.
+    Weights outside of blocks are gathered in their own dtype, since a step may use them in any way.
 
     Args:
-        model: sharded by `fully_shard`; its blocks are not at work.
-        dtype: autocast's.
+        model: sharded by `fully_shard`; no block is running.
+        dtype: of autocast.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule) and unit is not model:
@@ -169,7 +170,7 @@ def _is_cast_everywhere(parameter: Any) -> bool:
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """Its class before `fully_shard`, which makes another one of the two for each unit."""
+    """The module's class before `fully_shard`, which creates a subclass for each unit."""
     return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
@@ -180,12 +181,12 @@ def _gather_as(dtype: torch.dtype | None, parameter: Any, group: Any) -> None:
         return
     kind = type(parameter)
     policy = parameter.mp_policy if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
-    # What an earlier run has gathered into.
+    # Memory into which an earlier run has gathered.
     parameter.all_gather_outputs = []
     vars(parameter).pop("_unsharded_param", None)
 
     def init_dtype_attrs(_: Any = None) -> None:
-        # FSDP2 calls it before the first forward with the unit's policy, which is one for all its parameters.
+        # FSDP2 calls it before the first forward with the policy of the unit, the same for all its parameters.
         kind.init_dtype_attrs(parameter, policy)
 
     def init_unsharded_param() -> None:
@@ -209,7 +210,7 @@ def _gather_whole(parameter: Any, group: Any) -> Tensor:
     ranks = group._all_gather_process_group
     if ranks.size() > 1:
         gather = group._all_gather_comm
-        everyones = gather.allocate((shard.numel() * ranks.size(),), dtype=shard.dtype, device=shard.device)
-        gather(output_tensor=everyones, input_tensor=shard, group=ranks)
-        shard = everyones
+        all_shards = gather.allocate((shard.numel() * ranks.size(),), dtype=shard.dtype, device=shard.device)
+        gather(output_tensor=all_shards, input_tensor=shard, group=ranks)
+        shard = all_shards
     return shard.as_strided(parameter._orig_size, parameter._contiguous_orig_stride)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["check_callbacks", "check_loss", "check_parameters", "check_tensor_parallel", "explained"]
 
-_MIXED = "mixed torch.Tensor and DTensor"  # torch: what it says of an operation on a shard and a plain tensor
+_MIXED = "mixed torch.Tensor and DTensor"  # torch: its message about an operation on a shard and a plain tensor
 
 
 def check_parameters(model: nn.Module, flag: str) -> None:
@@ -19,26 +19,26 @@ def check_parameters(model: nn.Module, flag: str) -> None:
     Raises:
         ValueError: a parameter has sparse gradients.
     """
-    for name, part in model.named_modules():
-        for key, parameter in part.named_parameters(recurse=False):
-            if parameter.requires_grad and getattr(part, "sparse", False) is True:
+    for name, submodule in model.named_modules():
+        for key, parameter in submodule.named_parameters(recurse=False):
+            if parameter.requires_grad and getattr(submodule, "sparse", False) is True:
                 raise ValueError(
                     f"{flag} can't average the sparse gradient of {f'{name}.{key}'.lstrip('.')}: build"
-                    f" {type(part).__name__} with sparse=False."
+                    f" {type(submodule).__name__} with sparse=False."
                 )
 
 
 def check_tensor_parallel(whole: Collection[str], num_tp: int, flag: str) -> None:
-    """Checks that no parameters would have to be whole on every rank beside layers that `num_tp` ranks split.
+    """Checks that no parameter would have to be whole on every rank while `num_tp` ranks split layers.
 
     Raises:
-        ValueError: there are.
+        ValueError: there is one.
     """
     if whole and num_tp > 1:
         raise ValueError(
             f"{flag} can't shard {', '.join(whole)}: a parameter needs a dim (`nn.Parameter(torch.tensor([...]))`, of"
-            " shape [1]) and the dtype of its unit, or have the module's `shard_units()` return its sub-module as a"
-            " unit of its own; or choose strategy='fsdp' or 'tp', which keep it whole on every rank."
+            " shape [1]) and the dtype of its unit, or the module's `shard_units()` must return its sub-module as a"
+            " unit; or choose strategy='fsdp' or 'tp', which keep it whole on every rank."
         )
 
 
@@ -51,14 +51,14 @@ def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
-                f"{type(callback).__name__} averages a whole copy of the module with its weights, of which each rank"
-                f" has a shard under {flag}: leave it out, or choose strategy 'ddp' or 'zero1'."
+                f"{type(callback).__name__} averages a whole copy of the module with its weights, but each rank has"
+                f" only a shard of them under {flag}: leave it out, or choose strategy 'ddp' or 'zero1'."
             )
 
 
 @contextmanager
 def explained(model: nn.Module | None, flag: str) -> Iterator[None]:
-    """Puts into torch's message of an operation on a shard which module was used outside of its unit's forward."""
+    """Adds to torch's message about an operation on a shard which module was used outside of its unit's forward."""
     try:
         yield
     except RuntimeError as error:
@@ -68,22 +68,24 @@ def explained(model: nn.Module | None, flag: str) -> Iterator[None]:
 
 
 def _explain(error: RuntimeError, model: nn.Module, flag: str) -> None:
-    names = {part: name for name, part in model.named_modules() if name}
+    names = {submodule: name for name, submodule in model.named_modules() if name}
     used = ""
     traceback = error.__traceback__
     while traceback is not None:
-        part = traceback.tb_frame.f_locals.get("self")
-        if isinstance(part, nn.Module) and any(isinstance(p, DTensor) for p in part.parameters(recurse=False)):
-            used = f": {names[part]} was called from outside of it" if part in names else used
+        submodule = traceback.tb_frame.f_locals.get("self")
+        if isinstance(submodule, nn.Module) and any(
+            isinstance(p, DTensor) for p in submodule.parameters(recurse=False)
+        ):
+            used = f": {names[submodule]} was called from outside of it" if submodule in names else used
         traceback = traceback.tb_next
     error.args = (f"{_used_outside(flag, used)} torch says: {error}",)
 
 
 def check_loss(loss: Any, flag: str) -> None:
-    """Checks that a loss is this rank's own: torch takes one with shards in it for the same on all ranks.
+    """Checks that a loss is this rank's own: torch treats a loss with shards in it as equal on all ranks.
 
     Raises:
-        RuntimeError: it was made of shards.
+        RuntimeError: it was computed from shards.
     """
     if isinstance(loss, DTensor):
         raise RuntimeError(_used_outside(flag, ", but the loss was made of such shards"))
@@ -92,8 +94,8 @@ def check_loss(loss: Any, flag: str) -> None:
 def _used_outside(flag: str, how: str) -> str:
     return (
         f"under {flag} the parameters of a block are whole only while the block's own forward runs, and shards outside"
-        f" of it{how}. A step that uses them there (`block.norm(x)`, `block.weight`, a penalty over"
-        " `self.parameters()`) can have its module keep everything whole during a step by `def shard_units(self):"
-        " return []`, or use strategy='ddp'; a penalty on weights is the optimizer's `weight_decay`. This step has"
+        f" of it{how}. If a step uses them there (`block.norm(x)`, `block.weight`, a penalty over"
+        " `self.parameters()`), define `def shard_units(self): return []` in the module, which keeps everything whole"
+        " during a step, or use strategy='ddp'; a penalty on weights is the optimizer's `weight_decay`. This step has"
         " changed no weights."
     )

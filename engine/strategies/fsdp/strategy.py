@@ -2,8 +2,8 @@
 
 FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), applied for the user: the repeated
 blocks of the module are the units that are gathered together. Under `hsdp` the shards of each replica group are
-averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links. A compression works on
-that all-reduce, and leaves what stays within a group as it is; under `fsdp` it works on the reduce-scatter.
+averaged over the groups as well (a 2-D mesh), so that only that all-reduce crosses slow links. A compression applies to
+that all-reduce only, not to the communication within a group; under `fsdp` it applies to the reduce-scatter.
 
 Communication per micro-batch and unit, S shards of P parameters: 1. forward: all-gather, 4 P (S-1)/S bytes, half of
 that for what autocast rounds (`rounded_gather.py`); 2. backward: the same again, unless `reshard_after_forward=false`;
@@ -65,17 +65,17 @@ class FSDP(UnitSteps):
         comm_hook: how gradients are sent: between the groups of `hsdp`, or in the reduce-scatter of `fsdp`.
 
     Raises:
-        ValueError: a compression that would keep on each rank what it has not sent of a whole model.
+        ValueError: the compression would keep the unsent residual of a whole model on each rank.
     """
 
     capabilities = dataclasses.replace(
         MeshStrategy.capabilities,
         state_is_sharded=True,
-        evaluates_in_inference_mode=False,  # FSDP2 gathers into the tensors that it has gathered into first
+        evaluates_in_inference_mode=False,  # FSDP2 reuses the tensors of its first gather
     )
 
     def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
-        # Whole checkpoints, gathered on rank 0: they open under every strategy.
+        # Whole checkpoints, gathered on rank 0: every strategy opens them.
         super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
         self.options = options
         self.launcher_suffix = launcher
@@ -87,7 +87,7 @@ class FSDP(UnitSteps):
         self._kept_whole: KeptWhole | None = None
         if isinstance(comm_hook, Int8) and comm_hook.feedback and not self._compresses_replicas:
             raise ValueError(
-                "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep what it has not sent of"
+                "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep the unsent residual of"
                 " the whole unsharded model. Leave it out, since int8 rounds without bias, or choose hsdp."
             )
 
@@ -96,17 +96,17 @@ class FSDP(UnitSteps):
         return name.replace("fsdp", "hsdp") if isinstance(self.options, HSDPOptions) else name
 
     @property
-    def averaging(self) -> CommHook | None:
-        """The comm hook; the plain average over the replicas if it is counted."""
+    def active_hook(self) -> CommHook | None:
+        """The comm hook; the hook of the plain average over replicas if bytes are counted."""
         return self.comm_hook or self._counted
 
     @property
     def _compresses_replicas(self) -> bool:
-        return self.averaging is not None and isinstance(self.options, HSDPOptions)
+        return self.active_hook is not None and isinstance(self.options, HSDPOptions)
 
     @property
     def wires(self) -> list[CountingGroup]:
-        """The groups that count: the comm hook's, and FSDP2's collectives if they are counted."""
+        """The groups that count bytes: the comm hook's, and those of FSDP2's collectives if they are counted."""
         return [*super().wires, *self._wires]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class FSDP(UnitSteps):
     # Lightning: ModelParallelStrategy._get_process_group_backend
     def _get_process_group_backend(self) -> str:
         backend, device = super()._get_process_group_backend(), self.root_device.type
-        # Norms of gradients that were offloaded are added up over ranks where they are.
+        # Norms of offloaded gradients are summed over ranks on the CPU, where they are.
         is_offloaded = isinstance(self.options, FSDPOptions) and self.options.cpu_offload and device != "cpu"
         return f"cpu:gloo,{device}:{backend}" if is_offloaded and ":" not in backend else backend
 
@@ -141,8 +141,8 @@ class FSDP(UnitSteps):
         keeps_gathered = isinstance(self.options, FSDPOptions) and not self.options.reshard_after_forward
         if keeps_gathered and optimizes_by_hand(module):
             raise ValueError(
-                f"{type(module).__name__} optimizes by hand: its weights change amid a step, so what a forward has"
-                " gathered can't be kept. Leave out reshard_after_forward=false."
+                f"{type(module).__name__} optimizes by hand: its weights change within a step, so gathered weights"
+                " can't be kept. Leave out reshard_after_forward=false."
             )
 
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
@@ -152,15 +152,15 @@ class FSDP(UnitSteps):
 
     @property
     def _shards(self) -> bool:
-        """Whether parameters are cut into shards over ranks with samples of their own."""
+        """Whether parameters are sharded over ranks with different samples."""
         return True
 
     def _shard_mesh(self) -> Any:
-        """The mesh over which units are sharded; the comm hook averages over the replicas in FSDP2's place."""
+        """The mesh over which units are sharded; a comm hook averages over the replicas instead of FSDP2."""
         return self.device_mesh["shard"] if self._compresses_replicas else self.device_mesh
 
     def _is_laid_out(self, model: nn.Module) -> bool:
-        """Whether an earlier `fit` has sharded it."""
+        """Whether an earlier `fit` has sharded the module."""
         return isinstance(model, FSDPModule)
 
     @contextmanager
@@ -186,19 +186,19 @@ class FSDP(UnitSteps):
             if fitting and self.before_split is not None:
                 self.before_split(self.model)
             if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
-                self._counted = AllReduceHook()  # FSDP2's own all-reduce can't be replaced, only left out
+                self._counted = AllReduceHook()  # FSDP2's own all-reduce can't be replaced, only disabled
             if fitting and self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self._shard(self.model)
-        tell_device(self.model, self.root_device)  # Lightning brings metrics that were logged to the CPU after a run
+        tell_device(self.model, self.root_device)  # Lightning moves logged metrics to the CPU after a run
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if isinstance(self.model, FSDPModule):
-            # Compiled units take plain tensors. A step by hand with several optimizer steps goes on with the casts that
-            # autocast has made before them, as in one process: these must not be filled with later weights.
+            # Compiled units take plain tensors. A manual step with several optimizer steps continues to use the casts
+            # that autocast made before them, as in one process: their memory must not be filled with later weights.
             is_rounded = self.compile is None and self.layout.tp == 1 and not optimizes_by_hand(self.model)
             gather_rounded(self.model, autocast_dtype(self.precision_plugin) if is_rounded else None)
         if fitting:
@@ -245,7 +245,7 @@ class FSDP(UnitSteps):
         return loss
 
     def _shard(self, model: nn.Module) -> None:
-        """Creates, moves, equalises and shards `model` unit by unit: one whole unit at a time is in memory."""
+        """Creates, moves, equalises and shards `model` unit by unit: only one whole unit is in memory at a time."""
         by_hand = optimizes_by_hand(model)
         plan = self._planned(model, by_hand=by_hand)
         units, recomputed = {unit.module for unit in plan}, set(named_blocks(model))
@@ -256,26 +256,26 @@ class FSDP(UnitSteps):
             units |= set(untied(model, called_parts(model)))
         if self._shards:
             check_parameters(model, repr(self))
-            # By name, since one on the meta device will be another object.
+            # By name, since parameters on the meta device will be replaced by other objects.
             self._names_of_whole = list(kept_whole(model, units))
             check_tensor_parallel(self._names_of_whole, self.layout.tp, repr(self))
 
-        def shard(part: nn.Module) -> None:
-            if part not in units and part is not model:
+        def shard(submodule: nn.Module) -> None:
+            if submodule not in units and submodule is not model:
                 return
-            equalise(part, self.root_device)
-            self._split(part)
-            if part in recomputed and self.recompute is not None:
-                self.recompute(part)
-            if part in blocks and self.compile is not None:
-                part.forward = self.compile(part.forward)
-            self._fully_shard(part, is_kept=part in kept)
-            read_stored(part, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
+            equalise(submodule, self.root_device)
+            self._split(submodule)
+            if submodule in recomputed and self.recompute is not None:
+                self.recompute(submodule)
+            if submodule in blocks and self.compile is not None:
+                submodule.forward = self.compile(submodule.forward)
+            self._fully_shard(submodule, is_kept=submodule in kept)
+            read_stored(submodule, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
         hooks_before = {*model._forward_pre_hooks, *model._forward_hooks}
         materialize(model, on_complete=shard, draws=not self._receives_weights)
         if self.options.rank0_init:
-            share_random_state()  # of a run in one process, which has drawn the weights
+            share_random_state()  # the random state of a run in one process, which has drawn the weights
         if self._shards and self.options.extra_overlap:
             overlap_more(model, [unit.module for unit in plan], self._timeout or default_pg_timeout)
         self._wrap_steps(model, hooks_before)
@@ -285,15 +285,15 @@ class FSDP(UnitSteps):
         takes_layers = self._shards and self.options.large_layers and self.layout.tp == 1 and not by_hand
         return plan_units(model, takes_layers=takes_layers)
 
-    def _split(self, part: nn.Module) -> None:
-        """Splits layers of `part`, which is whole, over ranks that share their samples; here there are none."""
+    def _split(self, submodule: nn.Module) -> None:
+        """Splits layers of `submodule` over ranks that share their samples; here there are no such ranks."""
 
-    def _fully_shard(self, part: nn.Module, is_kept: bool) -> None:
+    def _fully_shard(self, submodule: nn.Module, is_kept: bool) -> None:
         assert self.model is not None
         fully_shard(
-            part,
+            submodule,
             mesh=self._shard_mesh(),
-            # What is needed first in backward would be gathered again at once, so freeing it would gain nothing.
+            # The unit that backward needs first would be gathered again at once, so freeing it would gain nothing.
             reshard_after_forward=self.options.reshard_after_forward and not is_kept,
             shard_placement_fn=self._placement,
             offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
@@ -306,16 +306,16 @@ class FSDP(UnitSteps):
 
     @property
     def _keeps_whole_gradients(self) -> bool:
-        """Whether inner micro-batches keep whole gradients and send nothing; not if the ranks are on one node."""
+        """Whether inner micro-batches keep whole gradients and send nothing; False if the ranks are on one node."""
         if self.options.no_sync is not None:
             return bool(self.options.no_sync)
         is_within_a_node = self.layout.shard * self.layout.tp <= self.num_processes
-        rounds = self.comm_hook is not None and not self._compresses_replicas  # and would, in each micro-batch
+        rounds = self.comm_hook is not None and not self._compresses_replicas  # otherwise it would, in each micro-batch
         return self.root_device.type == "cpu" or not is_within_a_node or rounds
 
     def _hook_units(self) -> None:
         """Replaces the collectives of each unit by those that compress or count."""
-        hook, model = self.averaging, self.model
+        hook, model = self.active_hook, self.model
         assert model is not None
         mesh = self.device_mesh
         self._replica_averages = []
@@ -340,7 +340,7 @@ class FSDP(UnitSteps):
                 unit.set_custom_all_gather(CountedAllGather(shards, index))
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
-        """Runs the module on the smallest batch for the collectives of each unit that are still to be made."""
+        """Runs the module on the smallest batch, for the remaining collectives of each unit."""
         assert isinstance(self.model, FSDPModule)
         self._mute_what_was_sent()
         self.model.reset_iter_state()
@@ -353,7 +353,7 @@ class FSDP(UnitSteps):
         """Context of an inner micro-batch: gradients are not averaged."""
         model = self.model
         assert isinstance(model, FSDPModule)
-        # Gradients that are kept whole send nothing; those cut at once still skip hsdp's all-reduce between groups.
+        # Gradients that are kept whole are not sent; those sharded at once skip only hsdp's all-reduce between groups.
         switch = model.set_requires_gradient_sync if self._keeps_whole_gradients else model.set_requires_all_reduce
         switch(False)
         self._synchronises = False

@@ -1,17 +1,17 @@
 """Checks that all ranks gather and reduce the units of `fsdp` in one order, before a collective mixes their shards.
 
-Collectives are matched by their order alone. Where one rank skips a block (LayerDrop), its next all-gather would meet
-another block's: shards of equal size are mixed in silence, others hang or abort. So each rank compares what it is about
-to do with what all ranks did there before, without communication. Only where that differs, or is not known yet as in
-the first step, it asks the other ranks, through the job's key-value store:
+Collectives are matched only by their order. If one rank skips a block (LayerDrop), its next all-gather would meet that
+of another block: shards of equal size are mixed silently, others hang or abort. So each rank compares its next call
+with what all ranks did at this place before, without communication. Only if it differs, or is unknown as in the first
+step, the rank asks the others through the job's key-value store:
 
-1. The first rank to come writes down its collective (one exchange). One that is about to do another one raises.
-2. Each rank counts itself, and waits until all have (the collective itself would wait for them as well).
-3. A rank that does as always does not ask. Its watchdog's beat says, within a second, that it is already further: then
-   the one that waits raises.
+1. The first rank writes its collective (one exchange). A rank with another collective raises an error.
+2. Each rank increments a counter, and waits until all have (the collective itself would wait for them as well).
+3. A rank whose call is as expected does not ask. Its watchdog's heartbeat says, within a second, that it is already
+   further: then the waiting rank raises an error.
 
-What all ranks have agreed on is what is expected there from then on. So a change that all ranks make in the same step
-(layers that are unfrozen, a step that calls the module twice) costs one such question, and no more.
+From then on, the agreed call is the expected one at this place. So a change that all ranks make in the same step
+(layers that are unfrozen, a step that calls the module twice) costs one such exchange.
 """
 
 import itertools
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# What `FSDPModule.set_custom_all_gather` takes; torch exports it nowhere else.
+# The type that `FSDPModule.set_custom_all_gather` takes; torch does not export it.
 from ..._compat.torch import AllGather
 from ...distributed.job_store import FIRST_FAILURE, JobStore
 from ...distributed.signing import Fields
@@ -33,11 +33,11 @@ from ...reliability.rendezvous import current_job
 
 __all__ = ["READ", "UnitOrder", "watch_units"]
 
-_WORD: Fields = {"rank": int, "what": str, "unit": int, "trained": int}
+_WORD: Fields = {"rank": int, "kind": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
 """The largest number of remembered calls; all are forgotten when a module has made more different ones."""
 _POLL_S = (0.0002, 0.05)
-"""The seconds between two reads of the others' answers: at first, and later."""
+"""The seconds between two reads of the other ranks' answers: at first, and later."""
 _BEAT_S = 1.0
 
 _runs = itertools.count()
@@ -46,7 +46,7 @@ _runs = itertools.count()
 class Call(NamedTuple):
     """A call of one rank, which all ranks must make in the same order: a collective, or the end of a step."""
 
-    what: str
+    kind: str
     """``"gather"``, ``"reduce"``, ``"read"`` or ``"end"``."""
     unit: int = -1
     """Its number."""
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 READ = Call("read")
-"""A number is read of a sharded tensor."""
+"""A number is read from a sharded tensor."""
 _END = Call("end")
 
 
@@ -74,7 +74,7 @@ class UnitOrder:
     Args:
         flag: the strategy's, for messages.
         units: the name of each unit, and the names of its parameters.
-        known: the reports of all ranks' heartbeats that are known here, by rank.
+        reports: returns the known reports of all ranks' heartbeats, by rank.
         timeout_s: how long to wait for the others.
     """
 
@@ -82,11 +82,11 @@ class UnitOrder:
         self,
         flag: str,
         units: list[tuple[str, Callable[[], list[str]]]],
-        known: Callable[[], dict[int, dict[str, Any]]],
+        reports: Callable[[], dict[int, dict[str, Any]]],
         timeout_s: float,
     ) -> None:
-        self._flag, self._units, self._known, self._timeout_s = flag, units, known, timeout_s
-        self._run = next(_runs)  # the same on all ranks, since they all run the same
+        self._flag, self._units, self._reports, self._timeout_s = flag, units, reports, timeout_s
+        self._run = next(_runs)  # the same on all ranks, since they all run the same code
         self._job: JobStore | None = None
         self._num_questions = 0
         self._forget()
@@ -101,7 +101,7 @@ class UnitOrder:
         self._num_places = 0
 
     def add(self, name: str) -> int:
-        """The number of one more unit: a parameter of its own, whose gradient alone is averaged."""
+        """Adds a unit of a single parameter whose gradient is averaged, and returns its number."""
         self._units.append((name, lambda: [name]))
         return len(self._units) - 1
 
@@ -112,10 +112,10 @@ class UnitOrder:
         return {"number": number, "done": self._said(call)}
 
     def begin(self, kind: Hashable) -> None:
-        """Called where a step begins, or is over.
+        """Called when a step begins or ends.
 
         Args:
-            kind: steps of one kind are expected to be alike; None for what is between steps.
+            kind: steps of one kind are expected to make the same calls; None between steps.
         """
         if self._repeats:
             self._repeats = False
@@ -127,7 +127,7 @@ class UnitOrder:
         self._begun = self._place, self._number
 
     def repeat(self) -> None:
-        """The next step is this one, from its begin: what this rank has done of it, the others did with it."""
+        """The next step repeats this one from its begin: all ranks made the calls that this rank has made in it."""
         self._place, self._number = self._begun
         self._repeats = True
 
@@ -135,7 +135,7 @@ class UnitOrder:
         """Called before each collective.
 
         Raises:
-            RuntimeError: another rank is about to do something else, or does not come in time.
+            RuntimeError: another rank makes another call, or makes none in time.
         """
         if call != self._place.expected and self._number >= self._num_agreed:
             with waiting("the agreement on the next unit"):
@@ -155,11 +155,11 @@ class UnitOrder:
         job = self._connected()
         key = f"polyphase/units/{self._run}/{self._num_questions}"
         first = job.record_first(key, {"rank": job.rank, **call._asdict()}, _WORD)
-        if (others := Call(first["what"], first["unit"], first["trained"])) != call:
+        if (others := Call(first["kind"], first["unit"], first["trained"])) != call:
             raise RuntimeError(self._differs(call, job.rank, others, first["rank"]))
         job.count(f"{key}/ranks", 1)
         self._wait(call, job, f"{key}/ranks")
-        if job.rank == 0 and self._num_questions > 0:  # all have the answer to the last one
+        if job.rank == 0 and self._num_questions > 0:  # all ranks have read the last answer
             for old in ("", "/ranks"):
                 job.line.ask("delete_key", f"polyphase/units/{self._run}/{self._num_questions - 1}{old}")
         self._num_questions += 1
@@ -191,18 +191,18 @@ class UnitOrder:
 
     def _numbers(self) -> dict[int, int]:
         """Returns the number of calls that each rank has made, as far as is known."""
-        places = {rank: report.get("units") for rank, report in self._known().items()}
+        places = {rank: report.get("units") for rank, report in self._reports().items()}
         return {
-            rank: place["number"]
-            for rank, place in places.items()
-            if isinstance(place, dict) and isinstance(place.get("number"), int)
+            rank: unit_position["number"]
+            for rank, unit_position in places.items()
+            if isinstance(unit_position, dict) and isinstance(unit_position.get("number"), int)
         }
 
     def _connected(self) -> JobStore:
         if self._job is None:
             job = current_job()
             assert job is not None
-            self._job = job.clone()  # a thread that waits in a connection blocks those that share it
+            self._job = job.clone()  # a waiting thread blocks all others on the same connection
         return self._job
 
     def _differs(self, call: Call, rank: int, other: Call | None, other_rank: int | None) -> str:
@@ -219,13 +219,13 @@ class UnitOrder:
         )
 
     def _said(self, call: Call, other: Call | None = None) -> str:
-        """A call in words; of a reduction, the parameters without a gradient that have one in `other`."""
-        if call.what == READ.what:
+        """Describes a call; for a reduction, also the parameters that have a gradient in `other` only."""
+        if call.kind == READ.kind:
             return "reads a number of a sharded tensor (`item`, `float`)"
-        if call.what == "end" or not 0 <= call.unit < len(self._units):
+        if call.kind == "end" or not 0 <= call.unit < len(self._units):
             return "is at the end of the step"
         name, parameters = self._units[call.unit]
-        if call.what == "gather":
+        if call.kind == "gather":
             return f"gathers {name}"
         lacking = 0 if other is None or other.unit != call.unit else other.trained & ~call.trained
         names = [parameter for bit, parameter in enumerate(parameters()) if lacking >> bit & 1]
@@ -256,22 +256,22 @@ def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> 
     Args:
         model: sharded by `fully_shard`.
         flag: the strategy's, for messages.
-        trainer: whose watchdog knows where the other ranks are.
+        trainer: its watchdog knows the positions of the other ranks.
         timeout_s: how long to wait for them.
     """
     heartbeat = trainer.heartbeat
 
-    def known() -> dict[int, dict[str, Any]]:
+    def known_reports() -> dict[int, dict[str, Any]]:
         return {} if heartbeat.positions_of_all is None else heartbeat.positions_of_all()
 
     units: list[tuple[str, Callable[[], list[str]]]] = []
-    order = UnitOrder(flag, units, known, timeout_s)
-    for name, part in model.named_modules():
-        if not isinstance(part, FSDPModule):
+    order = UnitOrder(flag, units, known_reports, timeout_s)
+    for name, submodule in model.named_modules():
+        if not isinstance(submodule, FSDPModule):
             continue
         # torch: FSDPState._fsdp_param_groups, FSDPParamGroup._all_gather_comm, post_backward and fsdp_params. An
-        # earlier run may have put its own in their places.
-        for group in part._get_fsdp_state()._fsdp_param_groups:
+        # earlier run may have replaced them.
+        for group in submodule._get_fsdp_state()._fsdp_param_groups:
             inner: Any = group._all_gather_comm
             number = len(units)
             group._all_gather_comm = _Checked(getattr(inner, "inner", inner), order, number)
@@ -296,6 +296,6 @@ def _checked_reduction(group: Any, order: UnitOrder, unit: int) -> Callable[...,
 
 
 def _has_gradient(parameter: Any) -> bool:
-    # torch: FSDPParam._unsharded_param, which there is from the first all-gather on.
+    # torch: FSDPParam._unsharded_param, which exists from the first all-gather on.
     whole = getattr(parameter, "_unsharded_param", None)
     return whole is not None and (parameter.unsharded_accumulated_grad is not None or whole.grad is not None)

@@ -1,8 +1,8 @@
-"""Plans the units that `fsdp` and `hsdp` gather as one, and how long each of them stays whole.
+"""Plans the units that `fsdp` and `hsdp` gather together, and how long each of them stays whole.
 
-As torchtitan's `apply_fsdp` (https://github.com/pytorch/torchtitan): each repeated block is a unit, and so are a large
-embedding and a large output layer, which the last unit, all else, would hold whole throughout a step. The unit that
-runs last is kept from forward to backward, which needs it first.
+Follows torchtitan's `apply_fsdp` (https://github.com/pytorch/torchtitan): each repeated block is a unit, and so are a
+large embedding and a large output layer. Without that they would belong to the root unit, the rest of the module, which
+stays whole throughout a step. The unit that runs last is kept from forward to backward, which needs it first.
 """
 
 import itertools
@@ -21,12 +21,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A module that is gathered as one."""
+    """A module whose parameters are gathered together."""
 
     module: nn.Module
     name: str
     is_block: bool
-    """Whether it is one of the repeated blocks, or of those that the module names."""
+    """Whether it is one of the repeated blocks, or one that the module names."""
     is_kept: bool
     """Whether it stays whole from its forward to its backward."""
 
@@ -37,12 +37,12 @@ class Unit:
 
     @property
     def until(self) -> str:
-        """How long the unit stays whole, in words."""
+        """Describes how long the unit stays whole."""
         return "kept until its backward" if self.is_kept else "freed after its forward"
 
 
 def describe_units(module: nn.Module) -> str:
-    """The plan, with a line for each unit, or for each run of alike ones."""
+    """The plan as text, with a line for each unit or group of equal consecutive units."""
     units = plan_units(module)
     lines = []
     for (numel, until), group in itertools.groupby(units, key=lambda unit: (unit.numel, unit.until)):
@@ -55,7 +55,7 @@ def describe_units(module: nn.Module) -> str:
 
 
 def plan_units(module: nn.Module, *, takes_layers: bool = True) -> list[Unit]:
-    """The units of `module`, in the order of its sub-modules; everything else of it forms one more.
+    """The units of `module`, in the order of its sub-modules; the rest of it forms one more.
 
     Args:
         module: whole, on any device.
@@ -67,42 +67,46 @@ def plan_units(module: nn.Module, *, takes_layers: bool = True) -> list[Unit]:
     blocks = shard_units(module)
     layers = large_layers(module) if takes_layers else []
     chosen = {*blocks, *layers}
-    in_order = [(name, part) for name, part in module.named_modules() if part in chosen]
+    in_order = [(name, submodule) for name, submodule in module.named_modules() if submodule in chosen]
     last = in_order[-1][1] if in_order else None
-    return [Unit(module=part, name=name, is_block=part in set(blocks), is_kept=part is last) for name, part in in_order]
+    return [
+        Unit(module=submodule, name=name, is_block=submodule in set(blocks), is_kept=submodule is last)
+        for name, submodule in in_order
+    ]
 
 
 def large_layers(module: nn.Module) -> list[nn.Module]:
-    """The embeddings before or behind the blocks, and the linear layer behind them, with half of a block's values.
+    """The embeddings before or after the blocks, and the linear layer after them, with half of a block's values or
+    more.
 
-    Not where the module names its units itself, nor those that share a parameter, and none whose weight some forward
-    uses without calling the layer.
+    Empty if the module names its units itself. Layers that share a parameter are left out, and those whose weight some
+    forward uses without calling the layer.
     """
     blocks = named_blocks(module)
     if callable(getattr(module, "shard_units", None)) or not blocks:
         return []
     least = max(sum(p.numel() for p in block.parameters()) for block in blocks) / 2
-    places = {part: place for place, part in enumerate(module.modules())}
-    found = [(name, layer) for name, layer in _called(module, "", set(blocks)) if layer.weight.numel() >= least]
-    heads = [layer for _, layer in found if type(layer) is nn.Linear and places[layer] > places[blocks[-1]]]
-    found = [(name, layer) for name, layer in found if type(layer) is nn.Embedding or layer in heads[-1:]]
-    used = weights_used_in(module) if found else set()
-    return untied(module, [layer for name, layer in found if ANY not in used and name not in used])
+    places = {submodule: index for index, submodule in enumerate(module.modules())}
+    large = [(name, layer) for name, layer in _called(module, "", set(blocks)) if layer.weight.numel() >= least]
+    heads = [layer for _, layer in large if type(layer) is nn.Linear and places[layer] > places[blocks[-1]]]
+    large = [(name, layer) for name, layer in large if type(layer) is nn.Embedding or layer in heads[-1:]]
+    used = weights_used_in(module) if large else set()
+    return untied(module, [layer for name, layer in large if ANY not in used and name not in used])
 
 
-def _called(part: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Embedding | nn.Linear]]:
-    """Layers below `part` that its code calls, with the names of their attributes.
+def _called(submodule: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Embedding | nn.Linear]]:
+    """Layers below `submodule` that its code calls, with their names.
 
-    Without linear layers that have a bias: their output is a view, and where code writes into one, FSDP2 does not
-    hear of its backward.
+    Linear layers with a bias are left out: their output is a view, and if code writes into it, FSDP2 does not notice
+    its backward.
     """
-    if type(part).__module__.startswith("torch.") and not isinstance(part, _CONTAINERS):
-        return  # torch's own modules may take the weights of theirs
-    for key, child in part.named_children():
+    if type(submodule).__module__.startswith("torch.") and not isinstance(submodule, _CONTAINERS):
+        return  # torch's own modules may use the weights of their layers directly
+    for key, child in submodule.named_children():
         if child in blocks:
             continue
         if isinstance(child, nn.Embedding) and type(child) is nn.Embedding:
-            if child.max_norm is None:  # else its forward writes
+            if child.max_norm is None:  # otherwise its forward writes
                 yield key, child
         elif isinstance(child, nn.Linear) and type(child) is nn.Linear:
             if child.bias is None:

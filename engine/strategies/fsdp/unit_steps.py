@@ -1,4 +1,4 @@
-"""The steps of a module of FSDP2 units, and the wrappers that they get while a strategy runs."""
+"""The steps of a module of FSDP2 units, and their wrappers while a strategy runs."""
 
 import functools
 from collections.abc import Callable
@@ -24,10 +24,10 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class UnitSteps(MeshStrategy):
-    """A strategy on a mesh, whose steps run a module of FSDP2 units.
+    """Base of strategies on a mesh whose steps run a module of FSDP2 units.
 
-    FSDP2 gathers parameters around `forward`, but Lightning calls the steps: each is registered as a forward method.
-    The collectives that it makes are noted in their order, and its writes to parameters are refused.
+    FSDP2 gathers parameters around `forward`, but Lightning calls the steps: each step is registered as a forward
+    method. The order of its collectives is checked, and its writes to parameters are refused.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -45,9 +45,9 @@ class UnitSteps(MeshStrategy):
             model: whose steps are replaced.
             hooks_before: the ids of the forward hooks that it had before it was sharded.
         """
-        # Lightning calls these rather than `forward`, whose hooks gather the parameters.
+        # Lightning calls these, not `forward`, whose hooks gather the parameters.
         for step in _STEPS:
-            if not is_overridden(step, model, LightningModule):  # Lightning asks the same, to leave out a loop
+            if not is_overridden(step, model, LightningModule):  # Lightning makes the same check to skip a loop
                 continue
             method = getattr(model, step)
             method = self._track_manual_steps(method) if step == "training_step" else method
@@ -55,7 +55,7 @@ class UnitSteps(MeshStrategy):
             if isinstance(model, FSDPModule):
                 register_fsdp_forward_method(model, step)
                 setattr(model, step, self._note_collectives(getattr(model, step), step))
-        # If a step calls `self(batch)`, these hooks would run within themselves, and gather everything a second time.
+        # If a step calls `self(batch)`, these hooks would be nested, and gather everything a second time.
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key in hooks.keys() - hooks_before:
                 hooks[key] = functools.partial(self._unless_in_step, hooks[key])
@@ -74,7 +74,7 @@ class UnitSteps(MeshStrategy):
             self._is_in_step = True
             checks_writes = step.__name__ == "training_step" and not self._has_trained and self._by_hand is None
             checks_writes &= isinstance(self.model, FSDPModule)
-            self._has_trained |= checks_writes  # once: a step writes each time, or not at all
+            self._has_trained |= checks_writes  # once is enough: a step writes each time, or never
             try:
                 with no_writes(self.model, self._names_of_whole, repr(self)) if checks_writes else nullcontext():
                     return step(*args, **kwargs)
@@ -115,6 +115,6 @@ class UnitSteps(MeshStrategy):
         share_buffers(self.model)
 
     def end_evaluation(self) -> None:
-        """Frees gathered parameters, which no backward frees, so that hooks see the trained ones."""
+        """Frees gathered parameters, since no backward follows that would, so that hooks see the trained ones."""
         assert self.model is not None
         reshard(self.model)

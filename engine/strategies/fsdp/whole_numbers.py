@@ -1,11 +1,11 @@
 """`float(p.norm())` and `p.sum().item()` of a sharded parameter give the number of the whole, not of this rank's shard.
 
-DTensor's `item` hands out what a rank has: of a norm or sum that still is to be reduced, that of its own shard. So an
-optimizer that reads it (LARS, LAMB) would scale each shard of a parameter in another way. Each such number is one
-all-reduce of 4 bytes here, which all ranks make.
+DTensor's `item` returns the local value: of a norm or sum that is not reduced yet, the value of the rank's own shard.
+So an optimizer that reads it (LARS, LAMB) would scale each shard of a parameter differently. Here each such number is
+one all-reduce of 4 bytes on all ranks.
 
-So is each of the numbers that Lightning's `grad_norm` returns. Users have imported that function before a run, and it
-makes one tensor of DTensors, which torch can't: it has other code while a run lasts.
+The same holds for each of the numbers that Lightning's `grad_norm` returns. It stacks DTensors, which torch can't do.
+Users import that function before a run, so its code is replaced during a run.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def read_whole_numbers(order: UnitOrder | None) -> None:
     """Makes `item` of a DTensor reduce it first, and checks torch's own reductions, until `give_back_numbers`.
 
     Args:
-        order: by which it is checked that all ranks do so; None where that is not known.
+        order: checks that all ranks do so; None: no check.
     """
 
     def item(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:
@@ -40,20 +40,20 @@ def read_whole_numbers(order: UnitOrder | None) -> None:
         with torch.no_grad():
             return tensor.full_tensor().item()
 
-    def redistribute(operation: Any, wanted: Any, *args: Any) -> None:
-        if order is not None and _communicates(operation, wanted):
+    def redistribute(operation: Any, arguments: Any, *args: Any) -> None:
+        if order is not None and _communicates(operation, arguments):
             order.check(READ)
-        type(_dispatcher).redistribute_local_args(operation, wanted, *args)
+        type(_dispatcher).redistribute_local_args(operation, arguments, *args)
 
     _dispatcher._custom_op_handlers[_ITEM] = item  # torch: OpDispatcher._custom_op_handlers
     vars(_dispatcher)["redistribute_local_args"] = redistribute  # torch: OpDispatcher.redistribute_local_args
     grad_norm.__code__ = _grad_norm.__code__
 
 
-def _communicates(operation: Any, wanted: Any) -> bool:
-    """Whether an argument is to be placed otherwise; not so where torch asks for another size alone (`new_empty`)."""
+def _communicates(operation: Any, arguments: Any) -> bool:
+    """Whether an argument gets another placement; False if torch only asks for another size (`new_empty`)."""
     is_flat = operation.args_tree_spec is None  # torch: OpInfo.args_tree_spec, OpSchema.args_schema
-    placed = wanted.args_schema if is_flat else tree_leaves(wanted.args_schema)
+    placed = arguments.args_schema if is_flat else tree_leaves(arguments.args_schema)
     return any(
         isinstance(spec, DTensorSpec) and spec.placements != placed[index].placements
         for index, spec in enumerate(operation.flat_args_schema)  # torch: OpInfo.flat_args_schema
@@ -71,14 +71,14 @@ _LIGHTNINGS = grad_norm.__code__
 
 
 def _grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    import sys  # it runs with the globals of Lightning's module
+    import sys  # this code runs with the globals of Lightning's module
 
-    ours = sys.modules["polyphase.engine.strategies.fsdp.whole_numbers"]
-    return ours.gradient_norms(module, float(norm_type), group_separator)
+    this_module = sys.modules["polyphase.engine.strategies.fsdp.whole_numbers"]
+    return this_module.gradient_norms(module, float(norm_type), group_separator)
 
 
 def gradient_norms(module: nn.Module, norm_type: float, separator: str) -> dict[str, Tensor]:
-    """Returns what Lightning's `grad_norm` does: the norm of each gradient, and of all together."""
+    """Returns the result of Lightning's `grad_norm`: the norm of each gradient, and of all together."""
     if norm_type <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {norm_type}")
     norms: dict[str, Tensor] = {}

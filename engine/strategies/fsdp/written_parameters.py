@@ -1,7 +1,7 @@
-"""Writes of a step or hook into parameters of which each rank has a part: they count, or are refused by name.
+"""Writes of a step or hook to sharded parameters: they take effect, or are refused with the parameter's name.
 
-`p.data = values` of a DTensor leaves the rank's part of it as it was; here it is written. During a step under FSDP2 the
-parameters outside of units are whole copies, which are dropped when the step is over, and a write into them with them.
+`p.data = values` does not change the rank's part of a DTensor `p` in torch; here it does. During a step under FSDP2 the
+parameters outside of units are whole copies. They are dropped at the end of the step, together with a write into them.
 """
 
 from collections.abc import Collection, Iterator
@@ -18,7 +18,7 @@ _data: Any = Tensor.data
 
 
 def keep_data() -> None:
-    """Makes ``p.data = values`` write the values of a DTensor, until `forget_data`."""
+    """Makes ``p.data = values`` write the values into a DTensor, until `forget_data`."""
     DTensor.data = property(_data.__get__, _set)  # type: ignore[assignment]
 
 
@@ -43,23 +43,23 @@ def no_writes(module: nn.Module | None, kept: Collection[str], flag: str) -> Ite
     """Context of a step with whole copies of parameters.
 
     Args:
-        module: whose parameters they are.
-        kept: names of those that are whole at all times.
-        flag: of the strategy.
+        module: with the parameters.
+        kept: names of parameters that are always whole.
+        flag: flag of the strategy.
 
     Raises:
-        RuntimeError: it has written into one, which would be lost.
+        RuntimeError: the step has written into one, and the change would be lost.
     """
     assert module is not None
     own = {name: p for name, p in module.named_parameters() if name not in kept}
-    known = {name: p for name, p in own.items() if not isinstance(p, DTensor)}
-    before = {name: (p._version, p.data_ptr()) for name, p in known.items()}
+    copies = {name: p for name, p in own.items() if not isinstance(p, DTensor)}
+    before = {name: (p._version, p.data_ptr()) for name, p in copies.items()}
     yield
-    for name, parameter in known.items():
+    for name, parameter in copies.items():
         if parameter is _parameter(module, name) and (parameter._version, parameter.data_ptr()) != before[name]:
             raise RuntimeError(
-                f"`training_step` writes into {name!r} in place, but under {flag} that is a copy for the time of the"
-                " step, of which each rank keeps a shard, and the change would be lost. Write it in a hook, such as"
+                f"`training_step` writes into {name!r} in place, but under {flag} that is a temporary copy, of which"
+                " each rank keeps only a shard, so the change would be lost. Write it in a hook, such as"
                 " on_train_batch_end or on_before_zero_grad, or use strategy='ddp'. This step has changed no weights."
             )
 

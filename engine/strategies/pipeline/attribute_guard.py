@@ -1,11 +1,11 @@
 """Raises an error where code reads an attribute on a pipeline stage that does not have its value.
 
 A stage skips the units of other stages. Attributes that these write (an auxiliary loss, a router's logits, a running
-statistic) are missing on this stage, or are those of an earlier batch; and what the step writes behind the units is on
-the last stage only. `WriteRecorder` records the writes: in a trial run on all stages but the last, and in the first
-micro-batch on the last one. From then on `AttributeGuard` raises an error where user code reads such an attribute on
-another stage. State that two stages write (the statistics of a BatchNorm that is called before and behind the units) is
-right on neither: that ends the run before its first optimizer step.
+statistic) are missing on this stage, or are those of an earlier batch; and attributes that the step writes after the
+units exist on the last stage only. `WriteRecorder` records the writes: in a trial run on all stages but the last, and
+in the first micro-batch on the last one. From then on `AttributeGuard` raises an error where user code reads such an
+attribute on another stage. State that two stages write (the statistics of a BatchNorm that is called before and behind
+the units) is right on neither: that ends the run before its first optimizer step.
 
 A step has one segment for each stage: from the stage's first unit to that of the next stage. Stage s runs the segments
 up to its own: those of earlier stages without content, and its own with real values. So a stage has the right value of
@@ -86,7 +86,7 @@ class AttributeGuard:
         for key, unit in written.by_units.items():
             stages = self._stages_with_value.setdefault(key, {stage})
             if stage not in stages:
-                stages.clear()  # units of two stages write it: no stage has all
+                stages.clear()  # units of two stages write it: no stage has all writes
             self._writers.setdefault(key, f"the block {unit!r}")
         by_stage = self._written_in_step[step]
         by_stage[stage] = written

@@ -137,23 +137,23 @@ def _fingerprints(module: nn.Module, owners: Collection[nn.Module], *, parameter
     """
     fingerprints: dict[Key, Any] = {
         (name, attribute): _fingerprint(value)
-        for name, part in module.named_modules()
-        if not isinstance(part, Metric)  # see `log.py`
-        for attribute, value in part.__dict__.items()
+        for name, submodule in module.named_modules()
+        if not isinstance(submodule, Metric)  # see `log.py`
+        for attribute, value in submodule.__dict__.items()
         if attribute not in _NOT_THE_USERS
     }
     fingerprints |= {
-        (name, key): (*_fingerprint(value), _sums(value)) if part in owners else _fingerprint(value)
-        for name, part in module.named_modules()
-        if not isinstance(part, Metric)
-        for key, value in part._buffers.items()
+        (name, key): (*_fingerprint(value), _sums(value)) if submodule in owners else _fingerprint(value)
+        for name, submodule in module.named_modules()
+        if not isinstance(submodule, Metric)
+        for key, value in submodule._buffers.items()
         if value is not None
     }
     if parameters:  # by version only: parameters that are lent replace shapes
         fingerprints |= {
             (name, key): (nn.Parameter, 0 if value.is_meta or value.is_inference() else value._version)
-            for name, part in module.named_modules()
-            for key, value in part._parameters.items()
+            for name, submodule in module.named_modules()
+            for key, value in submodule._parameters.items()
             if value is not None
         }
     return fingerprints
@@ -234,11 +234,11 @@ def _is_of_a_users_class(value: Any) -> bool:
 def _hook_fingerprints(name: str, unit: nn.Module) -> dict[str, Any]:
     """Returns fingerprints of the objects that forward hooks and replaced forwards inside a unit refer to."""
     fingerprints = {}
-    for inner, part in unit.named_modules(prefix=name):
-        if part is unit:  # the hooks of the unit itself run on all stages
+    for inner, submodule in unit.named_modules(prefix=name):
+        if submodule is unit:  # the hooks of the unit itself run on all stages
             continue
-        patched = [part.__dict__["forward"]] if "forward" in part.__dict__ else []
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *patched):
+        patched = [submodule.__dict__["forward"]] if "forward" in submodule.__dict__ else []
+        for hook in (*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values(), *patched):
             if not str(getattr(hook, "__module__", "")).startswith("torch."):
                 hook_name = getattr(hook, "__qualname__", type(hook).__name__)
                 values = [_fingerprint(value) for value in _referenced(hook)]

@@ -19,7 +19,7 @@ __all__ = ["autocast_form"]
 def autocast_form(func: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
     """Returns the result of an operation on meta tensors, in the dtypes that autocast gives on `device`.
 
-    Where autocast changes nothing, the operation runs without it, so that a view stays a view of an argument.
+    If autocast changes nothing, the operation runs without it, so that a view stays a view of an argument.
     """
     mode = FakeTensorMode()
 

@@ -24,7 +24,7 @@ def batch_size_of(batch: Any) -> int:
     if not sizes:
         raise ValueError(
             f"a pipeline cuts each batch into micro-batches, but there is no tensor in this {type(batch).__name__}:"
-            " have the DataLoader yield tensors, or dicts, lists or dataclasses of them, with the samples in dim 0."
+            " let the DataLoader yield tensors, or dicts, lists or dataclasses of them, with the samples in dim 0."
         )
     return sizes[0]
 
@@ -58,7 +58,7 @@ def _part(value: Any, size: int, rows: slice) -> Any:
     if isinstance(value, (list, tuple)):
         return _row_part(value, size, rows)
     if isinstance(value, Mapping):
-        parts = {key: _part(each, size, rows) for key, each in value.items()}
+        parts = {key: _part(member, size, rows) for key, member in value.items()}
         if not isinstance(value, MutableMapping):
             return type(value)(parts)  # type: ignore[call-arg]
         mapping = copy.copy(value)  # keeps a default_factory, and other attributes of its class
@@ -69,7 +69,7 @@ def _part(value: Any, size: int, rows: slice) -> Any:
         for field in dataclasses.fields(value):
             object.__setattr__(copied, field.name, _part(getattr(value, field.name), size, rows))
         return copied
-    if any(isinstance(each, (Tensor, np.ndarray)) for each in getattr(value, "__dict__", {}).values()):
+    if any(isinstance(member, (Tensor, np.ndarray)) for member in getattr(value, "__dict__", {}).values()):
         raise _error(size, f"a {type(value).__name__}, whose tensors it can't cut")
     return value
 
@@ -79,7 +79,7 @@ def _row_part(values: Any, size: int, rows: slice) -> Any:
     if hasattr(values, "_fields"):
         return type(values)(*(_part(value, size, rows) for value in values))
     if not _has_tensors(values):
-        if len(values) == size:  # a text for each sample, say
+        if len(values) == size:  # for example a text for each sample
             return values[rows]
         if values and isinstance(values, list):
             raise _error(size, f"a list of {len(values)} values")
@@ -94,11 +94,11 @@ def _has_tensors(value: Any) -> bool:
     return bool(tensors)
 
 
-def _error(size: int, what: str) -> ValueError:
+def _error(size: int, description: str) -> ValueError:
     return ValueError(
-        f"a pipeline cuts each batch of {size} samples into micro-batches, but it has {what}: have the DataLoader yield"
-        " tensors with the samples in dim 0, lists with one value for each sample, and what all samples share without"
-        " dims or in a tuple, or set microbatches=1 with schedule=gpipe."
+        f"a pipeline cuts each batch of {size} samples into micro-batches, but it has {description}: let the DataLoader"
+        " yield tensors with the samples in dim 0, lists with one value for each sample, and values that all samples"
+        " share without dims or in a tuple, or set microbatches=1 with schedule=gpipe."
     )
 
 
@@ -115,7 +115,7 @@ def merge_outputs(outputs: list[Any]) -> Any:
         parts = [merge_outputs(list(parts)) for parts in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, list):
-        return [value for output in outputs for value in output]  # one for each sample, say
+        return [value for output in outputs for value in output]  # for example one for each sample
     return sum(outputs) / len(outputs) if isinstance(first, float) else first
 
 

@@ -164,5 +164,5 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
 
 def _copy_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
     parts = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view(gradient.shape))
+    for gradient, value in zip(gradients, parts, strict=True):
+        gradient.copy_(value.view(gradient.shape))

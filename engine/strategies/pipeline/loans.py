@@ -45,11 +45,11 @@ class BorrowedParameters:
         """Replaces a shape by a parameter with content, under all its names; returns the parameter."""
         parameter = nn.Parameter(content, shape.requires_grad)
         self._present[id(shape)] = shape, parameter
-        for part in self._module.modules():
-            for name, value in part._parameters.items():
+        for submodule in self._module.modules():
+            for name, value in submodule._parameters.items():
                 if value is shape:
-                    part._parameters[name] = parameter
-                    self._places.append((part, name, shape))
+                    submodule._parameters[name] = parameter
+                    self._places.append((submodule, name, shape))
         return parameter
 
     def name_of(self, shape: nn.Parameter) -> str:
@@ -174,9 +174,9 @@ def return_gradients(
             flat = torch.empty(sum(sizes) + len(sizes), dtype=trained[0].dtype, device=device)
             dist.recv(flat, dist.get_global_rank(wire.group, loan.borrower), group=wire.group)  # type: ignore[arg-type]
             *parts, flags = flat.split([*sizes, len(sizes)])
-            for parameter, part, has_gradient in zip(trained, parts, flags.tolist(), strict=True):
+            for parameter, gradient, has_gradient in zip(trained, parts, flags.tolist(), strict=True):
                 if has_gradient:
-                    _add(parameter, part.view(parameter.shape))
+                    _add(parameter, gradient.view(parameter.shape))
 
 
 def _lent(borrowed: BorrowedParameters, shape: Tensor) -> nn.Parameter:
@@ -192,6 +192,6 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-def _send(flat: Tensor, to: int, wire: CountingGroup, name: Any) -> None:
-    dist.send(flat, dist.get_global_rank(wire.group, to), group=wire.group)  # type: ignore[arg-type]
+def _send(flat: Tensor, receiver: int, wire: CountingGroup, name: Any) -> None:
+    dist.send(flat, dist.get_global_rank(wire.group, receiver), group=wire.group)  # type: ignore[arg-type]
     wire.sent[TrafficKey(name, 0)] += flat.nbytes

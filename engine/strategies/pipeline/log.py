@@ -86,8 +86,8 @@ class StepLog:
         self._calls.setdefault(key, []).append((value, arguments))
 
     def _name_of(self, metric: Metric, name: str) -> str:
-        for attribute, part in self._module.named_modules():
-            if part is metric:
+        for attribute, submodule in self._module.named_modules():
+            if submodule is metric:
                 return attribute
         raise ValueError(
             f"self.log({name!r}, ...) was given a {type(metric).__name__} that is no attribute of the module: assign it"
@@ -143,7 +143,7 @@ def _arguments(noted: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
     """Returns the arguments of the first call, with the number of samples of all calls."""
     arguments = dict(noted[0][1])
     if arguments.get("batch_size") is not None:
-        arguments["batch_size"] = sum(int(each["batch_size"]) for _, each in noted)
+        arguments["batch_size"] = sum(int(call_arguments["batch_size"]) for _, call_arguments in noted)
     return arguments
 
 

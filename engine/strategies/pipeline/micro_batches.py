@@ -1,4 +1,4 @@
-"""Warnings for modules that compute something else when a batch is cut into micro-batches, as far as detectable.
+"""Warnings for modules whose result changes when a batch is cut into micro-batches, as far as this is detectable.
 
 BatchNorm normalises over each micro-batch. Other buffers that a forward writes (the vectors of a spectral norm) are
 written once for each micro-batch. And a loss that is not a mean over samples (it compares samples, as in CLIP, or
@@ -7,7 +7,7 @@ divides by a number of tokens) is not the mean of the micro-batches' losses.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,9 @@ def batch_norm_warning(module: nn.Module, number: int, size: int) -> str | None:
         number: of micro-batches.
         size: samples of the batch.
     """
-    names = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    names = [
+        name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm) and submodule.training
+    ]
     if not names or number == 1:
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -71,14 +73,14 @@ def buffers_warning(module: nn.Module, written: Iterable[Key], number: int) -> s
     )
 
 
-def loss_warning(part: StageModule, step: Callable[[Any], Any], batch: Any, number: int) -> str | None:
+def loss_warning(stage: StageModule, step: Callable[[Any], Any], batch: Any, number: int) -> str | None:
     """Tests whether the loss of two micro-batches together is the mean of their losses.
 
     Runs the last stage four times without gradients and in eval mode, with random numbers in place of the activations
     that it would receive.
 
     Args:
-        part: the last stage, after a trial run.
+        stage: the last stage, after a trial run.
         step: runs the module's step on a batch.
         batch: the whole batch.
         number: of micro-batches.
@@ -87,39 +89,13 @@ def loss_warning(part: StageModule, step: Callable[[Any], Any], batch: Any, numb
         A warning; None if the loss is the mean, or if this can't be tested: the activations do not have one row for
         each sample, the step draws random numbers, or it fails with such activations.
     """
-    partitioned, job, width = part.partitioned, part.partitioned.job, batch_size_of(batch) // number
+    width, job = batch_size_of(batch) // number, stage.partitioned.job
     assert job is not None
-    sent = job.shapes.sent(part.stage - 1)
+    sent = job.shapes.sent(stage.stage - 1)
     if number == 1 or not all(t.is_floating_point() and t.dim() and t.shape[0] == width for t in sent):
         return None
-    numbers = [torch.randn((2 * width, *t.shape[1:]), dtype=torch.float32) for t in sent]
-    modes, written, snapshot = (
-        [(m, m.training) for m in partitioned.module.modules()],
-        partitioned.written,
-        StepSnapshot(partitioned.module, random=False),
-    )
-    results = []
-    try:
-        partitioned.written = None
-        for module, _ in modes:
-            module.training = False
-        both, first, second = slice(0, 2 * width), slice(0, width), slice(width, 2 * width)
-        for seed, rows in enumerate((first, first, second, both)):
-            shapes = _of_size(job.shapes, width, rows.stop - rows.start)
-            run = functools.partial(_run, step, take_rows(batch, rows))
-            partitioned.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes)
-            with torch.no_grad():
-                received = (t[rows].to(partitioned.device, shape.dtype) for t, shape in zip(numbers, sent, strict=True))
-                part.micro_batch = seed
-                results.append(_loss_and_weight(part(*received)))
-    except Exception:  # perhaps because of the random activations; the batch itself comes later
+    if (results := _trial_losses(stage, step, batch, sent, width)) is None:
         return None
-    finally:
-        partitioned.job, partitioned.written, partitioned.failure = job, written, None
-        partitioned.filled.clear()
-        for module, mode in modes:
-            module.training = mode
-        snapshot.undo()
     again, *parts, (whole, _) = results
     if again != parts[0]:  # the step draws random numbers, such as noise
         return None
@@ -136,6 +112,43 @@ def loss_warning(part: StageModule, step: Callable[[Any], Any], batch: Any, numb
     )
 
 
+def _trial_losses(
+    stage: StageModule, step: Callable[[Any], Any], batch: Any, sent: Sequence[torch.Tensor], width: int
+) -> list[tuple[float, float]] | None:
+    """Returns loss and weight of the first micro-batch (twice), the second one, and both; None if the step fails."""
+    partitioned, job = stage.partitioned, stage.partitioned.job
+    assert job is not None
+    numbers = [torch.randn((2 * width, *t.shape[1:]), dtype=torch.float32) for t in sent]
+    modes, written, snapshot = (
+        [(m, m.training) for m in partitioned.module.modules()],
+        partitioned.written,
+        StepSnapshot(partitioned.module, random=False),
+    )
+    results = []
+    try:
+        partitioned.written = None
+        for module, _ in modes:
+            module.training = False
+        together, first, second = slice(0, 2 * width), slice(0, width), slice(width, 2 * width)
+        for seed, rows in enumerate((first, first, second, together)):
+            shapes = _of_size(job.shapes, width, rows.stop - rows.start)
+            run = functools.partial(_run, step, take_rows(batch, rows))
+            partitioned.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes)
+            with torch.no_grad():
+                received = (t[rows].to(partitioned.device, shape.dtype) for t, shape in zip(numbers, sent, strict=True))
+                stage.micro_batch = seed
+                results.append(_loss_and_weight(stage(*received)))
+    except Exception:  # perhaps because of the random activations; the batch itself comes later
+        return None
+    finally:
+        partitioned.job, partitioned.written, partitioned.failure = job, written, None
+        partitioned.filled.clear()
+        for module, mode in modes:
+            module.training = mode
+        snapshot.undo()
+    return results
+
+
 def _run(step: Callable[[Any], Any], batch: Any, index: int) -> Any:
     return step(batch)
 
@@ -147,8 +160,8 @@ def _finish(index: int, output: Any) -> Any:
 def _of_size(shapes: Shapes, width: int, size: int) -> Shapes:
     """Returns the shapes for micro-batches of `size` samples instead of `width`."""
 
-    def resized(place: TensorSlot) -> TensorSlot:
-        return place._replace(shape=(size, *place.shape[1:])) if place.shape[:1] == (width,) else place
+    def resized(slot: TensorSlot) -> TensorSlot:
+        return slot._replace(shape=(size, *slot.shape[1:])) if slot.shape[:1] == (width,) else slot
 
     units = {number: apply_to_collection(form, TensorSlot, resized) for number, form in shapes.units.items()}
     return dataclasses.replace(shapes, units=units)

@@ -56,12 +56,12 @@ def _is_independent(optimizer: Optimizer, group: int) -> bool:
 def _movement(optimizer: Optimizer, group: int, factors: tuple[float, ...]) -> Tensor:
     """Returns how far the first parameter of a group moves when the gradients of all others have these factors."""
     torch.manual_seed(0)
-    copies = {id(p): _small(p) for each in optimizer.param_groups for p in each["params"]}
+    copies = {id(p): _small(p) for param_group in optimizer.param_groups for p in param_group["params"]}
     first = copies[id(optimizer.param_groups[group]["params"][0])]
     before = first.detach().clone()
     memo: dict[int, Any] = dict(copies)
     copied = memo[id(optimizer)] = object.__new__(type(optimizer))
-    attributes = {name: copy.deepcopy(each, memo) for name, each in vars(optimizer).items() if name not in _LEFT_OUT}
+    attributes = {name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items() if name not in _LEFT_OUT}
     copied.__dict__.update(attributes, **{name: OrderedDict() for name in _LEFT_OUT[1:]})
     for step, factor in enumerate(factors):
 

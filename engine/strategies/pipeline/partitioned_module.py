@@ -93,7 +93,7 @@ class PartitionedModule:
 
     def name_of(self, unit: nn.Module) -> str:
         """Returns the first name of a sub-module."""
-        return next(name for name, part in self.module.named_modules() if part is unit)
+        return next(name for name, submodule in self.module.named_modules() if submodule is unit)
 
     def is_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a buffer of the module."""

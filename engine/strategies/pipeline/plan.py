@@ -73,10 +73,10 @@ def replace_absent(module: nn.Module, plan: StagePlan, absent: Collection[nn.Par
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     shapes = {parameter: RemoteTensor.parameter(parameter, names[parameter]) for parameter in absent}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter in shapes:
-                part._parameters[name] = shapes[parameter]
+                submodule._parameters[name] = shapes[parameter]
     for parameter, shape in shapes.items():
         plan.holders[shape] = plan.holders.pop(parameter)
 
@@ -92,7 +92,7 @@ def _user_stages(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, .
         )
     units = [unit for stage in stages for unit in stage]
     check_inside(module, units, "pipeline_stages")
-    nested = [part for unit in units for part in unit.modules()]
+    nested = [submodule for unit in units for submodule in unit.modules()]
     if len(set(nested)) < len(nested):
         raise ValueError(
             f"{kind}.pipeline_stages() returned a sub-module twice, or one that is inside of another: name each part"
@@ -103,11 +103,15 @@ def _user_stages(module: nn.Module, num_stages: int) -> tuple[tuple[nn.Module, .
 
 def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
     """Returns the name of the container of the blocks, and the blocks."""
-    sequentials = [(name, list(part)) for name, part in module.named_modules() if isinstance(part, nn.Sequential)]
+    sequentials = [
+        (name, list(submodule)) for name, submodule in module.named_modules() if isinstance(submodule, nn.Sequential)
+    ]
     # Of an encoder and a decoder of equal length, the decoder: its blocks take the encoder's output as an argument.
     for candidates in (block_lists(module)[::-1], sequentials, block_lists(module, (nn.ModuleDict,))[::-1]):
         # Of a student and a teacher of equal length, the student.
-        name, blocks = max(candidates, key=lambda found: (len(found[1]), _is_trained(found[1])), default=("", []))
+        name, blocks = max(
+            candidates, key=lambda candidate: (len(candidate[1]), _is_trained(candidate[1])), default=("", [])
+        )
         units = list(dict.fromkeys(blocks))
         if len(units) > 1:
             return name, units
@@ -151,11 +155,11 @@ def _balanced(
 def _outside(module: nn.Module, units: Sequence[nn.Module]) -> tuple[int, int]:
     """Returns the numbers of parameters before and after the units."""
     sizes = [0, 0]
-    inside = {part for unit in units for part in unit.modules()}
-    for part, places in _assign_modules(module, (tuple(units[:1]), tuple(units[1:]))):
-        if part not in inside:
-            for place in places:
-                sizes[place] += sum(p.numel() for p in part.parameters(recurse=False))
+    inside = {submodule for unit in units for submodule in unit.modules()}
+    for submodule, places in _assign_modules(module, (tuple(units[:1]), tuple(units[1:]))):
+        if submodule not in inside:
+            for index in places:
+                sizes[index] += sum(p.numel() for p in submodule.parameters(recurse=False))
     return sizes[0], sizes[1]
 
 
@@ -167,20 +171,20 @@ def _assign_modules(
     seen: set[nn.Module] = set()
     present = 0
 
-    def visit(part: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
+    def visit(submodule: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
         nonlocal present
-        if isinstance(part, Metric):  # on the last stage; no key of a dict, since its hash changes with its state
-            inner = (each for each in part.modules() if not isinstance(each, Metric))
-            yield from ((each, (len(stages) - 1,)) for each in inner)
+        if isinstance(submodule, Metric):  # on the last stage; no key of a dict, since its hash changes with its state
+            inner = (module_inside for module_inside in submodule.modules() if not isinstance(module_inside, Metric))
+            yield from ((module_inside, (len(stages) - 1,)) for module_inside in inner)
             return
-        if part in seen:
+        if submodule in seen:
             return
-        if part in of_unit:
-            present = of_unit[part]
-        is_around = part not in of_unit and any(inner in of_unit for inner in part.modules())
-        seen.add(part)
-        yield part, tuple(sorted({0, len(stages) - 1})) if is_around else (present,)
-        for child in part.children():
+        if submodule in of_unit:
+            present = of_unit[submodule]
+        is_around = submodule not in of_unit and any(inner in of_unit for inner in submodule.modules())
+        seen.add(submodule)
+        yield submodule, tuple(sorted({0, len(stages) - 1})) if is_around else (present,)
+        for child in submodule.children():
             yield from visit(child)
 
     yield from visit(module)

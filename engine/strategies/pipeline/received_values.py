@@ -207,7 +207,7 @@ class ReceivedValues:
             raise CutError(
                 f"{users_line()} asks for a gradient within the step, but no pipeline stage has the whole graph, from"
                 " what comes before its own part, and so none can give that, or the gradient of a gradient, as"
-                " create_graph=True asks for, say for a gradient penalty: choose another strategy, such as 'fsdp'."
+                " create_graph=True needs, for example for a gradient penalty: choose another strategy, such as 'fsdp'."
             )
 
     def _is_of_this_stage(self, tensor: Tensor) -> bool:

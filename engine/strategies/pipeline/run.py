@@ -344,13 +344,13 @@ class Runner:
         dist.broadcast_object_list(message, dist.get_global_rank(self._group, rank), group=self._hosts)
         if failure is not None:
             raise failure
-        units, offered, (needed, start, made, used, borrowed), written, problem = message[0]
+        units, offered, (needed, start, produced, used, borrowed), written, problem = message[0]
         if problem is not None:
             raise CutError(problem)
         if written is not None:
             self.partitioned.guard.learn(name, stage, written, self.partitioned.plan.num_stages)
         shapes.units.update(units)
-        shapes.starts[stage], shapes.made[stage] = start, made
+        shapes.starts[stage], shapes.made[stage] = start, produced
         shapes.used[stage], shapes.borrowed[stage] = used or {}, borrowed or []
         shapes.offered[stage] = [
             form if form is None else torch.empty(form[0], dtype=form[1], device="meta").requires_grad_(form[2])

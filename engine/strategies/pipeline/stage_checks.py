@@ -32,11 +32,11 @@ def check_plan(module: nn.Module, plan: StagePlan, options: PPOptions) -> None:
     """
     if not isinstance(options, PPFSDPOptions):
         return
-    for name, part in module.named_modules():
-        own = [name for name, _ in part.named_parameters(recurse=False)]
-        if own and len(plan.modules[part]) > 1:
+    for name, submodule in module.named_modules():
+        own = [name for name, _ in submodule.named_parameters(recurse=False)]
+        if own and len(plan.modules[submodule]) > 1:
             raise ValueError(
-                f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(part).__name__!r}, around the"
+                f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(submodule).__name__!r}, around the"
                 " blocks: put them into a sub-module of their own, or choose 'pp+ddp'."
             )
 

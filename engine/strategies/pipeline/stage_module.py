@@ -58,13 +58,15 @@ class StageModule(nn.Module):
         self.__dict__["partitioned"] = partitioned  # not one of its sub-modules
         self.stage = stage
         plan = partitioned.plan
-        units = {part for unit in plan.stages[stage] for part in unit.modules()}
-        own = [part for part in plan.modules if part in units or self._holds(part)]
-        inside = {child for part in own for child in part.children()}
-        self.own = nn.ModuleList([part for part in own if part not in inside])
-        around = [part for part, places in plan.modules.items() if len(places) > 1 and stage in places]
+        units = {submodule for unit in plan.stages[stage] for submodule in unit.modules()}
+        own = [submodule for submodule in plan.modules if submodule in units or self._holds(submodule)]
+        inside = {child for submodule in own for child in submodule.children()}
+        self.own = nn.ModuleList([submodule for submodule in own if submodule not in inside])
+        around = [submodule for submodule, places in plan.modules.items() if len(places) > 1 and stage in places]
         # The own parameters of modules that contain units.
-        self.around = nn.ParameterList(dict.fromkeys(p for part in around for p in part.parameters(recurse=False)))
+        self.around = nn.ParameterList(
+            dict.fromkeys(p for submodule in around for p in submodule.parameters(recurse=False))
+        )
         self.is_last = stage == plan.num_stages - 1
         self._content = ReceivedValues(stage, partitioned.filled, partitioned.borrowed, partitioned.device, plan)
         self._calls = self._content.calls
@@ -86,11 +88,11 @@ class StageModule(nn.Module):
     borrowed: nn.ParameterList | None = None
     """The parameters that other stages lend to this one, while a batch is run."""
 
-    def _holds(self, part: nn.Module) -> bool:
+    def _holds(self, submodule: nn.Module) -> bool:
         """Whether this stage has a parameter of a module that contains no units."""
         plan = self.partitioned.plan
-        own = list(part.parameters(recurse=False))
-        return len(plan.modules[part]) == 1 and any(self.stage in plan.holders[parameter] for parameter in own)
+        own = list(submodule.parameters(recurse=False))
+        return len(plan.modules[submodule]) == 1 and any(self.stage in plan.holders[parameter] for parameter in own)
 
     def forward(self, *received: Tensor) -> Any:
         """Runs this stage's part of the step for `micro_batch`; returns the tensors for the next stage, or the loss.

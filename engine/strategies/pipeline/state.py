@@ -16,10 +16,10 @@ __all__ = ["buffer_stages", "gather_state"]
 def buffer_stages(module: nn.Module, plan: StagePlan) -> dict[str, int]:
     """Maps the name of each buffer to the stage whose values are saved: all stages have the buffer."""
     stages = {}
-    for name, part in module.named_modules(remove_duplicate=False):
+    for name, submodule in module.named_modules(remove_duplicate=False):
         # Metrics are updated on the last stage.
-        stage = plan.num_stages - 1 if isinstance(part, Metric) else plan.modules[part][0]
-        for key, _ in part.named_buffers(recurse=False):
+        stage = plan.num_stages - 1 if isinstance(submodule, Metric) else plan.modules[submodule][0]
+        for key, _ in submodule.named_buffers(recurse=False):
             stages[f"{name}.{key}" if name else key] = stage
     return stages
 

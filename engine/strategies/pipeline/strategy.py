@@ -223,7 +223,7 @@ class Pipeline(MeshStrategy):
         own_stages = range(rank, self.num_stages, size)
         own_units = [unit for stage in own_stages for unit in plan.stages[stage]]
         if self.recompute is not None:
-            own_parts = {part for unit in own_units for part in unit.modules()}
+            own_parts = {submodule for unit in own_units for submodule in unit.modules()}
             for block in named_blocks(model):
                 if block in own_parts:
                     self.recompute(block)
@@ -235,16 +235,16 @@ class Pipeline(MeshStrategy):
         self._parts = [StageModule(self._partitioned, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             units = set(shard_units(model))
-            for part in self._parts:
-                self._shard(part, units)
+            for submodule in self._parts:
+                self._shard(submodule, units)
 
-    def _shard(self, part: StageModule, units: set[nn.Module]) -> None:
+    def _shard(self, stage: StageModule, units: set[nn.Module]) -> None:
         mesh = self.device_mesh["shard"]
-        ignored = {parameter for parameter in part.parameters() if parameter.is_meta}
-        for unit in [unit for unit in part.modules() if unit in units]:  # in the same order on all ranks
+        ignored = {parameter for parameter in stage.parameters() if parameter.is_meta}
+        for unit in [unit for unit in stage.modules() if unit in units]:  # in the same order on all ranks
             fully_shard(unit, mesh=mesh, reshard_after_forward=False)
         # torch: the stage reduces gradients and frees the whole parameters when the last micro-batch is done.
-        fully_shard(part, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+        fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
 
     def _start_runner(self) -> None:
         assert self._partitioned is not None
@@ -278,12 +278,12 @@ class Pipeline(MeshStrategy):
         self.precision_plugin.norm_of = self._gradients.norm  # type: ignore[attr-defined]
         if isinstance(self.options, PPDDPOptions) and size > 1:
             self._counting_hook = AllReduceHook() if self.comm_hook is None else None
-            hook = self.averaging
+            hook = self.active_hook
             assert hook is not None
             hook.begin(model, CountingGroup(self._device_mesh["replicate"].get_group()), self.loss_scaler)  # type: ignore[index]
         if isinstance(self.options, PPFSDPOptions) and self.counts_traffic:
             self._shard_group = CountingGroup(self._device_mesh["shard"].get_group())  # type: ignore[index]
-            for index, (unit, _) in enumerate(unit for part in self._parts for unit in fsdp_units(part, size)):
+            for index, (unit, _) in enumerate(unit for stage in self._parts for unit in fsdp_units(stage, size)):
                 unit.set_custom_all_gather(CountedAllGather(self._shard_group, index))
                 unit.set_custom_reduce_scatter(CountedReduceScatter(self._shard_group, index))
 
@@ -300,7 +300,7 @@ class Pipeline(MeshStrategy):
         ]
 
     @property
-    def averaging(self) -> CommHook | None:
+    def active_hook(self) -> CommHook | None:
         """The comm hook that averages gradients over the pipelines; None with one pipeline, or if they are sharded."""
         return self.comm_hook or self._counting_hook
 
@@ -322,7 +322,7 @@ class Pipeline(MeshStrategy):
         """
         losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
         if synchronises:
-            self._gradients.synchronise(self.averaging, self.data_ranks)
+            self._gradients.synchronise(self.active_hook, self.data_ranks)
         return losses
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -348,8 +348,8 @@ class Pipeline(MeshStrategy):
 
     def end_evaluation(self) -> None:
         """Frees gathered parameters, as under `fsdp`."""
-        for part in self._parts:
-            reshard(part)
+        for stage in self._parts:
+            reshard(stage)
 
     def teardown(self) -> None:
         """Removes from the module what was attached to it."""

@@ -78,8 +78,8 @@ class TreeBroadcast:
             else:
                 flat = torch.empty(sum(numels), dtype=dtype, device=self._device)
             dist.broadcast(flat, self._source, group=self._group)
-            for slot, part in zip(of_dtype, flat.split(numels), strict=True):
-                received[slot.number] = part.view(slot.shape)
+            for slot, values in zip(of_dtype, flat.split(numels), strict=True):
+                received[slot.number] = values.view(slot.shape)
         return unflatten_tree(form, [received[index] for index in range(len(received))])
 
     def _broadcast_form(self, content: bytes) -> bytes:

@@ -54,7 +54,7 @@ def unpack(content: bytes) -> Any:
 
 def _tree(value: Any, buffers: list[bytes]) -> Any:
     def of(values: Any) -> list[Any]:
-        return [_tree(each, buffers) for each in values]
+        return [_tree(item, buffers) for item in values]
 
     if value is None or isinstance(value, (bool, int, float, str)):
         # Subclasses too (numpy's numbers, Lightning's enumerations), as plain values.
@@ -87,13 +87,13 @@ def _tree(value: Any, buffers: list[bytes]) -> Any:
     return _record(value, of)
 
 
-def _record(value: Any, of: Any) -> Any:
+def _record(value: Any, fields: Any) -> Any:
     kind = type(value)
     if _is_record(kind):
         names = _field_names(kind)
-        return {"record": [kind.__module__, kind.__qualname__, names, of(getattr(value, name) for name in names)]}
+        return {"record": [kind.__module__, kind.__qualname__, names, fields(getattr(value, name) for name in names)]}
     if kind in (tuple, torch.Size):
-        return {"tuple": of(value)}
+        return {"tuple": fields(value)}
     raise TypeError(_refusal(value))
 
 
@@ -105,7 +105,7 @@ def _refusal(value: Any) -> str:
 
 
 def _is_record(kind: Any) -> bool:
-    # A peer can name any class: only those that do nothing but keep their values are made.
+    # A peer can name any class: only classes that just store their values are created.
     is_record = isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
     return is_record and kind.__module__.startswith(_PACKAGE)
 
@@ -131,7 +131,7 @@ class _Reader:
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
-            return [self.value(each) for each in tree]
+            return [self.value(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
         ((tag, content),) = tree.items()
@@ -163,7 +163,7 @@ class _Reader:
         return {self.value(key): self.value(value) for key, value in content}
 
     def _tuple(self, content: Any) -> tuple[Any, ...]:
-        return tuple(self.value(each) for each in content)
+        return tuple(self.value(item) for item in content)
 
     def _set(self, content: Any) -> set[Any]:
         return set(self._tuple(content))
@@ -195,7 +195,7 @@ class _Reader:
         kind = _class(str(module), str(name)) if str(module).startswith(_PACKAGE) else None
         if kind is None or not _is_record(kind) or kind.__module__ != module or names != _field_names(kind):
             raise ValueError(f"no record {module}.{name} of {names}")
-        return kind(**dict(zip(names, (self.value(each) for each in values), strict=True)))
+        return kind(**dict(zip(names, (self.value(item) for item in values), strict=True)))
 
 
 _TAGS = ("tensor", "array", "bytes", "dict", "tuple", "set", "frozenset", "dtype", "path", "error", "record")

@@ -64,16 +64,16 @@ def interface_of(address: str) -> str:
         network = ipaddress.ip_network(address, strict=False)
     except ValueError:
         network = None
-    here = {
-        each.address.partition("%")[0]: name
+    names_by_address = {
+        entry.address.partition("%")[0]: name
         for name, entries in interfaces.items()
-        for each in entries
-        if each.family in (socket.AF_INET, socket.AF_INET6)
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
     }
-    for own, name in here.items():
-        if network is not None and ipaddress.ip_address(own) in network:
+    for address_here, name in names_by_address.items():
+        if network is not None and ipaddress.ip_address(address_here) in network:
             return name
-    have = ", ".join(f"{own} ({name})" for own, name in here.items())
+    have = ", ".join(f"{address_here} ({name})" for address_here, name in names_by_address.items())
     raise ValueError(
         "ps:address must be an IP address of this machine, a network that it is in (10.0.0.0/24), or the name of an"
         f" interface, but got {address!r}. This machine has {have}."
@@ -81,7 +81,7 @@ def interface_of(address: str) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads messages of tensors, plain values, exceptions, and functions of `ALLOWED`; refuses all else."""
+    """Reads messages of tensors, plain values, exceptions, and functions of `ALLOWED`; refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
@@ -180,12 +180,12 @@ class Connection:
         return [rank for rank, call in calls.items() if not _done(call).wait(max(0.0, deadline - time.monotonic()))]
 
     @counts_as_communication
-    def wait(self, calls: dict[int, Future], what: str) -> dict[int, Any]:
+    def wait(self, calls: dict[int, Future], purpose: str) -> dict[int, Any]:
         """Waits for the answers to calls; returns them by rank.
 
         Args:
             calls: by rank.
-            what: the ranks were asked, for messages: "for its share of the parameters".
+            purpose: the object of "the ranks were asked", for messages: "for its share of the parameters".
 
         Raises:
             RuntimeError: a rank can't be reached, or did not answer in time; names it.
@@ -199,12 +199,12 @@ class Connection:
                 while not has_answered.wait(_TICK_S):
                     if time.monotonic() >= deadline:
                         raise RuntimeError(
-                            f"rank {rank} was asked {what}, and has not answered in {self.timeout_s:g} s."
+                            f"rank {rank} was asked {purpose}, and has not answered in {self.timeout_s:g} s."
                         )
                 try:
                     answers[rank] = future.value()
                 except RuntimeError as failure:
-                    raise RuntimeError(f"rank {rank} was asked {what}, and could not answer: {failure}") from failure
+                    raise RuntimeError(f"rank {rank} was asked {purpose}, and could not answer: {failure}") from failure
         return answers
 
     def close(self) -> None:

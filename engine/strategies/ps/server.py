@@ -128,12 +128,12 @@ class Server:
         with self._lock:
             return dict(self._staleness_counts)
 
-    def push(self, optimizer_index: int, what: _Push, *, holds: bool = False) -> Future:
+    def push(self, optimizer_index: int, gradients: _Push, *, holds: bool = False) -> Future:
         """Queues the gradients of a worker.
 
         Args:
             optimizer_index: position of the optimizer in the trainer's list.
-            what: the gradients.
+            gradients: the gradients.
             holds: hold the step until the norm over all shards' gradients is known: until a `pull`.
 
         Returns:
@@ -142,9 +142,9 @@ class Server:
         norm: Future = Future()
         queue = self._queue(optimizer_index)
         with self._lock:
-            self._check(what.rank)
-            queue.pushes.append(what)
-            self._num_pushed[what.rank] += 1
+            self._check(gradients.rank)
+            queue.pushes.append(gradients)
+            self._num_pushed[gradients.rank] += 1
             if holds:
                 queue.norms.append(norm)
         if not holds:
@@ -255,9 +255,9 @@ def _answered(value: Any) -> Future:
 
 
 @rpc.functions.async_execution
-def push(optimizer_index: int, *what: Any) -> Future:
+def push(optimizer_index: int, *fields: Any) -> Future:
     """Calls `Server.push` with a step that is held; the arguments are the fields of `_Push`."""
-    return _servers[0].push(optimizer_index, _Push(*what), holds=True)
+    return _servers[0].push(optimizer_index, _Push(*fields), holds=True)
 
 
 @rpc.functions.async_execution
@@ -267,9 +267,9 @@ def pull(optimizer_index: int, rank: int, scale: float) -> Future:
 
 
 @rpc.functions.async_execution
-def exchange(optimizer_index: int, *what: Any) -> Future:
+def exchange(optimizer_index: int, *fields: Any) -> Future:
     """Pushes, and pulls patiently, in one message; the arguments are the fields of `_Push`."""
-    server, gradients = _servers[0], _Push(*what)
+    server, gradients = _servers[0], _Push(*fields)
     server.push(optimizer_index, gradients)
     return server.pull(optimizer_index, gradients.rank, patient=True)
 

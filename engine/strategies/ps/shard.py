@@ -44,7 +44,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
-    return all(isinstance(each, (int, float, str, type(None))) for each in (value if type(value) is tuple else [value]))
+    return all(isinstance(item, (int, float, str, type(None))) for item in (value if type(value) is tuple else [value]))
 
 
 class Packing:
@@ -77,8 +77,8 @@ class Packing:
         views: list[Tensor] = [torch.empty(0)] * len(self._shapes)
         for buffer, indices in zip(buffers, self._indices.values(), strict=True):
             sizes = [self._shapes[index].numel() for index in indices]
-            for index, part in zip(indices, buffer.split(sizes), strict=True):
-                views[index] = part.view(self._shapes[index])
+            for index, view in zip(indices, buffer.split(sizes), strict=True):
+                views[index] = view.view(self._shapes[index])
         return views
 
 
@@ -108,8 +108,8 @@ class Shard:
         Returns:
             The squared 2-norm of the gradients.
         """
-        means = [torch.stack(each).mean(0) if len(each) > 1 else each[0] for each in _columns(pushed)]
-        has_gradient = [any(each) for each in zip(*(present for _, present in pushed), strict=True)]
+        means = [torch.stack(column).mean(0) if len(column) > 1 else column[0] for column in _columns(pushed)]
+        has_gradient = [any(column) for column in zip(*(present for _, present in pushed), strict=True)]
         squared_norm = 0.0
         gradients = self.packing.unpack(means)
         for parameter, gradient, present in zip(self.parameters, gradients, has_gradient, strict=True):
@@ -144,14 +144,14 @@ class Shard:
     @property
     def held_bytes(self) -> int:
         """The bytes of parameters and optimizer state that this shard holds."""
-        states = [value for each in self._optimizer.state.values() for value in each.values()]
+        states = [value for values in self._optimizer.state.values() for value in values.values()]
         return sum(tensor.nbytes for tensor in (*self.buffers, *states) if isinstance(tensor, Tensor))
 
     def state(self) -> list[dict[str, Any]]:
         """Returns a copy of the optimizer's state of each parameter."""
         return [
-            {key: value.clone() if isinstance(value, Tensor) else value for key, value in each.items()}
-            for each in (self._optimizer.state.get(parameter, {}) for parameter in self.parameters)
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+            for values in (self._optimizer.state.get(parameter, {}) for parameter in self.parameters)
         ]
 
 

@@ -95,7 +95,7 @@ class PS(DistributedStrategy, DDPStrategy):
                 " all anew."
             )
         with bind_interface(self._interface):
-            self.meet()
+            self._connect_ranks()
             super().setup_environment()
             end_group_at_exit()
             if self.is_global_zero:
@@ -224,12 +224,12 @@ class PS(DistributedStrategy, DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns an optimizer's state on rank 0, which saves it; all ranks call it."""
-        own = super().optimizer_state(optimizer)
+        state = super().optimizer_state(optimizer)
         if self._worker is None:
-            return own
+            return state
         states = self._worker.states_of(optimizer) if self.is_global_zero else {}
         self.barrier()  # no rank trains before it is read
-        return {**own, "state": states}
+        return {**state, "state": states}
 
     @property
     def staleness(self) -> dict[int, int]:
@@ -329,7 +329,7 @@ class PS(DistributedStrategy, DDPStrategy):
                 module.dist_sync_fn = self._gather_tensors
 
     def _gather_tensors(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return [each.to(tensor.device) for each in self.data_ranks.all_gather_object(tensor.cpu())]
+        return [gathered.to(tensor.device) for gathered in self.data_ranks.all_gather_object(tensor.cpu())]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all surviving ranks."""
@@ -365,8 +365,8 @@ class PS(DistributedStrategy, DDPStrategy):
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
         """Sums over the ranks. With staleness > 0 no rank waits: the sum is this rank's value times their number."""
-        own = make()
-        total = own * self.data_size if self.options.staleness > 0 else self.reduce(own, reduce_op="sum")
+        summand = make()
+        total = summand * self.data_size if self.options.staleness > 0 else self.reduce(summand, reduce_op="sum")
         return lambda: total
 
 

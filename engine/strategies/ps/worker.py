@@ -146,7 +146,7 @@ class Worker:
         shares = self._shares[optimizer_index]
         calls = {share.server: self._connection.call(share.server, state, optimizer_index) for share in shares}
         answers = self._connection.wait(calls, "for its share of the optimizer's state")
-        states = {i: each for s in shares for i, each in zip(s.indices, answers[s.server], strict=True) if each}
+        states = {i: values for s in shares for i, values in zip(s.indices, answers[s.server], strict=True) if values}
         return dict(sorted(states.items()))
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Embeddings split by their rows over the tensor-parallel ranks, those with a `padding_idx` too."""
+"""Embeddings split by their rows over the tensor-parallel ranks, also with a `padding_idx`."""
 
 import functools
 from collections.abc import Callable

@@ -60,8 +60,8 @@ class Experts(ParallelStyle):
 
         args, kwargs = tree_map_only(Tensor, local_input, (args, kwargs))
         parameters: Any = module.named_parameters()  # DTensors
-        own = {name: parameter.to_local() for name, parameter in parameters}
-        with _reparametrize_module(module, own):
+        local_parameters = {name: parameter.to_local() for name, parameter in parameters}
+        with _reparametrize_module(module, local_parameters):
             output = forward(*args, **kwargs)
         whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
         return to_replica(whole, mesh) if self.by_sequence else to_plain(whole)
@@ -74,13 +74,13 @@ def find_experts(module: nn.Module, num_ranks: int) -> Iterator[tuple[str, str]]
         if not isinstance(plan, Mapping):
             continue
         for pattern in (key for key, style in plan.items() if style == "moe_tp_experts"):
-            for name, part in model.named_modules():
+            for name, submodule in model.named_modules():
                 if fnmatchcase(name, pattern):
-                    yield f"{path}.{name}".lstrip("."), _why_whole(part, plan, pattern, num_ranks)
+                    yield f"{path}.{name}".lstrip("."), _why_whole(submodule, plan, pattern, num_ranks)
 
 
-def _why_whole(part: nn.Module, plan: Mapping[str, Any], pattern: str, num_ranks: int) -> str:
-    shapes = {key: parameter.shape for key, parameter in part.named_parameters()}
+def _why_whole(submodule: nn.Module, plan: Mapping[str, Any], pattern: str, num_ranks: int) -> str:
+    shapes = {key: parameter.shape for key, parameter in submodule.named_parameters()}
     styles = {key: plan.get(f"{pattern}.{key}") for key in shapes}
     if styles != _STYLES or any(len(shape) != 3 for shape in shapes.values()):
         plan_text = ", ".join(f"{key} {style!r}" for key, style in styles.items())

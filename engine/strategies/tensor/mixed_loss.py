@@ -42,16 +42,16 @@ def _hook_plain_inputs(loss: DTensor) -> None:
         if type(node).__name__ in _IS_SPLIT:
             is_split[node] = _IS_SPLIT[type(node).__name__]
             continue
-        inputs = [each for each, _ in node.next_functions if each is not None]
+        inputs = [source for source, _ in node.next_functions if source is not None]
         if not inputs_are_known:
-            stack += [(node, True), *((each, False) for each in inputs)]
+            stack += [(node, True), *((source, False) for source in inputs)]
             continue
         leaf = getattr(node, "variable", None)  # of an AccumulateGrad
-        is_split[node] = isinstance(leaf, DTensor) or any(is_split[each] for each in inputs)
-        for each in inputs if is_split[node] else ():
-            if not is_split[each] and each not in hooked:
-                hooked.add(each)
-                each.register_prehook(_plain)
+        is_split[node] = isinstance(leaf, DTensor) or any(is_split[source] for source in inputs)
+        for source in inputs if is_split[node] else ():
+            if not is_split[source] and source not in hooked:
+                hooked.add(source)
+                source.register_prehook(_plain)
 
 
 def _plain(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -129,7 +129,7 @@ def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
     """Whether a view to `size` leaves the dim of a `_StridedShard` as it is, or turns it into another placement."""
     if not isinstance(after, _StridedShard):
         return True
-    sizes = [spec.shape.numel() // -math.prod(size) if each == -1 else each for each in size]
+    sizes = [spec.shape.numel() // -math.prod(size) if length == -1 else length for length in size]
     dim = spec.placements[axis].dim  # type: ignore[attr-defined]
     return spec.shape[dim] == sizes[after.dim] and math.prod(spec.shape[:dim]) == math.prod(sizes[: after.dim])
 

@@ -33,15 +33,15 @@ def compute_replicated(
         style: the style that it was split by.
         applied: for each split sub-module its style, and the keys of the hooks that the style has registered.
     """
-    for part in region.modules():
-        if part is region or part not in applied:
+    for submodule in region.modules():
+        if submodule is region or submodule not in applied:
             continue
-        style_of_part, keys = applied[part]
+        style_of_part, keys = applied[submodule]
         for key in keys:
-            part._forward_pre_hooks.pop(key, None)
-            part._forward_hooks.pop(key, None)
+            submodule._forward_pre_hooks.pop(key, None)
+            submodule._forward_hooks.pop(key, None)
         if isinstance(style_of_part, FusedColwise):
-            del part.forward
+            del submodule.forward
     style.replacement = functools.partial(_forward, region)
 
 

@@ -178,10 +178,10 @@ class TensorParallel(FSDP):
         rank_zero_info(str(plan))
         super()._shard(model)
 
-    def _split(self, part: nn.Module) -> None:
-        """Splits the layers of `part` that are in the plan; tied parameters stay tied."""
-        before = [(sub, key, p) for sub in part.modules() for key, p in sub._parameters.items() if p is not None]
-        styles = [(sub, self._styles.pop(sub)) for sub in part.modules() if sub in self._styles]
+    def _split(self, submodule: nn.Module) -> None:
+        """Splits the layers of `submodule` that are in the plan; tied parameters stay tied."""
+        before = [(sub, key, p) for sub in submodule.modules() for key, p in sub._parameters.items() if p is not None]
+        styles = [(sub, self._styles.pop(sub)) for sub in submodule.modules() if sub in self._styles]
         for sub, style in reversed(styles):  # children first: the parent's style handles the parameters that they leave
             hooks_before = hooks_of(sub)
             # src_data_rank=None: every rank has the whole layer, so nothing is sent.
@@ -190,7 +190,7 @@ class TensorParallel(FSDP):
             self._applied[sub] = style, hooks_of(sub) - hooks_before
         if self.options.sequence_parallel:
             # Each rank uses the other parameters for a part of the sequence: their gradients have to be summed.
-            replicate(part, self.device_mesh["tp"])
+            replicate(submodule, self.device_mesh["tp"])
         split: dict[Any, Any] = {}
         for sub, key, whole in before:
             new = sub._parameters[key]
@@ -201,9 +201,9 @@ class TensorParallel(FSDP):
             if sub._parameters[key] is whole and whole in split:
                 raise ValueError(f"{_tie(sub)} one of them is split and the other one is not.")
 
-    def _fully_shard(self, part: nn.Module, is_kept: bool) -> None:
+    def _fully_shard(self, submodule: nn.Module, is_kept: bool) -> None:
         if self._shards:
-            super()._fully_shard(part, is_kept)
+            super()._fully_shard(submodule, is_kept)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Shards a `_StridedShard` of rows by columns: DTensor has no placement for a second shard of its rows."""
@@ -308,16 +308,16 @@ def _implicit_replication(by_sequence: bool, optimizer: str = "") -> Generator[N
         try:
             yield
         except Exception as error:
-            if (place := _where_dtensor_failed(error)) is None:
+            if (line := _where_dtensor_failed(error)) is None:
                 raise
             if optimizer:
                 raise RuntimeError(
                     f"the step of {optimizer} can't be done with parameters that are split over the tensor-parallel"
-                    f" ranks: {place}. Take an optimizer that computes element by element and with norms, such as"
+                    f" ranks: {line}. Take an optimizer that computes element by element and with norms, such as"
                     " AdamW, Adafactor, LARS or LAMB, or choose another strategy, such as 'ddp'."
                 ) from error
             raise RuntimeError(
-                f"{place}: this can't be done with what a layer that is split over the tensor-parallel ranks has"
+                f"{line}: this can't be done with what a layer that is split over the tensor-parallel ranks has"
                 f" returned. {_SEQUENCE_HINT if by_sequence else ''}Name other layers in tensor_parallel_plan(), or"
                 " choose another strategy, such as 'fsdp'."
             ) from error
@@ -329,18 +329,20 @@ def _where_dtensor_failed(error: Exception) -> str | None:
     """Returns the line of the user's code whose DTensor operation raised `error`; None if DTensor did not raise it."""
     frames = list(traceback.walk_tb(error.__traceback__))
     places = traceback.StackSummary.extract(iter(frames))
-    of_user = [(frame, place) for (frame, _), place in zip(frames, places, strict=True) if is_users(frame)]
+    of_user = [(frame, frame_line) for (frame, _), frame_line in zip(frames, places, strict=True) if is_users(frame)]
     # An operation on the local tensors, such as a view of non-contiguous ones, fails without a frame of DTensor's.
     has_dtensors = any(isinstance(value, DTensor) for frame, _ in of_user[-1:] for value in frame.f_locals.values())
     may_be_local = type(error) is RuntimeError and error.__cause__ is None and has_dtensors
     if not (is_raised_by_dtensor(error) or may_be_local) or isinstance(error, torch.OutOfMemoryError):
         return None
     modules = [frame.f_locals.get("self") for frame, _ in of_user]
-    inside = [f"the forward of {type(each).__name__}, " for each in modules if isinstance(each, nn.Module)]
+    inside = [f"the forward of {type(module).__name__}, " for module in modules if isinstance(module, nn.Module)]
     text = "".join([*inside[-1:], *(f'{p.filename}:{p.lineno} in {p.name}: "{p.line}", ' for _, p in of_user[-1:])])
-    said = f"{type(error).__name__}: {cause_of(error)}" if str(error) else f"{type(error).__name__} without a message"
+    message = (
+        f"{type(error).__name__}: {cause_of(error)}" if str(error) else f"{type(error).__name__} without a message"
+    )
     inner = places[-1]
-    return f'{text}where torch\'s DTensor raised {said} (in {inner.name}: "{inner.line}")'
+    return f'{text}where torch\'s DTensor raised {message} (in {inner.name}: "{inner.line}")'
 
 
 def _check_tie(first: Any, second: Any, sub: nn.Module) -> None:

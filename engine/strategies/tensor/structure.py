@@ -3,7 +3,7 @@
 Follows Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the first matrix of an MLP and the projections
 to q, k and v are split by columns, so that each rank has some hidden units or heads of its own; the second matrix, and
 the projection out of the attention, by rows; embedding and output layer by the vocabulary. One all-reduce forward and
-one backward for each MLP and each attention. What is not recognised stays replicated: every rank has all of it.
+one backward for each MLP and each attention. Other layers stay replicated: every rank has all of them.
 """
 
 import dataclasses
@@ -83,29 +83,29 @@ def derive_entries(module: nn.Module, options: PlanOptions) -> tuple[tuple[Entry
         ValueError: the number of ranks does not divide the heads of an attention.
     """
 
-    def inside(name: str, part: nn.Module) -> tuple[list[Entry], Skipped]:
+    def inside(name: str, submodule: nn.Module) -> tuple[list[Entry], Skipped]:
         entries: list[Entry] = []
         skipped: Skipped = []
-        if isinstance(part, nn.MultiheadAttention):
+        if isinstance(submodule, nn.MultiheadAttention):
             skipped.append((name, "nn.MultiheadAttention has no projections of its own; write q_proj, k_proj, ..."))
-        if _runs_in_order(part):
-            entries.extend(_sequence_entries(name, part, options.num_ranks, skipped))
-        for child, sub in part.named_children():
+        if _runs_in_order(submodule):
+            entries.extend(_sequence_entries(name, submodule, options.num_ranks, skipped))
+        for child, sub in submodule.named_children():
             entries_of_child, skipped_of_child = visit(f"{name}.{child}" if name else child, sub)
             entries += entries_of_child
             skipped += skipped_of_child
         return entries, skipped
 
-    def visit(name: str, part: nn.Module) -> tuple[list[Entry], Skipped]:
+    def visit(name: str, submodule: nn.Module) -> tuple[list[Entry], Skipped]:
         skipped: Skipped = []
-        if attention := _attention_entry(name, part, options, skipped):
+        if attention := _attention_entry(name, submodule, options, skipped):
             return [attention], skipped
-        if mlp := _mlp_entry(name, part, options, skipped):
-            inner, skipped_inside = inside(name, part)
+        if mlp := _mlp_entry(name, submodule, options, skipped):
+            inner, skipped_inside = inside(name, submodule)
             # An MLP may be two layers that choose between experts: then the experts are more.
             is_more = num_split_elements(module, inner) > num_split_elements(module, [mlp])
             return (inner, skipped_inside) if is_more else ([mlp], skipped)
-        inner, skipped_inside = inside(name, part)
+        inner, skipped_inside = inside(name, submodule)
         return inner, skipped + skipped_inside
 
     entries, skipped = inside("", module)  # the steps of the module itself don't go through its forward
@@ -133,16 +133,16 @@ def _without_conflicts(module: nn.Module, entries: list[Entry], skipped: Skipped
     return entries
 
 
-def _attention_entry(name: str, part: nn.Module, options: PlanOptions, skipped: Skipped) -> Entry | None:
+def _attention_entry(name: str, submodule: nn.Module, options: PlanOptions, skipped: Skipped) -> Entry | None:
     num_ranks = options.num_ranks
-    linears = _linears(part)
+    linears = _linears(submodule)
     out = _first_name(_OUT, linears)
     fused = _first_name(_FUSED, linears)
     apart = [_first_name(names, linears) for names in (_QUERY, _KEY, _VALUE)]
-    projections = [fused] if fused else [each for each in apart if each]
+    projections = [fused] if fused else [layer for layer in apart if layer]
     if out is None or not (fused or None not in apart) or out in projections:
         return None
-    heads, key_heads = _int_attribute(part, _HEADS), _int_attribute(part, _KEY_HEADS)
+    heads, key_heads = _int_attribute(submodule, _HEADS), _int_attribute(submodule, _KEY_HEADS)
     into = ", ".join(projections)
     thirds = fused is None or linears[fused].out_features == 3 * linears[out].in_features
     reason = ""
@@ -152,42 +152,43 @@ def _attention_entry(name: str, part: nn.Module, options: PlanOptions, skipped: 
         reason = "q, k and v have unequal parts of it"
     elif heads % num_ranks:
         raise ValueError(
-            f"the attention {name!r} ({type(part).__name__}) has {heads} heads, which {num_ranks} tensor-parallel ranks"
-            f" can't share equally: choose a `tp` that divides {heads}, or name other layers in tensor_parallel_plan()."
+            f"the attention {name!r} ({type(submodule).__name__}) has {heads} heads, which {num_ranks} tensor-parallel"
+            f" ranks can't share equally: choose a `tp` that divides {heads}, or name other layers in"
+            " tensor_parallel_plan()."
         )
     elif key_heads is not None and key_heads % num_ranks:
         reason = f"{num_ranks} ranks can't share {key_heads} heads of keys and values equally"
     if reason or heads is None:
-        widths = [linears[each].out_features for each in projections] + [linears[out].in_features]
+        widths = [linears[layer].out_features for layer in projections] + [linears[out].in_features]
         if any(width % num_ranks for width in widths):
             skipped.append((name, f"its width is no multiple of {num_ranks}"))
             return None
         # The projections' outputs are gathered and the last layer's input is split: right for any code in between.
         styles: dict[str, ParallelStyle] = {
-            f"{name}.{each}": ColwiseParallel(output_layouts=Replicate()) for each in projections
+            f"{name}.{layer}": ColwiseParallel(output_layouts=Replicate()) for layer in projections
         }
         styles[f"{name}.{out}"] = PlainRowwise(Replicate())
         return Entry(name, f"{into} and {out} split, but attention itself done by every rank: {reason}", styles)
     cut: ParallelStyle = (
         FusedColwise(3, cuts_bias=not options.is_sharded) if fused else ColwiseParallel(use_local_output=False)
     )
-    styles = {name: ParallelRegion(options.by_sequence), **{f"{name}.{each}": cut for each in projections}}
+    styles = {name: ParallelRegion(options.by_sequence), **{f"{name}.{layer}": cut for layer in projections}}
     styles[f"{name}.{out}"] = options.output_style
     text = f"{into} by columns, {out} by rows: {heads // num_ranks} of {heads} heads"
     return Entry(name, text, styles)
 
 
-def _mlp_entry(name: str, part: nn.Module, options: PlanOptions, skipped: Skipped) -> Entry | None:
+def _mlp_entry(name: str, submodule: nn.Module, options: PlanOptions, skipped: Skipped) -> Entry | None:
     num_ranks = options.num_ranks
-    linears = _linears(part)
-    if _runs_in_order(part):
+    linears = _linears(submodule)
+    if _runs_in_order(submodule):
         return None  # its pairs need no region
     pairs = _gated(linears) or _chained(list(linears.items()))
     if not pairs:
         return None
-    foreign = [m for m in part.modules() if m is not part and not isinstance(m, _IN_MLPS) and _has_tensors(m)]
-    if foreign or not all(_has_weight(m) for m in part.modules() if isinstance(m, nn.Linear)):
-        return None  # more than an MLP; perhaps there are some inside
+    foreign = [m for m in submodule.modules() if m is not submodule and not isinstance(m, _IN_MLPS) and _has_tensors(m)]
+    if foreign or not all(_has_weight(m) for m in submodule.modules() if isinstance(m, nn.Linear)):
+        return None  # more than an MLP; perhaps it contains MLPs
     styles: dict[str, ParallelStyle] = {name: ParallelRegion(options.by_sequence)}
     words = []
     for firsts, second in pairs:
@@ -226,18 +227,20 @@ def _chained(linears: list[tuple[str, nn.Linear]]) -> list[tuple[list[str], str]
     return pairs
 
 
-def _runs_in_order(part: nn.Module) -> bool:
-    """Whether `part` is a `Sequential` without a forward of its own."""
-    return isinstance(part, nn.Sequential) and getattr(part.forward, "__func__", None) is nn.Sequential.forward
+def _runs_in_order(submodule: nn.Module) -> bool:
+    """Whether `submodule` is a `Sequential` without a forward of its own."""
+    return (
+        isinstance(submodule, nn.Sequential) and getattr(submodule.forward, "__func__", None) is nn.Sequential.forward
+    )
 
 
-def _sequence_entries(name: str, part: nn.Module, num_ranks: int, skipped: Skipped) -> Iterator[Entry]:
+def _sequence_entries(name: str, submodule: nn.Module, num_ranks: int, skipped: Skipped) -> Iterator[Entry]:
     """Finds pairs of Linear layers in a Sequential with elementwise layers only between them.
 
-    This assumes that the parent calls `part` as a whole, rather than some of its layers.
+    This assumes that the parent calls `submodule` as a whole, rather than some of its layers.
     """
     first: str | None = None
-    children = dict(part.named_children())
+    children = dict(submodule.named_children())
     for child, sub in children.items():
         if not isinstance(sub, nn.Linear) or not _has_weight(sub):
             first = first if isinstance(sub, _ELEMENTWISE) else None
@@ -318,8 +321,10 @@ def _cuts_bias(style: ParallelStyle) -> bool:
     return style.cuts_bias if isinstance(style, FusedColwise) else isinstance(style, (ColwiseParallel, VocabParallel))
 
 
-def _linears(part: nn.Module) -> dict[str, nn.Linear]:
-    return {name: child for name, child in part.named_children() if isinstance(child, nn.Linear) and _has_weight(child)}
+def _linears(submodule: nn.Module) -> dict[str, nn.Linear]:
+    return {
+        name: child for name, child in submodule.named_children() if isinstance(child, nn.Linear) and _has_weight(child)
+    }
 
 
 def _first_name(names: Iterable[str], linears: Mapping[str, nn.Linear]) -> str | None:
@@ -327,9 +332,9 @@ def _first_name(names: Iterable[str], linears: Mapping[str, nn.Linear]) -> str |
     return next((by_lower[name] for name in names if name in by_lower), None)
 
 
-def _int_attribute(part: nn.Module, names: Iterable[str]) -> int | None:
+def _int_attribute(submodule: nn.Module, names: Iterable[str]) -> int | None:
     """Returns the first of these attributes of a module, or of its ``config``, that is an int."""
-    owners = (part, getattr(part, "config", None))
+    owners = (submodule, getattr(submodule, "config", None))
     values = (getattr(owner, name, None) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int)), None)
 

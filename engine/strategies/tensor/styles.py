@@ -49,8 +49,8 @@ def _whole(tensor: DTensor) -> Tensor:
 
 
 _NO_DOUBLE_BACKWARD = """\
-tensor parallelism can't give the gradient of a gradient, as create_graph=True asks for, say for a gradient penalty: \
-choose another strategy, such as 'fsdp'."""
+tensor parallelism can't give the gradient of a gradient, as create_graph=True needs, for example for a gradient \
+penalty: choose another strategy, such as 'fsdp'."""
 
 
 _MIXED_WITH_DETACHED = """\
@@ -187,10 +187,10 @@ def is_raised_by_dtensor(error: Exception) -> bool:
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Turns the parameters of `module` that are not DTensors yet into replicated ones."""
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
+    for submodule in module.modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
-                part.register_parameter(name, dtensor_parameter(parameter, parameter.detach(), mesh, Replicate()))
+                submodule.register_parameter(name, dtensor_parameter(parameter, parameter.detach(), mesh, Replicate()))
 
 
 def to_replica(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -262,8 +262,8 @@ class VocabParallel(ParallelStyle):
         split.src_data_rank = self.src_data_rank
         module = split._apply(module, device_mesh)
 
-        def leave(part: nn.Module, args: Any, output: DTensor) -> Tensor:
-            return output if self.loss_parallel and part.training else to_plain(output)
+        def leave(submodule: nn.Module, args: Any, output: DTensor) -> Tensor:
+            return output if self.loss_parallel and submodule.training else to_plain(output)
 
         module.register_forward_hook(leave)
         return module

@@ -23,26 +23,26 @@ def conflicting_ties(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> 
     """
     regions = tuple(f"{name}." for name, style in styles.items() if isinstance(style, ParallelRegion))
     holders: dict[nn.Parameter, dict[str, str]] = defaultdict(dict)
-    for name, part in module.named_modules():
-        for key, parameter in part._parameters.items():
+    for name, submodule in module.named_modules():
+        for key, parameter in submodule._parameters.items():
             if parameter is not None:
                 inside = f"{name}.".startswith(regions)
-                holders[parameter][name] = _cut(styles.get(name), part, key, inside)
+                holders[parameter][name] = _cut(styles.get(name), submodule, key, inside)
     conflicts = {}
     for cuts in holders.values():
         for name, cut in cuts.items():
-            other = next((each for each in cuts if cuts[each] != cut), None)
+            other = next((other_name for other_name in cuts if cuts[other_name] != cut), None)
             if other is not None:
                 conflicts[name] = other
     return conflicts
 
 
-def _cut(style: ParallelStyle | None, part: nn.Module, key: str, is_in_region: bool) -> str:
+def _cut(style: ParallelStyle | None, submodule: nn.Module, key: str, is_in_region: bool) -> str:
     """Says how a style splits a parameter: parameters that are split alike have the same word."""
     if style is None or isinstance(style, ParallelRegion):
         return "replica" if is_in_region else "whole"
     if isinstance(style, FusedColwise):
         return f"{style.num_parts} parts" if key == "weight" or style.cuts_bias else "replica"
-    if isinstance(style, RowwiseParallel) == isinstance(part, nn.Embedding):  # the rows of a table are its entries
+    if isinstance(style, RowwiseParallel) == isinstance(submodule, nn.Embedding):  # the rows of a table are its entries
         return "by dim 0"
     return "by dim 1" if key == "weight" else "replica"

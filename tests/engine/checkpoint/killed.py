@@ -17,7 +17,7 @@ import pytest
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find, lock, repair
 from polyphase.engine.checkpoint.retention import list_entries, prune
 
-from .made import about, content, is_whole, saved
+from .sample_checkpoints import about, content, is_whole, saved
 
 NUM_KILLS = 20
 KEPT = 3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError
 
-from .made import about, content, is_whole, save
+from .sample_checkpoints import about, content, is_whole, save
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -13,7 +13,7 @@ from polyphase.engine.checkpoint import commands
 from polyphase.engine.checkpoint.publish import MANIFEST, update_link
 from tests.distributed import run_command
 
-from .made import content, same, save, saved
+from .sample_checkpoints import content, same, save, saved
 
 
 @pytest.fixture

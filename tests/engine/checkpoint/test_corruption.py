@@ -9,7 +9,7 @@ import pytest
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find, opening, read_manifest
 from polyphase.engine.checkpoint.publish import MANIFEST, check_files
 
-from .made import is_whole, saved
+from .sample_checkpoints import is_whole, saved
 
 FILES = ("tensors.json", "shard-0-0.safetensors", "shard-0-1.safetensors", "rest.pt", "ranks.pt", MANIFEST)
 

@@ -12,7 +12,7 @@ from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, read
 from polyphase.engine.checkpoint.checked_io import Files
 from polyphase.engine.checkpoint.dcp_storage import tensors_in
 
-from .made import about, is_whole, save, save_format1, seal
+from .sample_checkpoints import about, is_whole, save, save_format1, seal
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),

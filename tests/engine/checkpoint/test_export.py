@@ -16,9 +16,9 @@ from polyphase.engine import Engine
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, load_checkpoint
 from polyphase.engine.checkpoint.export import export
 
-from ..loop.both import Small, exactly, rows, trainer_of
+from ..loop.stock_comparison import Small, exactly, rows, trainer_of
 from ..tiny import SavesIn
-from .made import content, same, save
+from .sample_checkpoints import content, same, save
 
 
 class Scheduled(Small):

@@ -11,7 +11,7 @@ from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError
 from polyphase.engine.checkpoint.export import export
 
 from ...distributed import ROOT, run_command
-from .made import about, content, is_whole, save
+from .sample_checkpoints import about, content, is_whole, save
 
 ROOM_BYTES = 500_000
 

@@ -18,7 +18,7 @@ from polyphase.engine.checkpoint.checked_io import Files
 from polyphase.engine.checkpoint.format1 import parse_metadata
 
 from ..tiny import Regression, engine, rows
-from .made import is_whole, save, save_format1, seal
+from .sample_checkpoints import is_whole, save, save_format1, seal
 
 NUM_MUTATIONS = 2000
 MARKER = "polyphase_executed"

@@ -17,7 +17,7 @@ from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.publish import repair
 from polyphase.engine.checkpoint.retention import list_entries
 
-from .made import content, same, save, save_format1, seal
+from .sample_checkpoints import content, same, save, save_format1, seal
 
 NUM_EDITS = 500
 

@@ -13,7 +13,7 @@ from polyphase.engine.checkpoint.ownership import is_torch_file, path_status
 from polyphase.engine.checkpoint.publish import begin, publish, remove
 from polyphase.engine.resume.engine_io import EngineIO
 
-from .made import about, content, is_whole, manifest, save, save_format1, seal
+from .sample_checkpoints import about, content, is_whole, manifest, save, save_format1, seal
 
 
 def thesis(folder: Path) -> Path:

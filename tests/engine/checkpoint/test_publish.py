@@ -22,7 +22,7 @@ from polyphase.engine.checkpoint.publish import (
     writing_file,
 )
 
-from .made import manifest
+from .sample_checkpoints import manifest
 
 
 @pytest.fixture(params=["local", "memory"])

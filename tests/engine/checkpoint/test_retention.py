@@ -11,7 +11,7 @@ from polyphase.engine.checkpoint import find
 from polyphase.engine.checkpoint.publish import MANIFEST, update_link
 from polyphase.engine.checkpoint.retention import list_entries, prune
 
-from .made import is_whole, saved
+from .sample_checkpoints import is_whole, saved
 
 
 def steps(folder: Path) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from polyphase.engine.checkpoint import NAMES, AsyncCheckpointer, CheckpointError, find, load_checkpoint
 from polyphase.engine.checkpoint.publish import MANIFEST
 
-from .made import about, content, is_whole, same, save
+from .sample_checkpoints import about, content, is_whole, same, save
 
 
 def start(saver: AsyncCheckpointer, path: Path, step: int = 1, **checkpoint) -> None:

@@ -19,7 +19,7 @@ from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find
 from polyphase.engine.distributed.object_group import ObjectGroup
 from tests.distributed import run_ranks
 
-from .made import LARGE, about, content, same, save
+from .sample_checkpoints import LARGE, about, content, same, save
 
 
 def net() -> nn.Module:

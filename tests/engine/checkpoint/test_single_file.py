@@ -18,7 +18,7 @@ from polyphase.engine.checkpoint.retention import list_entries, prune
 from polyphase.engine.checkpoint.single_file import manifest_text, wrong_in
 from polyphase.engine.checkpoint.whole import write_file
 
-from ..loop.both import Small, exactly, rows, trainer_of
+from ..loop.stock_comparison import Small, exactly, rows, trainer_of
 from ..tiny import Regression, engine
 from ..tiny import rows as four
 

@@ -12,7 +12,7 @@ from torch import nn
 from polyphase.engine.checkpoint import NAMES, by_name, by_number, to_lightning
 from polyphase.engine.checkpoint.state_tree import join, like, merged, split, tensor_keys
 
-from .made import LARGE, content, same
+from .sample_checkpoints import LARGE, content, same
 
 # Keys with dots and numbers as keys: their paths meet those of nested dicts.
 KEYS = st.sampled_from(["a", "b", "a.b", "0", "0.a", 0, 1])

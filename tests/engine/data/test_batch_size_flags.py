@@ -40,7 +40,7 @@ def test_flags_that_can_not_be_honoured(flags, message):
         (DataLoader(Stream(40), batch_size=4), "Stream is a stream(.|\n)*weight"),
         (
             DataLoader(Positions(40), batch_size=4, sampler=DistributedSampler(Positions(40), 1, 0)),
-            "the DataLoader's own DistributedSampler would both deal samples",
+            "the DataLoader's own DistributedSampler would both split the samples",
         ),
         ([1, 2, 3], "needs a DataLoader to take the samples from, but training data is a list"),
     ],

@@ -62,7 +62,7 @@ def run(at_the_top: str, data: str) -> Finished:
 def test_a_stream_that_the_script_makes_first_is_refused_by_name():
     finished = run("data = make()", "data")
     assert finished.returncode == 1, finished.output
-    assert "RefusedError: StreamingDataset was made before the 2 ranks of this run" in finished.output
+    assert "RefusedError: StreamingDataset was created before the 2 ranks of this run" in finished.output
     assert "FileExistsError" not in finished.output
     assert not list(Path().glob("epoch*"))
 

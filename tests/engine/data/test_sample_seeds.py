@@ -233,7 +233,7 @@ def test_indices_need_not_be_numbers():
     [
         (lambda: DataLoader(Stream(4)), "Stream is an IterableDataset, whose samples have no index"),
         (lambda: range(4), "range is no DataLoader over a data set with indices"),
-        (lambda: OwnIteration(Augmented()), "OwnIteration has an `__iter__` of its own"),
+        (lambda: OwnIteration(Augmented()), "OwnIteration has its own `__iter__`"),
         (lambda: StatefulDataLoader(Stateful()), "Stateful has a state of its own"),
     ],
 )

@@ -175,7 +175,7 @@ def test_data_that_ranks_which_compute_together_may_share(data):
 
 def test_data_that_deals_itself_to_all_ranks_is_refused_where_some_compute_together():
     check_own_part(DataLoader(OwnRanks(4)), 2, 1, 2)
-    with pytest.raises(ValueError, match="OwnRanks shares itself out among all 4 ranks"):
+    with pytest.raises(ValueError, match="OwnRanks splits itself over all 4 ranks"):
         check_own_part(DataLoader(OwnRanks(4)), 2, 1, 4)
 
 
@@ -187,7 +187,7 @@ def test_mosaicmls_stream_knows_its_rank_by_the_environment(rank, size, is_right
     assert shard_of(DataLoader(data), 2, 1) is not None
     if is_right:
         return check_own_part(DataLoader(data), 2, 1, 2)
-    with pytest.raises(ValueError, match=f"rank {rank} of {size}, where the run has rank 1 of 2: MosaicML's"):
+    with pytest.raises(ValueError, match=f"rank {rank} of {size}, but this process is rank 1 of 2 of the run"):
         check_own_part(DataLoader(data), 2, 1, 2)
     return None
 
@@ -215,7 +215,7 @@ def test_mosaicmls_stream_that_is_made_before_the_ranks_is_refused_before_they_s
     loaders = {"a": rows(), "b": loader}
     places = {"loader": loader, "dict": loaders, "CombinedLoader": CombinedLoader(loaders)}
     given = {**places, "datamodule": _Made(loader.dataset)}[place]
-    with pytest.raises(RefusedError, match=r"rank 0 of 1, where .* rank 0 of 2: MosaicML's (.*\n)+.*--nproc N"):
+    with pytest.raises(RefusedError, match=r"rank 0 of 1, but .* rank 0 of 2 of the run\. MosaicML's (.*\n)+.*--nproc"):
         engine(strategy="ddp_fork", devices=2).fit(Regression(), given)
 
 
@@ -229,7 +229,7 @@ def test_mosaicmls_stream_that_the_script_makes_is_refused_before_the_script_sta
     stream = _mosaicmls(8)
     monkeypatch.setitem(sys.modules, "streaming", SimpleNamespace(StreamingDataset=type(stream)))
     check_script_makes_none(1)
-    message = r"StreamingDataset was made before the 2 ranks (.*\n)+`train_dataloader\(\)` or `setup\(\)`"
+    message = r"StreamingDataset was created before the 2 ranks (.*\n)+`train_dataloader\(\)` or `setup\(\)`"
     with pytest.raises(RefusedError, match=message):
         engine(strategy="ddp", devices=2).fit(Regression(), rows())
     del stream
@@ -270,7 +270,8 @@ def memory():
 
 def test_mosaicmls_streams_of_ranks_that_each_take_themselves_for_the_first_are_refused(memory):
     message = (
-        r"rank 0 of 1 \(1 per machine\), where the run has rank . of 2 \(2 per machine\): MosaicML's (.*\n)+.*--nproc N"
+        r"rank 0 of 1 \(1 per machine\), but this process is rank . of 2 \(2 per machine\) of the run\. "
+        r"MosaicML's (.*\n)+.*--nproc N"
     )
     with pytest.raises(ProcessRaisedException, match=message):
         engine(strategy="ddp_fork", devices=2).fit(Regression(), datamodule=_InRanks(memory))
@@ -281,7 +282,7 @@ def test_shared_memory_of_another_run_is_mosaicmls_own_error(memory):
     with pytest.raises(FileExistsError, match=memory), naming_foreign_ranks(0, 2, 2):
         _make_in_a_rank(memory, world)
     with (
-        pytest.raises(ValueError, match=r"rank 0 of 2 .*, where the run has rank 1 of 2"),
+        pytest.raises(ValueError, match=r"rank 0 of 2 .*, but this process is rank 1 of 2"),
         naming_foreign_ranks(1, 2, 2),
     ):
         _make_in_a_rank(memory, world)
@@ -306,7 +307,7 @@ class Evaluated(Regression):
 def test_such_data_is_refused_by_a_run(strategy, validates):
     run = engine(strategy=strategy, devices=2)
     loader = DataLoader(OwnRanks(8), batch_size=2)
-    with pytest.raises(ProcessRaisedException, match="OwnRanks shares itself out among all 2 ranks"):
+    with pytest.raises(ProcessRaisedException, match="OwnRanks splits itself over all 2 ranks"):
         run.validate(Evaluated(), loader, verbose=False) if validates else run.fit(Evaluated(), loader)
 
 

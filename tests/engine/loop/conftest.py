@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from .both import compare
+from .stock_comparison import compare
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torchmetrics import MeanMetric, Metric
 
 from tests.pairs import alternating
 
-from .both import TRAINERS, Small, error_of, exactly, outcome, rows, trainer_of
+from .stock_comparison import TRAINERS, Small, error_of, exactly, outcome, rows, trainer_of
 
 
 class Words(Metric):

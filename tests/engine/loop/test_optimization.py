@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from ..tiny import Positions, Regression, Seen, Stream, engine, rows
+from ..tiny import Positions, Regression, Seen, StepsByHand, Stream, engine, rows
 
 ONE = [1.0]
 
@@ -105,15 +105,8 @@ def test_a_micro_batch_without_a_loss_is_skipped():
 
 
 def test_manual_optimization_is_left_alone():
-    class ByHand(Gradients):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            self.optimizers().zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().step()
+    class ByHand(StepsByHand, Gradients):
+        pass
 
     module = ByHand()
     engine().fit(module, DataLoader(Positions(3)))

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import callbacks as stock
 from torch.utils.data import DataLoader
 
-from .both import TRAINERS, Small, exactly, files, only_names, outcome, rows, trainer_of, without
+from .stock_comparison import TRAINERS, Small, exactly, files, only_names, outcome, rows, trainer_of, without
 
 EVERY: dict[str, Any] = {"save_top_k": -1, "auto_insert_metric_name": False, "filename": "{epoch}-{step}"}
 

@@ -16,8 +16,8 @@ from polyphase.callbacks import ConsoleLogger, ProgressBar
 from polyphase.engine import Engine
 
 from ..tiny import Regression, engine, rows
-from .both import TRAINERS, Small, exactly, trainer_of
-from .both import rows as both_rows
+from .stock_comparison import TRAINERS, Small, exactly, trainer_of
+from .stock_comparison import rows as stock_rows
 
 
 @pytest.mark.parametrize("bar_of", [ConsoleLogger, ProgressBar])
@@ -61,7 +61,7 @@ class Batches:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, num_batches):
-        self.batches = list(both_rows(num_batches))
+        self.batches = list(stock_rows(num_batches))
 
     def __iter__(self):
         return iter(self.batches)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .both import Notes
+from .stock_comparison import Notes
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from .both import TRAINERS, Notes, Small, error_of, exactly, outcome, rows, trainer_of
+from .stock_comparison import TRAINERS, Notes, Small, error_of, exactly, outcome, rows, trainer_of
 
 
 class ByHand(Notes):

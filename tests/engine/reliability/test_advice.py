@@ -53,4 +53,4 @@ def test_others_have_none(message):
 
 @pytest.mark.parametrize(("kind", "advice"), [("death", "oom"), ("hang", "`ranks`"), ("lost host", "doctor host")])
 def test_failures_without_a_message_go_by_their_kind(kind, advice):
-    assert advice in what_to_do({"kind": kind, "message": "its process has ended without a word"})
+    assert advice in what_to_do({"kind": kind, "message": "its process has ended without an error message"})

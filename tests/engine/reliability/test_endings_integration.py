@@ -15,7 +15,7 @@ import pytest
 
 from tests.distributed import run_command
 
-SCRIPT = Path(__file__).with_name("trouble.py")
+SCRIPT = Path(__file__).with_name("faulty_run.py")
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -192,7 +192,7 @@ def test_workers_of_a_script_without_a_guard(tmp_path):
     assert call == "    engine.fit(Fails(), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4))"
     assert "frames of lightning, polyphase" in count
     assert "ProcessExitedException: strategy 'ddp_spawn' starts workers that run this script from its first" in error
-    assert last == 'put what starts training under `if __name__ == "__main__":`, or leave out _spawn.'
+    assert last == 'put the start of training under `if __name__ == "__main__":`, or leave out _spawn.'
 
 
 def test_the_parent_has_the_workers_exception(script):
@@ -252,7 +252,7 @@ def test_ctrl_c(tmp_path):
 def test_without_a_script_there_is_nothing_to_start_once_more(start, monkeypatch):
     monkeypatch.setattr(sys, "argv", [start])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    with pytest.raises(ValueError, match=r"'ddp' starts the script once more per device, but there is no script"):
+    with pytest.raises(ValueError, match=r"'ddp' runs the script once per device, but there is no script"):
         engine(strategy="ddp", devices=2).fit(Regression(), rows())
 
 

@@ -40,4 +40,4 @@ def test_a_silent_cut_ends_the_ranks_on_both_sides(tmp_path):
         assert report["message"].startswith(f"the connection to {other} is lost: ")
         assert "the culprit is unknown: that host, or the network between" in report["message"]
         assert (report["first_failing_rank"], report["kind"]) == (None, "lost host")
-    assert "without a word" not in "".join(logs)  # nobody's process has ended, as far as is known
+    assert "without an error message" not in "".join(logs)  # nobody's process has ended, as far as is known

@@ -222,7 +222,7 @@ def test_the_culprit_is_behind_or_waits_for_nobody(ranks, culprits):
         (report(3, phase="fetch"), "is in phase 'fetch' of step 3, batch 3: waits for its data loader"),
         (report(3, "barrier"), "is in phase 'train' of step 3, batch 3: waits for other ranks in barrier"),
         (report(3, line="a.py:3 in f"), "is in phase 'train' of step 3, batch 3: computes, at a.py:3 in f"),
-        (None, "has not been heard of"),
+        (None, "has sent no report"),
     ],
 )
 def test_a_place_in_words(known, text):
@@ -308,7 +308,7 @@ def test_no_exception_ends_the_watchdog(monkeypatch, capsys):
     trainer = engine(callbacks=Broken())
     trainer.fit(Notes(rows), loader(rows))
     assert trainer.callbacks[0].is_alive
-    assert capsys.readouterr().err.count("the watchdog failed, and goes on") == 1
+    assert capsys.readouterr().err.count("the watchdog failed, and continues") == 1
 
 
 class Broken(Callback):

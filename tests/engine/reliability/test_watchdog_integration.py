@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed import Finished, run_command, torchrun
 
-SCRIPT = Path(__file__).with_name("trouble.py")
+SCRIPT = Path(__file__).with_name("faulty_run.py")
 
 
 def run(strategy: str, rank: int, trouble: str, *, devices: int = 2, timeout_s: float = 3) -> Finished:
@@ -59,7 +59,7 @@ def test_a_slow_loader_is_told_from_slow_compute():
     assert "because of rank 1: no progress for 3 s; rank 1 is in phase 'fetch'" in finished.output
     assert "waits for its data loader, at" in finished.output
     report = the_report()
-    assert report["ranks"]["1"]["line"].endswith(f"trouble.py:{line_of('if self.is_stuck') + 1} in __getitem__")
+    assert report["ranks"]["1"]["line"].endswith(f"faulty_run.py:{line_of('if self.is_stuck') + 1} in __getitem__")
     assert report["ranks"]["0"]["pending"] is not None
 
 
@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_ends_the_others(rank, trouble):
     assert time.time() - float(Path("killed").read_text()) < 10
     report = the_report()
     assert (report["first_failing_rank"], report["kind"]) == (rank, "death")
-    assert report["message"].startswith("its process has ended without a word")
+    assert report["message"].startswith("its process has ended without an error message")
     assert "out-of-memory killer" in report["what_to_do"]
     assert report["written_by"]["rank"] == 1 - rank
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 
-from ..loop.both import TRAINERS, Small, exactly, rows, trainer_of
+from ..loop.stock_comparison import TRAINERS, Small, exactly, rows, trainer_of
 from ..tiny import SavesIn, Stream
 
 

@@ -333,7 +333,7 @@ def test_a_rank_that_fails_ends_the_run():
         ({"strategy": "diloco:outer_lr=0"}, "outer_lr must be greater than 0, but got 0"),
         ({"strategy": "diloco:outer_momentum=1.5"}, "outer_momentum must be at least 0 and at most 1, but got 1.5"),
         ({"strategy": "diloco:outer_momentum=0"}, "nesterov=true needs an outer_momentum greater than 0"),
-        ({"strategy": "diloco", "compression": "auto"}, "'diloco' can't do compression 'auto': auto chooses by"),
+        ({"strategy": "diloco", "compression": "auto"}, "'diloco' can't do compression 'auto': auto compares"),
         ({"strategy": "local_sgd", "uneven": "join"}, "uneven='join' can't be honoured under LocalSGD, whose ranks"),
     ],
 )  # fmt: skip

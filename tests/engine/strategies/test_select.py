@@ -205,7 +205,10 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
         ({"strategy": "hsdp:replicate=0", "devices": 4}, "the size of axis 'replicate' must be a whole number"),
         ({"compression": "gzip", "strategy": "ddp"}, "unknown compression 'gzip'"),
         ({"compression": "powersgd", "strategy": "fsdp"}, "'fsdp' can't do compression 'powersgd': each rank would"),
-        ({"compression": "topk", "strategy": "fsdp"}, r"hsdp does all of them.* It can do: none, bf16, fp16, int8\."),
+        (
+            {"compression": "topk", "strategy": "fsdp"},
+            r"hsdp supports all of them.* It can do: none, bf16, fp16, int8\.",
+        ),
         (
             {"compression": "int8:feedback=true", "strategy": "fsdp"},
             "'fsdp' can't do int8:feedback=true: each rank would",

@@ -13,7 +13,7 @@ from polyphase.models import ByteGPT
 def test_shares_are_even(num_ranks):
     parameters = list(ByteGPT(num_layers=4, dim=64).parameters())
     owners = Owners(num_ranks)
-    owners.deal(parameters)
+    owners.assign(parameters)
     shares = [sum(p.numel() for p in parameters if owners[p] == rank) for rank in range(num_ranks)]
     total = sum(p.numel() for p in parameters)
     assert sum(shares) == total
@@ -23,10 +23,10 @@ def test_shares_are_even(num_ranks):
 def test_what_comes_later_changes_no_owner():
     first, second = nn.Linear(8, 8), nn.Linear(16, 16)
     owners = Owners(2)
-    owners.deal(list(first.parameters()))
+    owners.assign(list(first.parameters()))
     before = [owners[p] for p in first.parameters()]
     assert second.weight not in owners
-    owners.deal([*second.parameters(), *first.parameters()])
+    owners.assign([*second.parameters(), *first.parameters()])
     assert [owners[p] for p in first.parameters()] == before == [0, 1]
     assert owners[second.weight] == 1  # which has eight values so far
 

@@ -214,7 +214,7 @@ def writing(nets: Any, batch: Tensor, hands: Hands) -> None:
     ("step", "text"),
     [
         (by_backward_alone, r"gradients of scale were not averaged.*self\.manual_backward\(loss\)"),
-        (writing, "`training_step` wrote to scale, .* is thrown away"),
+        (writing, "`training_step` wrote to scale, .* discards its copy"),
     ],
 )
 def test_what_fsdp_would_lose_is_refused_by_name(step, text):

@@ -25,7 +25,7 @@ from tests.engine.parity import MLP, TOLERANCE, TiedGPT, build, largest_differen
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.pairs import nightly
 
-SCRIPT = Path(__file__).parents[2] / "reliability" / "trouble.py"
+SCRIPT = Path(__file__).parents[2] / "reliability" / "faulty_run.py"
 
 
 def made(strategy: str, devices: int, **flags: object) -> Engine:
@@ -133,7 +133,7 @@ def test_a_run_that_lost_a_rank_is_resumed_by_those_that_are_left(resumed_by):
 def test_the_end_of_a_server_ends_the_run():
     finished = run_command([sys.executable, SCRIPT, "ps:servers=2", "3", "1", "kill", "10"], timeout_s=60)
     assert finished.returncode not in (0, -9)
-    assert "because of rank 1: its process has ended without a word" in finished.output
+    assert "because of rank 1: its process has ended without an error message" in finished.output
 
 
 class SaveAt(Callback):

@@ -112,7 +112,7 @@ class Reweighted(Penalised):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (GradientPenalty, "can't give the gradient of a gradient, as create_graph=True asks for"),
+        (GradientPenalty, "can't give the gradient of a gradient, as create_graph=True needs"),
         (Reweighted, r"the loss was multiplied by a number made of parameters that are split.*float\(\.\.\.\)"),
     ],
 )

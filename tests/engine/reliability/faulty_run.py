@@ -1,4 +1,4 @@
-"""A run in which one rank gets into trouble. Usage: trouble.py STRATEGY DEVICES RANK TROUBLE TIMEOUT_S."""
+"""A run in which one rank gets into trouble. Usage: faulty_run.py STRATEGY DEVICES RANK TROUBLE TIMEOUT_S."""
 
 import os
 import signal
