@@ -109,7 +109,8 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
     "torch.utils.tensorboard:SummaryWriter": ("_get_file_writer",),
-    "torch.autograd": ("_get_sequence_nr",),
+    "torch.autograd": ("_get_sequence_nr", "_profiler_enabled"),
+    "torch.autograd.profiler": ("_is_profiler_enabled",),
     "torch.autograd.graph:Node": ("_sequence_nr",),
     "torch.autograd:Variable": ("_execution_engine",),
     "torch.overrides": ("_get_current_function_mode",),
@@ -119,6 +120,8 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.nn.parallel:DistributedDataParallel": ("_has_rebuilt_buckets", "_pre_forward"),
     "torch.distributed:Reducer": ("_rebuild_buckets", "_reset_state"),
     "torch.optim.lr_scheduler": ("_opt_called",),
+    "torch.optim.optimizer": ("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"),
+    "torch.optim:Optimizer": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
     "torch.utils.data:DataLoader": ("_auto_collation", "_dataset_kind"),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
         "_get_data",
