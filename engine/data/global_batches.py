@@ -10,7 +10,7 @@ The last global batch of an epoch may be smaller. A rank without a sample for a 
 collectives: it gets padding, a sample of the global batch that counts for nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -86,6 +86,18 @@ class GlobalBatches(Sampler[list[Any]]):
         if left >= full:
             return self._of_full[cut]
         return self._samples_of(left, self._num_cuts(left), cut)
+
+    def counter(self) -> Callable[[int], Samples]:
+        """Returns a function that does the same as `samples`, for the present pass only."""
+        order, per_step, of_full = self.sampler, self._per_step, self._of_full
+        first = order.num_done
+        num_full = (len(order.sampler) - order.start) // self.size * per_step  # type: ignore[arg-type]
+
+        def count(index: int) -> Samples:
+            at = index - first
+            return of_full[at % per_step] if at < num_full else self.samples(index)
+
+        return count
 
     def _samples_of(self, size: int, num_cuts: int, cut: int) -> Samples:
         """Counts the samples of one of `num_cuts` micro-batches of a global batch of `size` samples."""

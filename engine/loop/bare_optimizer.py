@@ -1,33 +1,17 @@
-"""An optimizer's `step` and `zero_grad` without the labels that torch gives them in a profile, while none is recorded.
+"""An optimizer's `step` and `zero_grad` without torch's labels in a profile, while nothing records these: see `labels.py`.
 
-At each call torch opens and closes a label (`record_function`), in Python, whether anything records it or not. That
-takes longer than all else that the two do to a small module. All else is done here too: hooks of steps, a scheduler's
-note that there was a step, and the optimizer's own code. An optimizer whose `step` or `zero_grad` is anything but
-torch's keeps it.
-
-While a profiler is on, the labels are there. An `ExecutionTraceObserver` without a profiler, of which Python is not
-told, does without these two.
+All else that the two do is done here too: hooks of steps, a scheduler's note that there was a step, and the optimizer's
+own code. An optimizer whose `step` or `zero_grad` is anything but torch's keeps it.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.autograd import profiler
 from torch.optim import Optimizer
-from torch.optim import optimizer as torchs
+
+from .. import labels
 
 __all__ = ["BareOptimizer"]
-
-
-def _is_observed() -> bool:
-    """Whether a profiler records labels, or the steps of all optimizers have hooks, as profilers from outside set."""
-    return bool(
-        profiler._is_profiler_enabled  # torch: those that Python has begun, in any thread
-        or torch.autograd._profiler_enabled()
-        or torchs._global_optimizer_pre_hooks
-        or torchs._global_optimizer_post_hooks
-    )
 
 
 def _is_from(function: Any, module: str) -> bool:
@@ -58,9 +42,9 @@ class BareOptimizer:
         function = getattr(method, "__func__", method)
         if function is not self._function:
             self._look_into(function)
-        # torch: Optimizer.profile_hook_step calls the hooks of this optimizer, and of all.
+        # torch: Optimizer.profile_hook_step calls the hooks of this optimizer, and those of all.
         has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        if self._step is None or has_hooks or _is_observed():
+        if self._step is None or has_hooks or labels.are_recorded():
             method(closure)
             return
         if self._is_scheduled:
@@ -70,7 +54,7 @@ class BareOptimizer:
     def zero_grad(self) -> None:
         """Sets the gradients to None."""
         optimizer = self.optimizer
-        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad or _is_observed():
+        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad or labels.are_recorded():
             optimizer.zero_grad()
             return
         for group in optimizer.param_groups:
