@@ -1,4 +1,4 @@
-"""An optimizer's `step` and `zero_grad` without torch's labels in a profile, while nothing records these: see `labels.py`.
+"""An optimizer's `step` and `zero_grad` without torch's labels in a profile, while nothing records them: `labels.py`.
 
 All else that the two do is done here too: hooks of steps, a scheduler's note that there was a step, and the optimizer's
 own code. An optimizer whose `step` or `zero_grad` is anything but torch's keeps it.

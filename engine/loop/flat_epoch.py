@@ -22,7 +22,7 @@ from .out_of_memory import OutOfMemory, RetryStep
 from .shortcuts import Shortcuts
 from .transfer import Transfer
 
-__all__ = ["FlatEpoch", "fetch"]
+__all__ = ["FlatEpoch", "fetch", "next_batch"]
 
 
 def fetch(fetcher: _DataFetcher) -> Any:
@@ -43,7 +43,7 @@ def fetch(fetcher: _DataFetcher) -> Any:
         and combined._iterables is combined._flattened[0]  # a single loader, not a collection
     ):
         try:
-            batch = _next_of(cycle.iterators[0])
+            batch = next_batch(cycle.iterators[0])
         except StopIteration:
             fetcher.done = cycle._consumed[0] = True
             raise
@@ -54,8 +54,8 @@ def fetch(fetcher: _DataFetcher) -> Any:
     return next(fetcher)[0]
 
 
-def _next_of(iterator: Any) -> Any:
-    """Returns the next batch of a loader's iterator, without torch's label if nothing records it."""
+def next_batch(iterator: Any) -> Any:
+    """Returns the next batch of a loader's iterator, without torch's label if nothing records it: see `labels.py`."""
     # torch: _BaseDataLoaderIter.__next__
     kind = type(iterator)
     if (

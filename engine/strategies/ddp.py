@@ -28,7 +28,7 @@ from .compressing import CommHookMixin
 from .layout import DistributedStrategy
 from .options import DDPOptions
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "BareDDP"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -78,7 +78,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     # Lightning: DDPStrategy._setup_model; its own wraps on another stream than the steps run on, and on CUDA alone.
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
-        wrapped = _DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **options)
+        wrapped = BareDDP(model, device_ids=self.determine_ddp_device_ids(), **options)
         if not self.capabilities.steps_alone:
             if self._bucket_order is not None:
                 self._bucket_order.close()
@@ -260,9 +260,12 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
 
 
-class _DistributedDataParallel(DistributedDataParallel):
+class BareDDP(DistributedDataParallel):
+    """Torch's wrapper, whose `forward` leaves out its label in a profile if nothing records it: see `labels.py`."""
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # torch: DistributedDataParallel.forward, without its label in a profile if nothing records it.
+        """Runs the module's forward."""
+        # torch: DistributedDataParallel.forward
         if labels.are_recorded() or self._delay_all_reduce_all_params:
             return super().forward(*inputs, **kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)

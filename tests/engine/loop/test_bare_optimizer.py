@@ -1,4 +1,4 @@
-"""Without torch's labels, `step` and `zero_grad` do all else that torch does in them, and what users put in their place."""
+"""Without torch's labels, `step` and `zero_grad` do all else that torch, or a user, has put there."""
 
 import warnings
 from collections import Counter
