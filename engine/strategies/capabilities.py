@@ -35,7 +35,8 @@ class Capabilities:
     steps_alone: bool = False
     """Whether ranks average their gradients in a part of the run at most: a global batch is no single step's then."""
     averages_on_request: bool = False
-    """Whether `manual_backward` alone averages gradients, and a tensor's own `backward` leaves those of the rank."""
+    """Whether `manual_backward` alone averages gradients, and a tensor's own `backward` leaves those of the rank: while
+    the strategy averages any, see `EngineStrategy.averages_gradients`."""
     unsupported_counting: str | None = "is not the engine's own"
     """Counting the bytes that are sent for gradients and parameters."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"

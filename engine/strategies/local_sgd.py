@@ -52,7 +52,6 @@ class LocalSGD(DDP):
         # In a checkpoint, optimizers have the state that rank 0's have; that of the others is in `state_of_rank`.
         optimizer_state_partitioned=True,
         steps_alone=True,
-        averages_on_request=False,
         unsupported_join="whose ranks take their steps alone",
     )
 
