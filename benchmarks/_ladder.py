@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 
 from polyphase.engine import Engine
 from polyphase.engine.data.watched import Watched
-from polyphase.engine.loop.bare_optimizer import BareOptimizer
+from polyphase.engine.loop.bare_optimizer import BareStep, zero_grad
 from polyphase.engine.loop.flat_epoch import next_batch
 from polyphase.engine.loop.hooks import Hooks
 from polyphase.engine.strategies.ddp import BareDDP
@@ -63,7 +63,9 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
     result: list[ClosureResult] = []
     wrapper = DistributedDataParallel if rung < 9 else BareDDP
     model: Any = wrapper(module) if num_ranks > 1 else None
-    bare: Any = BareOptimizer(optimizer) if rung >= 9 else optimizer
+    bare_step = BareStep()
+    zeroes = (optimizer.zero_grad,) if rung < 9 else (zero_grad, optimizer)
+    step = optimizer.step if rung < 9 else lambda closure: bare_step(optimizer, closure)
 
     def wrapped_step(batch: list[Tensor], i: int) -> Tensor:
         clock.tick()
@@ -85,7 +87,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
             watch.observe(engine, "loss", result[0].loss, i)
         if "on_before_zero_grad" in hooks.present:
             hooks.call("on_before_zero_grad", optimizer)
-        hooks.in_hook("optimizer_zero_grad", bare.zero_grad)
+        hooks.in_hook("optimizer_zero_grad", *zeroes)
         if "on_before_backward" in hooks.present:
             hooks.call("on_before_backward", loss)
         hooks.in_hook("backward", loss.backward)
@@ -115,7 +117,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
             if "on_train_batch_start" in hooks.present:
                 hooks.call("on_train_batch_start", batch, i)
         if rung >= 2:
-            hooks.in_hook("optimizer_step", bare.step, lambda batch=batch, i=i: run(batch, i))
+            hooks.in_hook("optimizer_step", step, lambda batch=batch, i=i: run(batch, i))
         elif rung == 1:
             optimizer.step(lambda batch=batch, i=i: run(batch, i))
         else:
