@@ -1,8 +1,6 @@
 """Without torch's labels, `step` and `zero_grad` do all else that torch, or a user, has put there."""
 
 import warnings
-from collections import Counter
-
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -45,22 +43,20 @@ def fit(module, *callbacks, **flags):
     engine(callbacks=[*callbacks], **flags).fit(module, data)
 
 
-@pytest.mark.parametrize("whose", ["one", "all"])
-def test_hooks_of_steps_are_called_from_when_they_are_set(whose):
-    seen = Counter()
-    handles = []
+HOOKS = {
+    "before steps of one": lambda optimizer: optimizer.register_step_pre_hook,
+    "after steps of one": lambda optimizer: optimizer.register_step_post_hook,
+    "before steps of all": lambda optimizer: register_optimizer_step_pre_hook,
+    "after steps of all": lambda optimizer: register_optimizer_step_post_hook,
+}
 
-    def add(trainer):
-        optimizer = trainer.optimizers[0]
-        before = register_optimizer_step_pre_hook if whose == "all" else optimizer.register_step_pre_hook
-        after = register_optimizer_step_post_hook if whose == "all" else optimizer.register_step_post_hook
-        handles.append(before(lambda *_: seen.update(["before"])))
-        handles.append(after(lambda *_: seen.update(["after"])))
 
-    fit(Net(), AtBatch(add))
-    for handle in handles:
-        handle.remove()
-    assert seen == {"before": NUM_BATCHES - BEGINS_AT, "after": NUM_BATCHES - BEGINS_AT}
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_a_hook_of_steps_is_called_from_when_it_is_set(register):
+    seen, handles = [], []
+    fit(Net(), AtBatch(lambda trainer: handles.append(register(trainer.optimizers[0])(lambda *_: seen.append(1)))))
+    handles[0].remove()
+    assert len(seen) == NUM_BATCHES - BEGINS_AT
 
 
 class Scheduled(Net):
