@@ -1,6 +1,7 @@
 """Without torch's labels, `step` and `zero_grad` do all else that torch, or a user, has put there."""
 
 import warnings
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
