@@ -103,7 +103,7 @@ class BatchSizes:
             return lambda batch_idx: self._count_of_users(loader, batches, num_ranks, batch_idx)
         order = batches.sampler if isinstance(batches, GlobalBatches) else batches
         if order.num_replicas == num_ranks:
-            return batches.samples
+            return batches.counter() if isinstance(batches, GlobalBatches) else batches.samples
         # Each rank continues in its own order, and does not know those of others; all have equally many batches.
         local_of = (lambda index: batches.samples(index).local) if isinstance(batches, GlobalBatches) else lambda _: 1
         return lambda batch_idx: Samples(local := local_of(batch_idx), local * num_ranks)

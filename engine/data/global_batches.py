@@ -10,7 +10,8 @@ The last global batch of an epoch may be smaller. A rank without a sample for a 
 collectives: it gets padding, a sample of the global batch that counts for nothing.
 """
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -86,6 +87,17 @@ class GlobalBatches(Sampler[list[Any]]):
         if left >= full:
             return self._of_full[cut]
         return self._samples_of(left, self._num_cuts(left), cut)
+
+    def counter(self) -> Callable[[int], Samples]:
+        """Returns a function that does the same as `samples`, for the present pass only."""
+        order = self.sampler
+        num_full = (len(order.sampler) - order.start) // self.size * self._per_step  # type: ignore[arg-type]
+        return functools.partial(self._samples_in_pass, order.num_done, num_full)
+
+    def _samples_in_pass(self, first: int, num_full: int, index: int) -> Samples:
+        """Counts the same; from micro-batch `first` on there are `num_full` of full global batches."""
+        at = index - first
+        return self._of_full[at % self._per_step] if at < num_full else self.samples(index)
 
     def _samples_of(self, size: int, num_cuts: int, cut: int) -> Samples:
         """Counts the samples of one of `num_cuts` micro-batches of a global batch of `size` samples."""

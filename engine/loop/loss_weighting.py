@@ -134,8 +134,10 @@ class LossWeighting:
         self._first_batch_idx, self._estimate, self._has_weights = -1, None, False
         if loss is None or self.data_size == 1:
             return loss
-        samples, num_ranks = self._trainer._data_connector.sizes.samples(batch_idx), self._num_ranks
-        return _weighed(loss, samples.local, _samples_of(samples, num_ranks), num_ranks)
+        samples = self._trainer._data_connector.sizes.samples(batch_idx)
+        if samples.local * self.data_size == samples.total:  # as nearly always: it counts as those of the other ranks
+            return loss
+        return _weighed(loss, samples.local, _samples_of(samples, self._num_ranks), self._num_ranks)
 
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         sizes = self._trainer._data_connector.sizes

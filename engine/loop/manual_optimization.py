@@ -75,7 +75,9 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
 
     def _refuse_local_gradients(self) -> LocalGradients | None:
         strategy = adapt(self.trainer.strategy)
-        if self._local_gradients is None and strategy.capabilities.averages_on_request and self.trainer.world_size > 1:
+        if not (strategy.capabilities.averages_on_request and strategy.averages_gradients):
+            self.teardown()  # a warm-up is over, in which gradients were averaged
+        elif self._local_gradients is None and self.trainer.world_size > 1:
             parameters = [(n, p) for n, p in self.trainer.lightning_module.named_parameters() if p.requires_grad]
             self._local_gradients = LocalGradients(parameters, self.trainer.optimizers, repr(strategy))
         return self._local_gradients

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..precision import plugins
 from ..strategies import adapt
+from .bare_optimizer import BareStep, zero_grad
 from .hooks import Hooks
 
 __all__ = ["Shortcuts"]
@@ -79,6 +80,7 @@ class Shortcuts:
             and _is_from(precision, "_wrap_closure", _PRECISION)
         )
         """Whether the closure given to `optimizer_step` has to call the precision plugin's `_after_closure` itself."""
+        self._step = BareStep()
 
     @property
     def training_step(self) -> Callable[..., Any]:
@@ -107,10 +109,10 @@ class Shortcuts:
         """Zeroes the gradients."""
         hooks = self._hooks
         if self._skips_zero_grad:  # Lightning: LightningModule.optimizer_zero_grad
-            hooks.in_hook("optimizer_zero_grad", optimizer.zero_grad)
+            hooks.in_hook("optimizer_zero_grad", zero_grad, optimizer)
         else:
-            zero_grad, epoch = hooks.module.optimizer_zero_grad, hooks.trainer.current_epoch
-            hooks.in_hook("optimizer_zero_grad", zero_grad, epoch, batch_idx, optimizer)
+            users, epoch = hooks.module.optimizer_zero_grad, hooks.trainer.current_epoch
+            hooks.in_hook("optimizer_zero_grad", users, epoch, batch_idx, optimizer)
 
     def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
         """Steps; the optimizer calls `closure`."""
@@ -118,7 +120,7 @@ class Shortcuts:
         wrapped = hooks.strategy._lightning_optimizers[0]
         # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step
         if self.calls_after_closure:  # Lightning: Precision.optimizer_step and ._wrap_closure as well
-            hooks.in_hook("optimizer_step", wrapped.optimizer.step, closure)
+            hooks.in_hook("optimizer_step", self._step, wrapped.optimizer, closure)
         elif self._step_entry == "precision":
             hooks.in_hook("optimizer_step", hooks.precision.optimizer_step, wrapped.optimizer, hooks.module, closure)
         elif self._step_entry == "strategy":

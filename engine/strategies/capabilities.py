@@ -36,7 +36,8 @@ class Capabilities:
     steps_alone: bool = False
     """Whether ranks step without averaging gradients for a part of the run: no step has a global batch then."""
     averages_on_request: bool = False
-    """Whether only `manual_backward` averages gradients; a tensor's own `backward` leaves the rank's gradients."""
+    """Whether only `manual_backward` averages gradients, while the strategy averages any
+    (`EngineStrategy.averages_gradients`); a tensor's own `backward` leaves the rank's gradients."""
     unsupported_counting: str | None = "is not the engine's own"
     """Counting the bytes that are sent for gradients and parameters."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import labels
 from ..compression import AllReduceHook, CommHook
 from ..flags import Layout
 from ..launch.process_launchers import end_group_at_exit
@@ -26,7 +28,9 @@ from .compressing import CommHookMixin
 from .layout import DistributedStrategy
 from .options import DDPOptions
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "BareDDP"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
@@ -68,13 +72,13 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._has_run_backward = self._backward_is_checked = False
         assert self.lightning_module is not None
         self._parameters = list(self.lightning_module.parameters())
-        self._requires_grad = [p.requires_grad for p in self._parameters]
+        self._requires_grad = list(map(_REQUIRES_GRAD, self._parameters))
         super().configure_ddp()
 
     # Lightning: DDPStrategy._setup_model; its own wraps on another stream than the steps run on, and on CUDA alone.
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
-        wrapped = DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **options)
+        wrapped = BareDDP(model, device_ids=self.determine_ddp_device_ids(), **options)
         if not self.capabilities.steps_alone:
             if self._bucket_order is not None:
                 self._bucket_order.close()
@@ -103,7 +107,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         is_wrapped = isinstance(model, DistributedDataParallel)
         assert module is not None
         # DistributedDataParallel averages the gradients of those that it found trainable when it was built.
-        if is_wrapped and self._requires_grad != [p.requires_grad for p in self._parameters]:
+        if is_wrapped and self._requires_grad != list(map(_REQUIRES_GRAD, self._parameters)):
             self._wrap_again()
             model = self.model
         try:
@@ -254,6 +258,18 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         """Returns the parameters in the order in which `DistributedDataParallel` numbers them."""
         assert self.lightning_module is not None
         return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
+
+
+class BareDDP(DistributedDataParallel):
+    """Torch's wrapper, whose `forward` leaves out its label in a profile if nothing records it: see `labels.py`."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward."""
+        # torch: DistributedDataParallel.forward
+        if labels.are_recorded() or self._delay_all_reduce_all_params:
+            return super().forward(*inputs, **kwargs)
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
 
 def _run_as_forward(

@@ -68,9 +68,9 @@ def test_it_goes_on_where_others_stopped(size, num_ranks, batch, micro, steps):
         assert theirs == mine[done:]
         resumed.sampler.count_done(done)
         assert len(resumed) == len(mine)
-        assert [resumed.samples(at) for at in range(done, len(mine))] == [
-            batches.samples(at) for at in range(done, len(mine))
-        ]
+        counts = [batches.samples(at) for at in range(done, len(mine))]
+        for count in (resumed.samples, resumed.counter(), batches.counter()):
+            assert [count(at) for at in range(done, len(mine))] == counts
 
 
 def test_another_batch_size_in_mid_run_is_refused_by_name():

@@ -83,6 +83,23 @@ def test_gradients_of_a_rank_alone_are_refused(flag):
         train(flag, 2, 64, PassesOver)
 
 
+def test_gradients_of_a_rank_alone_are_refused_while_a_warm_up_averages_them():
+    with pytest.raises(Exception, match=r"under 'local_sgd_fork' the gradients of net.0.weight and 5 more were not"):
+        train("local_sgd:warmup=2,sync_every=2", 2, 64, PassesOver)
+
+
+class PassesOverLater(ByHand):
+    def backward_by(self, loss: Tensor) -> None:
+        self.manual_backward(loss) if self.trainer.global_step < 2 else loss.backward()
+
+
+def test_after_a_warm_up_either_backward_gives_a_rank_its_own_gradients():
+    flag = "local_sgd:warmup=2,sync_every=2"
+    weights = train(flag, 2, 64, PassesOverLater)
+    assert largest_difference(weights, train(flag, 2, 64, ByHand)) == 0
+    assert largest_difference(weights, build(MLP).state_dict()) > 1e-3
+
+
 def test_gradients_of_a_rank_alone_are_refused_under_lightnings_own_strategy():
     module, strategy = build(PassesOver), DDPStrategy(start_method="fork")
     engine = Engine(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **QUIET)
