@@ -7,7 +7,8 @@ what is hidden behind computing takes none. Events are read when the device has 
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ class HostClock(PhaseClock):
         by_step: seconds of communication of each step that was not forgotten.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(now)
         self.by_step: list[float] = []
         self._at_ends: list[dict[str, float] | None] = []  # the sums at the end of each step, as long as `by_step`
         self._at_start: dict[str, float] = {}
@@ -107,10 +108,11 @@ class HostClock(PhaseClock):
     def end_step(self) -> None:
         """Called after each optimizer step."""
         self._num_steps += 1
-        communication = self._sums["communication"]
+        sums = self.sums()
+        communication = sums["communication"]
         self.by_step.append(communication - self._at_step)
         self._at_step = communication
-        self._at_last = self._sums.copy()
+        self._at_last = sums.copy()
         self._at_ends.append(self._at_last if len(self._at_ends) < _MOST_STEPS else None)
 
     @property
@@ -189,7 +191,7 @@ class DeviceClock(HostClock):
     def enter(self, activity: str) -> str:
         """Begins `activity`; see `PhaseClock`."""
         outer = self.activity
-        if not self._is_sealed:
+        if self.is_open:
             self._change(activity)
         return outer
 
@@ -222,6 +224,7 @@ class DeviceClock(HostClock):
         self._marks.append((self.phase, self._event()))
         if waits:
             wait_for(self._device)
+        self.sums()  # of the hooks, by the host's clock
         seconds, num_steps = dict.fromkeys(PHASES, 0.0), 0
         num_read = self._num_passed()
         for phase, event in self._marks[:num_read]:

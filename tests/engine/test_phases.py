@@ -1,6 +1,8 @@
 """The clock divides time without a rest: whatever is entered, announced, sealed or nested."""
 
+import random
 import threading
+from collections import Counter
 
 import pytest
 
@@ -102,6 +104,34 @@ def test_waits_are_told_to_the_innermost_clock_in_its_thread_only(clock, time):
     wait(8)
     assert clock.read()["communication"] == 2.0
     assert outside.read()["communication"] == 0.0
+
+
+@pytest.mark.parametrize("first", ["fetch", "data_wait", "elsewhere"])
+def test_steps_that_are_alike_and_others_are_summed_up_alike(first):
+    rng = random.Random(0)
+    usual, now, expected = [first, "batch", "train", "optimizer", "batch", "A.b"], [0.0], Counter()
+    clock = PhaseClock(lambda: now[0])
+    for _ in range(200):
+        activities = usual if rng.random() < 0.8 else rng.choices([*usual, "log"], k=rng.randint(1, 9))
+        for activity in activities:
+            clock.enter(activity)
+            seconds = rng.randint(1, 9)
+            now[0] += seconds
+            expected[activity] += seconds
+        if rng.random() < 0.1:
+            clock.read()
+    clock.enter("engine")
+    assert clock.sums() == expected | {"engine": 0.0}
+
+
+def test_what_nobody_reads_does_not_pile_up(clock, time):
+    for _ in range(20_000):
+        clock.enter("fetch")
+        time.now += 1
+        clock.enter("train")
+        time.now += 2
+    assert len(clock._notes) <= 20_000
+    assert spent(clock) == {"data_wait": 20_000.0, "compute": 40_000.0}
 
 
 @pytest.mark.parametrize(
