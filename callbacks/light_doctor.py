@@ -16,6 +16,7 @@ from polyphase.engine.doctor import RankInfo, judge
 from polyphase.engine.run_info import log_folder, shown_path
 
 from ._clocks import Measured
+from ._tensorboard import Boards
 from ._waits import mark_end_of_backward
 from .doctor import WARMUP_STEPS, Doctor, describe
 from .run_summary import RunSummary
@@ -28,7 +29,7 @@ _WORTH_S = 3.0
 
 
 class LightDoctor(Doctor):
-    """`Doctor` in the form that ``Engine(enable_doctor=True)`` adds to a run.
+    """`Doctor` in the form that an engine adds to a run by itself: see its argument `enable_doctor`.
 
     It says something at the end only where a finding has cost 3 seconds or more, in at most five lines; it logs
     nothing. The notes of the ranks are in the folder of the logs, and nowhere where no logger has one.
@@ -49,6 +50,7 @@ class LightDoctor(Doctor):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begins to listen."""
         super().on_train_start(trainer, pl_module)
+        self._boards = Boards([], 1)
         self._window = trainer.accumulate_grad_batches
         self._length = self._left = WARMUP_STEPS * self._window
         self._counted: int | None = 0
