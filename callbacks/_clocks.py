@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from polyphase.engine.devices import module_of, wait_for
-from polyphase.engine.phases import PHASES, PhaseClock, phase_of_activity
+from polyphase.engine.phases import PHASES, PhaseClock, exposed_s, phase_of_activity, tell_wait
 
 __all__ = ["DeviceClock", "HostClock", "Measured", "make_clock", "shown_steps"]
 
@@ -46,13 +46,13 @@ class Measured:
         self.shortest: list[float] = []
 
     def tell_waits(self, times: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
-        """Tells waits for slower ranks from communication.
+        """Tells waits for slower ranks from communication, and from the bubble of a pipeline.
 
         In each step, what a rank has been in collectives for longer than the rank that was in them for the shortest
         time, it has waited for the slower ones.
 
         Args:
-            times: of each rank, its seconds by phase, and its seconds of communication in each step.
+            times: of each rank, its seconds by phase, and its seconds of communication and bubble in each step.
             rank: the index of this one among them.
 
         Returns:
@@ -64,9 +64,7 @@ class Measured:
         told = []
         for seconds, by_step in times:
             waited = sum(max(0.0, own - least) for own, least in zip(by_step, shortest, strict=False))
-            waited = min(waited, seconds["communication"])
-            communication = seconds["communication"] - waited
-            told.append({**seconds, "communication": communication, "waiting": seconds["waiting"] + waited})
+            told.append(tell_wait(seconds, waited))
         self._everyones = told
         self.seconds.update(told[rank])
         return num_steps
@@ -92,7 +90,7 @@ class HostClock(PhaseClock):
     """Where the host computes itself: its own clock says all.
 
     Attributes:
-        by_step: seconds of communication of each step that was not forgotten.
+        by_step: seconds of communication and bubble of each step that was not forgotten.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -109,9 +107,9 @@ class HostClock(PhaseClock):
         """Called after each optimizer step."""
         self._num_steps += 1
         sums = self.sums()
-        communication = sums["communication"]
-        self.by_step.append(communication - self._at_step)
-        self._at_step = communication
+        exposed = exposed_s(sums)
+        self.by_step.append(exposed - self._at_step)
+        self._at_step = exposed
         self._at_last = sums.copy()
         self._at_ends.append(self._at_last if len(self._at_ends) < _MOST_STEPS else None)
 
@@ -233,7 +231,7 @@ class DeviceClock(HostClock):
                 if self._num_to_forget > 0:
                     self._num_to_forget -= 1
                 else:
-                    self.by_step.append(self._in_step["communication"])
+                    self.by_step.append(exposed_s(self._in_step))
                     self._at_ends.append(self._in_step if len(self._at_ends) < _MOST_STEPS else None)
                 self._in_step = dict.fromkeys(PHASES, 0.0)
                 continue
@@ -283,9 +281,7 @@ def shown_steps(
     shown = []
     for index in (order[num_steps // 2], order[-1]):
         seconds = clock.phases_of(index)
-        waited = max(0.0, seconds["communication"] - shortest[index])
-        seconds["communication"] -= waited
-        seconds["waiting"] += waited
+        seconds = tell_wait(seconds, max(0.0, exposed_s(seconds) - shortest[index]))
         parts = {phase: s for phase, s in seconds.items() if s >= _SHOWN_S}
         shown.append({"step": first_step + index, "wall_s": sums[index] / len(walls), **parts})
     return shown

@@ -7,13 +7,24 @@ actions; and functions that wait for other ranks, by `PhaseClock.enter`. Without
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from operator import sub
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["PHASES", "PhaseClock", "counts_as_communication", "listening", "phase_of_action", "phase_of_activity"]
+__all__ = [
+    "EXPOSED",
+    "PHASES",
+    "PhaseClock",
+    "counts_as_communication",
+    "exposed_s",
+    "listening",
+    "phase_of_action",
+    "phase_of_activity",
+    "tell_wait",
+    "waits_are",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,6 +35,7 @@ PHASES = {
     "compute": "forward and backward",
     "communication": "waiting for collectives that nothing hides, without what slower ranks cause",
     "waiting": "waiting in collectives for slower ranks",
+    "bubble": "waiting for other stages of a pipeline, without what slower ones cause",
     "optimizer": "the optimizer's step, clipping, zeroing of gradients",
     "callbacks": "hooks of callbacks, and hooks of the module around its steps",
     "logging": "the loggers",
@@ -32,6 +44,9 @@ PHASES = {
     "engine": "all else: the loops, schedulers, starts of epochs",
 }
 """The phases of training, and what each of them is."""
+
+EXPOSED = ("bubble", "communication")
+"""The phases of which a part may be waiting for slower ranks, those first whose waits are longest."""
 
 _ANNOUNCED = {
     "fetch": "data_wait",
@@ -208,8 +223,41 @@ def phase_of_action(action: str) -> str | None:
     return None
 
 
+def exposed_s(seconds: Mapping[str, float]) -> float:
+    """Returns the seconds in which a rank waits for others, for whatever reason, by its seconds by phase."""
+    return sum(seconds.get(phase, 0.0) for phase in EXPOSED)
+
+
+def tell_wait(seconds: Mapping[str, float], waited_s: float) -> dict[str, float]:
+    """Returns seconds by phase, of which `waited_s` are no longer a bubble or communication but waiting.
+
+    There are no more of them than there are seconds in these phases.
+    """
+    told, moved_s = dict(seconds), 0.0
+    for phase in EXPOSED:
+        part_s = min(waited_s - moved_s, told.get(phase, 0.0))
+        if part_s > 0.0:
+            told[phase] -= part_s
+            moved_s += part_s
+    told["waiting"] = told.get("waiting", 0.0) + moved_s
+    return told
+
+
 _clocks: list[PhaseClock] = []
 """The clocks that measure waits for other ranks; the innermost engine's last."""
+
+
+_phase_of_waits = ["communication"]
+
+
+@contextmanager
+def waits_are(phase: str) -> Iterator[None]:
+    """Context manager in which waits for other ranks count as `phase`: a pipeline's are its bubble."""
+    _phase_of_waits.append(phase)
+    try:
+        yield
+    finally:
+        _phase_of_waits.pop()
 
 
 @contextmanager
@@ -225,6 +273,8 @@ def listening(clock: PhaseClock) -> Iterator[None]:
 def counts_as_communication(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a function that waits for other ranks: its time is the phase "communication" of a clock that listens.
 
+    Within `waits_are` it is another phase.
+
     It measures; a wait that the watchdog shall name is declared by `distributed.waits.waiting`.
     """
 
@@ -233,7 +283,7 @@ def counts_as_communication(function: Callable[_P, _R]) -> Callable[_P, _R]:
         clock = _clocks[-1] if _clocks else None
         if clock is None or not clock.is_here:
             return function(*args, **kwargs)
-        outer = clock.enter("communication")
+        outer = clock.enter(_phase_of_waits[-1])
         try:
             return function(*args, **kwargs)
         finally:

@@ -17,6 +17,7 @@ _COLORS = {
     "compute": "#3b82c4",
     "communication": "#e08a1e",
     "waiting": "#c8453b",
+    "bubble": "#d9b13b",
     "data_wait": "#8b5fbf",
     "copy": "#b58bd9",
     "optimizer": "#2a9d74",
@@ -160,8 +161,8 @@ def _heat(run: Run) -> str:
 
 
 _IN_ORDER = (
-    "data_wait", "copy", "compute", "waiting", "communication", "optimizer", "callbacks", "logging", "validation",
-    "checkpoint", "engine",
+    "data_wait", "copy", "compute", "waiting", "bubble", "communication", "optimizer", "callbacks", "logging",
+    "validation", "checkpoint", "engine",
 )  # fmt: skip
 """The phases as a step has them, most of the time."""
 

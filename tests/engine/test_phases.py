@@ -6,7 +6,16 @@ from collections import Counter
 
 import pytest
 
-from polyphase.engine.phases import PHASES, PhaseClock, counts_as_communication, listening, phase_of_action
+from polyphase.engine.phases import (
+    PHASES,
+    PhaseClock,
+    counts_as_communication,
+    exposed_s,
+    listening,
+    phase_of_action,
+    tell_wait,
+    waits_are,
+)
 
 
 class Time:
@@ -104,6 +113,37 @@ def test_waits_are_told_to_the_innermost_clock_in_its_thread_only(clock, time):
     wait(8)
     assert clock.read()["communication"] == 2.0
     assert outside.read()["communication"] == 0.0
+
+
+def test_waits_are_what_the_caller_says(clock, time):
+    @counts_as_communication
+    def wait(seconds):
+        time.now += seconds
+
+    with listening(clock):
+        with waits_are("bubble"):
+            wait(1)
+            with waits_are("communication"):
+                wait(2)
+            wait(4)
+        wait(8)
+    assert spent(clock) == {"bubble": 5.0, "communication": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "told"),
+    [
+        (0.0, {"bubble": 3.0, "communication": 2.0, "waiting": 1.0}),
+        (2.0, {"bubble": 1.0, "communication": 2.0, "waiting": 3.0}),
+        (4.0, {"bubble": 0.0, "communication": 1.0, "waiting": 5.0}),
+        (9.0, {"bubble": 0.0, "communication": 0.0, "waiting": 6.0}),
+    ],
+)
+def test_waits_for_slower_ranks_are_told_from_the_bubble_first(waited_s, told):
+    seconds = {"bubble": 3.0, "communication": 2.0, "waiting": 1.0}
+    assert exposed_s(seconds) == 5.0
+    assert tell_wait(seconds, waited_s) == told
+    assert seconds["bubble"] == 3.0
 
 
 @pytest.mark.parametrize("first", ["fetch", "data_wait", "elsewhere"])
