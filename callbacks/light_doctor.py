@@ -6,7 +6,6 @@ collective but one broadcast at the start and one gather at the end.
 """
 
 import dataclasses
-import types
 from typing import Any
 
 import torch
@@ -54,9 +53,6 @@ class LightDoctor(Doctor):
         self._window = trainer.accumulate_grad_batches
         self._length = self._left = WARMUP_STEPS * self._window
         self._counted: int | None = 0
-        if not self._marks_backward:
-            # The loops call no hook that is still `Callback`'s.
-            self.on_before_backward = types.MethodType(Callback.on_before_backward, self)  # type: ignore[method-assign]
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Marks where the last gradient is there, after which only the other ranks are waited for."""
