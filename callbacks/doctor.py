@@ -2,7 +2,7 @@
 
 Phases of an interval's end, on all ranks:
 1. each rank reads its clock (no collective, no wait for the device);
-2. one gather on the hosts' group: 11 numbers, and two for each step: its time, and that in collectives. What a rank has
+2. one gather on the hosts' group: 12 numbers, and two for each step: its time, and that in collectives. What a rank has
    waited longer in a step than the rank that has waited least is the wait for slower ranks;
 3. each rank appends a line to its own file, and rank 0 logs the mean shares.
 """
