@@ -27,7 +27,7 @@ def communication(figures: Figures) -> Iterable[str]:
         yield (
             f'<div class="row operation"><span class="soft">{escape(name)}</span><svg viewBox="0 0 1000 1"'
             f' preserveAspectRatio="none" style="height:20px; background:var(--card)" role="img"'
-            f' aria-label="{escape(name)}">{bar}</svg><span class="soft">{calls:,.3g} calls, {_size(mb)}</span></div>'
+            f' aria-label="{escape(name)}">{bar}</svg><span class="soft">{calls:,.3g} {"call" if calls == 1 else "calls"}, {_size(mb)}</span></div>'
         )
     yield from _links(figures)
 
