@@ -251,6 +251,8 @@ def overhead(pairs: int) -> Table:
         row["added, us: median of the pairs"] = _interval(found.pairs_us)
         row["added, us: quickest tenth of the blocks"] = f"{found.quiet_us:.1f}"
         row["the end of an interval, us"] = f"{found.note_us:.0f}" if found.notes_us else ""
+        row["its steps"] = f"{found.interval_steps}" if found.notes_us else ""
+        row["added with a step's share of that, us"] = f"{found.all_us:.1f}"
         rows.append(row)
         print(f"  {row}", file=sys.stderr, flush=True)
     return Table(title="CPU time added to a step: linear layer, batch 4, one process, one thread, CSVLogger", rows=rows)

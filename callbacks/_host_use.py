@@ -1,5 +1,6 @@
 """Measures the training thread's CPU time in forward and backward, and the time that it waits there for a CPU."""
 
+import mmap
 import os
 import threading
 import time
@@ -8,6 +9,7 @@ import psutil
 
 __all__ = ["HostUse", "num_cpus", "own_cpus", "rss_mb"]
 
+_PAGE_BYTES = mmap.PAGESIZE
 _EVERY_BATCHES = (4, 16)
 """Of the first batches of an interval, as many as the second number says, each fourth one is measured; then each
 sixteenth: two reads take as long as all else that is done in a step."""
@@ -78,7 +80,11 @@ def _open_counters() -> int | None:
 
 def rss_mb() -> float:
     """Returns the resident memory of this process, in MB."""
-    return psutil.Process().memory_info().rss / 1e6
+    try:
+        with open("/proc/self/statm") as file:  # psutil takes ten times as long
+            return int(file.read().split()[1]) * _PAGE_BYTES / 1e6
+    except (OSError, IndexError):
+        return psutil.Process().memory_info().rss / 1e6
 
 
 def own_cpus() -> list[int] | None:
