@@ -82,6 +82,8 @@ class _Toggle(Callback):
         if self._steps == _SETTLING_STEPS:
             self._began = time.thread_time()
         elif self._steps == _SETTLING_STEPS + _BLOCK_STEPS:
+            if self._doctor is not None and self._is_on:
+                self._doctor._clock.sums()  # what the block has noted, which an interval's end would sum up
             self._times[self._is_on] = 1e6 * (time.thread_time() - self._began) / _BLOCK_STEPS
             if self._is_second:
                 self._add()
