@@ -164,9 +164,12 @@ def run_all(given: Sequence[Trial], minutes: float, pieces: Pieces) -> None:
     import polyphase.engine.doctor  # noqa: F401
 
     ends = time.monotonic() + 60 * minutes
-    first = len(pieces.outcomes)
-    for number, trial in enumerate(given[first:], start=first + 1):
-        if number > first + 1 and time.monotonic() > ends:
+    left = list(given)
+    for done in pieces.outcomes:
+        left.remove(done.trial)
+    first = len(pieces.outcomes) + 1
+    for number, trial in enumerate(left, start=first):
+        if number > first and time.monotonic() > ends:
             break
         outcome = run_trial(trial)
         pieces.add(outcome=outcome, took=outcome.wall_s)
