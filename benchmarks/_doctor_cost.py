@@ -27,6 +27,7 @@ __all__ = ["FORMS", "Added", "added_us"]
 FORMS = {"none": None, "light": LightDoctor, "Doctor": Doctor}
 """The classes by form; that of ``"none"`` is away in both blocks, and shows what the method itself has for an error."""
 _SETTLING_STEPS, _BLOCK_STEPS = 4, 16
+_LOG_EVERY = 50
 _QUIET = 0.1
 """The quantile of blocks that is taken for one that nothing has disturbed."""
 
@@ -38,6 +39,8 @@ class Added:
     on_us: list[float] = dataclasses.field(default_factory=list)
     off_us: list[float] = dataclasses.field(default_factory=list)
     notes_us: list[float] = dataclasses.field(default_factory=list)
+    interval_steps: int = 1
+    """Steps of an interval."""
 
     @property
     def pairs_us(self) -> list[float]:
@@ -53,6 +56,11 @@ class Added:
     def note_us(self) -> float:
         """The end of an interval."""
         return statistics.median(self.notes_us) if self.notes_us else 0.0
+
+    @property
+    def all_us(self) -> float:
+        """What a step has in all: the median of the pairs, and its share of an interval's end."""
+        return statistics.median(self.pairs_us) + self.note_us / self.interval_steps
 
 
 def _quantile(values: list[float]) -> float:
@@ -74,6 +82,8 @@ class _Toggle(Callback):
         if self._steps == _SETTLING_STEPS:
             self._began = time.thread_time()
         elif self._steps == _SETTLING_STEPS + _BLOCK_STEPS:
+            if self._doctor is not None and self._is_on:
+                self._doctor._clock.sums()  # what the block has noted, which an interval's end would sum up
             self._times[self._is_on] = 1e6 * (time.thread_time() - self._began) / _BLOCK_STEPS
             if self._is_second:
                 self._add()
@@ -107,9 +117,10 @@ def added_us(form: str, num_blocks: int) -> Added:
     toggle = _Toggle(doctor)
     if doctor is not None:
         _time_notes(doctor, toggle.added.notes_us)
+        toggle.added.interval_steps = doctor.every_n_steps or _LOG_EVERY
     steps = 2 * num_blocks * (_SETTLING_STEPS + _BLOCK_STEPS) + 2
     with tempfile.TemporaryDirectory() as folder:
-        flags = QUIET | {"logger": CSVLogger(folder), "log_every_n_steps": 50, "default_root_dir": folder}
+        flags = QUIET | {"logger": CSVLogger(folder), "log_every_n_steps": _LOG_EVERY, "default_root_dir": folder}
         callbacks = [toggle] if doctor is None else [doctor, toggle]
         engine = Engine(**flags, max_steps=steps, max_epochs=-1, callbacks=callbacks)
         gc.collect()

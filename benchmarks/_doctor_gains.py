@@ -16,6 +16,7 @@ REMEDIES = {
     "paused_rank": "no pauses",
     "cpu_burner": "the neighbours ended",
     "slow_stage": "the work in both stages alike",
+    "few_micro_batches": "twice as many",
     "more_samples": "as many samples as the others'",
     "slow_in_turn": "the same work in each step",
     "slow_callback": "its work left out",

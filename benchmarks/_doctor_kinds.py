@@ -52,6 +52,9 @@ KINDS = {
         cause="busy_neighbour", strategies=REPLICAS, at_one_rank=True, strength=(1, 3), ranks=(2, 2), step_ms=40.0
     ),
     "slow_stage": Kind(cause="unequal_stages", strategies=(PIPE,), at_one_rank=True, strength=(200.0, 320.0)),
+    "few_micro_batches": Kind(
+        cause="few_micro_batches", strategies=("pp:microbatches=2", "pp:microbatches=3"), strength=(0, 0), ranks=(2, 2)
+    ),
     "more_samples": Kind(cause="uneven_data", strategies=DDP, at_one_rank=True, step_ms=40.0),
     "fewer_batches": Kind(cause="uneven_data", strategies=REPLICAS, at_one_rank=True, strength=(3, 7)),
     "slow_in_turn": Kind(cause="varying_steps", strategies=LOCKSTEP, strength=(80.0, 140.0)),
@@ -148,7 +151,7 @@ def _trial(kind: str, row: Kind, strategy: str, dice: random.Random) -> Trial:
     devices = dice.randint(*row.ranks)
     if strategy.startswith("hsdp"):
         devices = 4
-    elif strategy in ("tp", PIPE):
+    elif strategy == "tp" or strategy.startswith("pp:"):
         devices = 2
     elif strategy == "single":
         devices = 1

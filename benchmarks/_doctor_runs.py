@@ -302,6 +302,8 @@ def _flags(trial: Any, fault: Fault, folder: Path) -> dict[str, Any]:
     name, _, options = trial.strategy.partition(":")
     if fault.is_("small_buckets"):
         options = "bucket_cap_mb=0.002"
+    if fault.kind == "few_micro_batches" and trial.is_mended:
+        options = f"microbatches={2 * int(options.partition('=')[2])}"
     if fault.is_("costly_compression"):
         flags["compression"] = "topk"  # which looks for the largest values, where a message takes next to no time
     if fault.kind == "needless_search":

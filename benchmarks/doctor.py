@@ -9,6 +9,7 @@ by pairs of blocks of steps with and without the callback, in alternation, in on
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -16,9 +17,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,6 +33,7 @@ EXAMPLES = """\
 examples:
   python benchmarks/doctor.py                              200 faults, 40 healthy runs: 20 minutes on 2 cores
   python benchmarks/doctor.py --minutes 10                 those of them that fit in
+  python benchmarks/doctor.py --minutes 8 --pieces done    all, by a call again and again: `done` has what was made
   python benchmarks/doctor.py --quick --output out         one of each kind
   python benchmarks/doctor.py --cost                       only what it costs
   python benchmarks/doctor.py --kinds slow_loader padding  some of them
@@ -116,29 +119,69 @@ def mend(outcome: Outcome) -> Gain | None:
     )  # fmt: skip
 
 
-def run_all(given: Sequence[Trial], minutes: float) -> tuple[list[Outcome], list[Gain]]:
+class Pieces:
+    """What was made so far, by this call and by earlier ones with the same file: a line for each run.
+
+    Args:
+        path: of the file; None: of this call alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.outcomes: list[Outcome] = []
+        self.gains: dict[str, Gain] = {}
+        self.loads: list[float] = []
+        """The load average before each call."""
+        self.took_s = 0.0
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            self._keep(json.loads(line))
+
+    def add(self, **made: Any) -> None:
+        """Adds an ``outcome``, a ``gain`` or a ``load``, with the seconds that it ``took``."""
+        line = json.dumps({name: value if isinstance(value, float) else asdict(value) for name, value in made.items()})
+        self._keep(json.loads(line))
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(f"{line}\n")
+
+    def _keep(self, made: dict[str, Any]) -> None:
+        self.took_s += made.get("took", 0.0)
+        if "load" in made:
+            self.loads.append(made["load"])
+            return
+        given = made.get("outcome") or made["gain"]
+        given["trial"] = Trial(**given["trial"])
+        if "outcome" in made:
+            self.outcomes.append(Outcome(**given))
+        else:
+            self.gains[given["trial"].kind] = Gain(**given)
+
+
+def run_all(given: Sequence[Trial], minutes: float, pieces: Pieces) -> None:
     """Runs them until the time is over; and the first of each kind that is right once more, with its remedy."""
     import _doctor_runs  # noqa: F401  # what the forks need is imported once
 
     import polyphase.engine.doctor  # noqa: F401
 
     ends = time.monotonic() + 60 * minutes
-    outcomes: list[Outcome] = []
-    gains: dict[str, Gain] = {}
-    for number, trial in enumerate(given, start=1):
-        if outcomes and time.monotonic() > ends:
+    left = list(given)
+    for done in pieces.outcomes:
+        left.remove(done.trial)
+    first = len(pieces.outcomes) + 1
+    for number, trial in enumerate(left, start=first):
+        if number > first and time.monotonic() > ends:
             break
         outcome = run_trial(trial)
-        outcomes.append(outcome)
+        pieces.add(outcome=outcome, took=outcome.wall_s)
         verdict = "right" if outcome.is_right else f"WRONG, {outcome.said}: {outcome.evidence}"
         print(f"{number}/{len(given)} {outcome.wall_s:.1f} s  {trial}: {verdict}", file=sys.stderr, flush=True)
-        if trial.kind in REMEDIES and trial.kind not in gains and outcome.forecast is not None:
+        if trial.kind in REMEDIES and trial.kind not in pieces.gains and outcome.forecast is not None:
+            began = time.monotonic()
             gain = mend(outcome)
             if gain is not None:
-                gains[trial.kind] = gain
+                pieces.add(gain=gain, took=time.monotonic() - began)
                 forecast = f"{gain.forecast:.1%} forecast, {gain.measured:.1%} measured"
                 print(f"  mended: {forecast}", file=sys.stderr, flush=True)
-    return outcomes, list(gains.values())
 
 
 def tables(outcomes: Sequence[Outcome], gains: Sequence[Gain]) -> list[Table]:
@@ -211,6 +254,8 @@ def overhead(pairs: int) -> Table:
         row["added, us: median of the pairs"] = _interval(found.pairs_us)
         row["added, us: quickest tenth of the blocks"] = f"{found.quiet_us:.1f}"
         row["the end of an interval, us"] = f"{found.note_us:.0f}" if found.notes_us else ""
+        row["its steps"] = f"{found.interval_steps}" if found.notes_us else ""
+        row["added with a step's share of that, us"] = f"{found.all_us:.1f}"
         rows.append(row)
         print(f"  {row}", file=sys.stderr, flush=True)
     return Table(title="CPU time added to a step: linear layer, batch 4, one process, one thread, CSVLogger", rows=rows)
@@ -233,6 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="no run begins after that; the report says how many did"
     )
+    parser.add_argument(
+        "--pieces", type=Path, help="a file of what was made, which the next call with the same arguments goes on with"
+    )
     parser.add_argument("--pairs", type=int, default=500, help="pairs of blocks by which the cost is measured")
     parser.add_argument("--cost", action="store_true", help="only what it costs, into doctor-cost-cpu.md: 5 minutes")
     parser.add_argument("--gains", action="store_true", help="one run of each kind that has a remedy, and that")
@@ -240,6 +288,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one run of each kind, and one healthy one")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser
+
+
+def _pieces(given: argparse.Namespace) -> str:
+    return "" if given.pieces is None else f" --pieces {given.pieces.name}"
 
 
 def main() -> None:
@@ -255,12 +307,15 @@ def main() -> None:
         write_report(given.output / "doctor-cost-cpu.md", "Doctor: what it costs", where, [added], plot=False)
         return
     wanted = trials(given.kinds, given.faults, given.healthy, given.seed)
-    load, began = os.getloadavg()[0], time.monotonic()
-    outcomes, gains = run_all(wanted, given.minutes)
-    where = about(f"python benchmarks/doctor.py --minutes {given.minutes:g} --seed {given.seed}")
-    took_s = time.monotonic() - began
-    where += f"\n{len(outcomes)} of {len(wanted)} runs were made, in {took_s:.0f} s; load average before: {load:.1f}.\n"
-    write_report(given.output / "doctor-cpu.md", "Doctor: injected faults", where, tables(outcomes, gains), plot=False)
+    pieces = Pieces(given.pieces)
+    pieces.add(load=os.getloadavg()[0])
+    run_all(wanted, given.minutes, pieces)
+    where = about(f"python benchmarks/doctor.py --minutes {given.minutes:g} --seed {given.seed}{_pieces(given)}")
+    loads = ", ".join(f"{load:.1f}" for load in pieces.loads)
+    made = f"{len(pieces.outcomes)} of {len(wanted)} runs were made, in {pieces.took_s:.0f} s"
+    where += f"\n{made}; load average before: {loads}.\n"
+    found = tables(pieces.outcomes, list(pieces.gains.values()))
+    write_report(given.output / "doctor-cpu.md", "Doctor: injected faults", where, found, plot=False)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ what is hidden behind computing takes none. Events are read when the device has 
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from polyphase.engine.devices import module_of, wait_for
-from polyphase.engine.phases import PHASES, PhaseClock, phase_of_activity
+from polyphase.engine.phases import PHASES, PhaseClock, exposed_s, phase_of_activity, tell_wait
 
 __all__ = ["DeviceClock", "HostClock", "Measured", "make_clock", "shown_steps"]
 
@@ -45,13 +46,13 @@ class Measured:
         self.shortest: list[float] = []
 
     def tell_waits(self, times: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
-        """Tells waits for slower ranks from communication.
+        """Tells waits for slower ranks from communication, and from the bubble of a pipeline.
 
         In each step, what a rank has been in collectives for longer than the rank that was in them for the shortest
         time, it has waited for the slower ones.
 
         Args:
-            times: of each rank, its seconds by phase, and its seconds of communication in each step.
+            times: of each rank, its seconds by phase, and its seconds of communication and bubble in each step.
             rank: the index of this one among them.
 
         Returns:
@@ -63,9 +64,7 @@ class Measured:
         told = []
         for seconds, by_step in times:
             waited = sum(max(0.0, own - least) for own, least in zip(by_step, shortest, strict=False))
-            waited = min(waited, seconds["communication"])
-            communication = seconds["communication"] - waited
-            told.append({**seconds, "communication": communication, "waiting": seconds["waiting"] + waited})
+            told.append(tell_wait(seconds, waited))
         self._everyones = told
         self.seconds.update(told[rank])
         return num_steps
@@ -91,11 +90,11 @@ class HostClock(PhaseClock):
     """Where the host computes itself: its own clock says all.
 
     Attributes:
-        by_step: seconds of communication of each step that was not forgotten.
+        by_step: seconds of communication and bubble of each step that was not forgotten.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(now)
         self.by_step: list[float] = []
         self._at_ends: list[dict[str, float] | None] = []  # the sums at the end of each step, as long as `by_step`
         self._at_start: dict[str, float] = {}
@@ -107,10 +106,11 @@ class HostClock(PhaseClock):
     def end_step(self) -> None:
         """Called after each optimizer step."""
         self._num_steps += 1
-        communication = self._sums["communication"]
-        self.by_step.append(communication - self._at_step)
-        self._at_step = communication
-        self._at_last = self._sums.copy()
+        sums = self.sums()
+        exposed = sums.get("communication", 0.0) + sums.get("bubble", 0.0)  # as `exposed_s`, without its calls
+        self.by_step.append(exposed - self._at_step)
+        self._at_step = exposed
+        self._at_last = sums.copy()
         self._at_ends.append(self._at_last if len(self._at_ends) < _MOST_STEPS else None)
 
     @property
@@ -189,7 +189,7 @@ class DeviceClock(HostClock):
     def enter(self, activity: str) -> str:
         """Begins `activity`; see `PhaseClock`."""
         outer = self.activity
-        if not self._is_sealed:
+        if self.is_open:
             self._change(activity)
         return outer
 
@@ -222,6 +222,7 @@ class DeviceClock(HostClock):
         self._marks.append((self.phase, self._event()))
         if waits:
             wait_for(self._device)
+        self.sums()  # of the hooks, by the host's clock
         seconds, num_steps = dict.fromkeys(PHASES, 0.0), 0
         num_read = self._num_passed()
         for phase, event in self._marks[:num_read]:
@@ -230,7 +231,7 @@ class DeviceClock(HostClock):
                 if self._num_to_forget > 0:
                     self._num_to_forget -= 1
                 else:
-                    self.by_step.append(self._in_step["communication"])
+                    self.by_step.append(exposed_s(self._in_step))
                     self._at_ends.append(self._in_step if len(self._at_ends) < _MOST_STEPS else None)
                 self._in_step = dict.fromkeys(PHASES, 0.0)
                 continue
@@ -280,9 +281,7 @@ def shown_steps(
     shown = []
     for index in (order[num_steps // 2], order[-1]):
         seconds = clock.phases_of(index)
-        waited = max(0.0, seconds["communication"] - shortest[index])
-        seconds["communication"] -= waited
-        seconds["waiting"] += waited
+        seconds = tell_wait(seconds, max(0.0, exposed_s(seconds) - shortest[index]))
         parts = {phase: s for phase, s in seconds.items() if s >= _SHOWN_S}
         shown.append({"step": first_step + index, "wall_s": sums[index] / len(walls), **parts})
     return shown

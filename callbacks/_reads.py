@@ -28,17 +28,20 @@ class ReadWatch:
 
     Args:
         trainer: an engine.
+
+    Attributes:
+        may: whether there is anything to watch.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._may = trainer.strategy.root_device.type != "cpu" and not trainer.flags.get("compile")
+        self.may = trainer.strategy.root_device.type != "cpu" and not trainer.flags.get("compile")
         self._next = 0
         self._mode: _Reads | None = None
         self._counts: dict[str, int] = {}
 
     def begin(self, number: int) -> None:
         """Starts to watch, if the `number`-th batch is one to sample; until `end`."""
-        if self._may and number >= self._next and self._mode is None:
+        if self.may and number >= self._next and self._mode is None:
             self._next = number + _EVERY_BATCHES
             self._mode = _Reads()
             self._mode.__enter__()

@@ -59,6 +59,8 @@ class Watches:
         self._throttling = throttle_watch(device)
         self._compression = CompressionWatch(trainer)
         self._use = HostUse()
+        self._has_ranks = trainer.world_size > 1
+        self._has_tokens = True  # until there is a batch without any
         for close in (self._compression.close, self._use.close, self._reads.end):
             self._attached.callback(close)
         self._num_batches = 0
@@ -90,16 +92,21 @@ class Watches:
             self._attached.callback(self._flops.close)
             self._flops.begin()
         self._use.begin()
-        if self._compression.is_on and ends_interval:
+        if ends_interval and self._compression.is_on:
             self._compression.begin_step()
-        if is_settled:
+        if is_settled and self._reads.may:
             self._reads.begin(self._num_batches)
 
     def begin_backward(self, model: nn.Module) -> None:
-        """Called before each backward."""
+        """Called before each backward, where there is something to do then: see `has_backward`."""
         self._reads.end()
         if isinstance(model, DistributedDataParallel):
             self._syncs = (self._syncs or 0) + model.require_backward_grad_sync
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is something to do before backward: averages of gradients to count, or a watch to end."""
+        return self._reads.may or self._has_ranks
 
     def end_backward(self) -> None:
         """Called after each backward."""
@@ -107,20 +114,25 @@ class Watches:
 
     def end_batch(self, batch: Any, *, is_filler: bool) -> None:
         """Counts a batch, without reading from the device."""
-        self._reads.end()
-        flops, self._flops = self._flops, None
+        if self._reads.may:
+            self._reads.end()
+        flops = self._flops
         if flops is not None:
+            self._flops = None
             flops.close()
             self._samples_counted = _num_samples(batch)
         self._num_batches += 1
         if batch is not None and not is_filler:
             self._padding.look(batch, self._num_batches)
-            tokens = num_places(batch)
-            if tokens is not None:
-                self._tokens = (self._tokens or 0) + tokens
+            if self._has_tokens:
+                tokens = num_places(batch)
+                self._has_tokens = tokens is not None
+                self._tokens = None if tokens is None else (self._tokens or 0) + tokens
 
     def end_step(self) -> None:
         """Called after each optimizer step."""
+        if not self._has_ranks:
+            return
         self._compression.end_step()
         now_ns = time.time_ns()
         self._steps_ns.append((self._step_began_ns, now_ns))

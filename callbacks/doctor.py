@@ -2,7 +2,7 @@
 
 Phases of an interval's end, on all ranks:
 1. each rank reads its clock (no collective, no wait for the device);
-2. one gather on the hosts' group: 11 numbers, and two for each step: its time, and that in collectives. What a rank has
+2. one gather on the hosts' group: 12 numbers, and two for each step: its time, and that in collectives. What a rank has
    waited longer in a step than the rank that has waited least is the wait for slower ranks;
 3. each rank appends a line to its own file, and rank 0 logs the mean shares.
 """
@@ -11,6 +11,7 @@ import dataclasses
 import os
 import socket
 import time
+import types
 from contextlib import ExitStack
 from typing import Any
 
@@ -113,6 +114,7 @@ class Doctor(Callback):
         self._notes = Notes(folder, self._describe(trainer))
         self._first_step = self._step = self._noted_step = trainer.global_step
         self._run, self.last = None, {}
+        self._every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
         self._marks_backward = trainer.world_size > 1 and not can.runs_own_schedule
         self._has_fillers = trainer.data_size > 1
         self._boards = Boards(trainer.loggers if trainer.is_global_zero else [], trainer.world_size)
@@ -144,11 +146,16 @@ class Doctor(Callback):
         self._attached.enter_context(actions_of(trainer.profiler, clock))
         if trainer.world_size > 1:
             self._attached.enter_context(collectives(clock))
+        # The loops call no hook that is still `Callback`'s.
+        needs_backward = self._marks_backward or (self._watches is not None and self._watches.has_backward)
+        if not needs_backward:
+            self.on_before_backward = types.MethodType(Callback.on_before_backward, self)  # type: ignore[method-assign]
         self._begin()
 
     def _detach(self) -> None:
         self._attached.close()
         self._clock = None
+        vars(self).pop("on_before_backward", None)
 
     def _end(self) -> None:
         self._detach()
@@ -168,11 +175,10 @@ class Doctor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins to watch the batch."""
         if self._watches is not None:
-            every = self._every(trainer)
             self._watches.begin_batch(
                 is_filler=self._has_fillers and trainer.is_filler(batch_idx),
                 is_settled=self._step - self._first_step >= WARMUP_STEPS,
-                ends_interval=(self._step + 1) // every != self._step // every,
+                ends_interval=(self._step + 1) % self._every == 0,
             )
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -209,7 +215,7 @@ class Doctor(Callback):
         now = time.perf_counter()
         self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
         self._step_began = now
-        every = self._every(trainer)
+        every = self._every
         if self._noted_step == self._first_step:
             if step - self._first_step >= WARMUP_STEPS:
                 self._note(trainer, is_warmup=True)
@@ -221,9 +227,6 @@ class Doctor(Callback):
                     logger.log_metrics(self.last, step=step)
                 self._boards.shares(self._shares, step)
                 clock.enter(outer)
-
-    def _every(self, trainer: Any) -> int:
-        return self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
 
     def _count_samples(self, batch: Any) -> None:
         if self._samples is not None:

@@ -6,7 +6,6 @@ collective but one broadcast at the start and one gather at the end.
 """
 
 import dataclasses
-import types
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from polyphase.engine.doctor import RankInfo, judge
 from polyphase.engine.run_info import log_folder, shown_path
 
 from ._clocks import Measured
+from ._tensorboard import Boards
 from ._waits import mark_end_of_backward
 from .doctor import WARMUP_STEPS, Doctor, describe
 from .run_summary import RunSummary
@@ -28,7 +28,7 @@ _WORTH_S = 3.0
 
 
 class LightDoctor(Doctor):
-    """`Doctor` in the form that ``Engine(enable_doctor=True)`` adds to a run.
+    """`Doctor` in the form that an engine adds to a run by itself: see its argument `enable_doctor`.
 
     It says something at the end only where a finding has cost 3 seconds or more, in at most five lines; it logs
     nothing. The notes of the ranks are in the folder of the logs, and nowhere where no logger has one.
@@ -49,12 +49,10 @@ class LightDoctor(Doctor):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begins to listen."""
         super().on_train_start(trainer, pl_module)
+        self._boards = Boards([], 1)
         self._window = trainer.accumulate_grad_batches
         self._length = self._left = WARMUP_STEPS * self._window
         self._counted: int | None = 0
-        if not self._marks_backward:
-            # The loops call no hook that is still `Callback`'s.
-            self.on_before_backward = types.MethodType(Callback.on_before_backward, self)  # type: ignore[method-assign]
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Marks where the last gradient is there, after which only the other ranks are waited for."""

@@ -25,6 +25,7 @@ _MOVES: dict[str, tuple[str, ...]] = {
     "communication": ("strategy", "layout", "compression", "accumulate_grad_batches", "world_size", "precision",
                       "num_nodes"),
     "waiting": ("strategy", "layout", "world_size", "num_threads", "host"),
+    "bubble": ("strategy", "layout", "world_size", "micro_batch_size"),
     "optimizer": ("strategy", "layout", "accumulate_grad_batches", "gradient_clip_val", "compile", "torch"),
     "callbacks": ("callbacks", "enable_progress_bar"),
     "logging": ("loggers", "logger", "log_every_n_steps"),

@@ -6,6 +6,7 @@ It has the verdict, the shares, the times of steps, a time line, communication b
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from ..phases import EXPOSED
 from .interval import Interval
 from .page_communication import communication
 from .records import Run, compact
@@ -17,6 +18,7 @@ _COLORS = {
     "compute": "#3b82c4",
     "communication": "#e08a1e",
     "waiting": "#c8453b",
+    "bubble": "#d9b13b",
     "data_wait": "#8b5fbf",
     "copy": "#b58bd9",
     "optimizer": "#2a9d74",
@@ -53,6 +55,8 @@ td:first-child, th:first-child { text-align: left; }
 """
 _WIDTH = 1000
 _MAX_COLUMNS, _MAX_ROWS = 128, 32
+_SHOWN_MB, _SHOWN_SHARE = 1.0, 0.0005
+"""Memory and shares below which there is nothing to look at."""
 
 
 def page(run: Run, verdict: Verdict) -> str:
@@ -69,7 +73,7 @@ def page(run: Run, verdict: Verdict) -> str:
     )
     if rates := rate_text(figures):
         head += f'<p class="soft">on each device: {escape(rates)}</p>'
-    shares = figures.mean_shares()
+    shares = {phase: share for phase, share in figures.mean_shares().items() if share >= _SHOWN_SHARE}
     legend = "".join(f'<span><i style="background:{_COLORS[p]}"></i>{name(p)} {shares[p]:.1%}</span>' for p in shares)
     parts = [
         head,
@@ -160,8 +164,8 @@ def _heat(run: Run) -> str:
 
 
 _IN_ORDER = (
-    "data_wait", "copy", "compute", "waiting", "communication", "optimizer", "callbacks", "logging", "validation",
-    "checkpoint", "engine",
+    "data_wait", "copy", "compute", "waiting", "bubble", "communication", "optimizer", "callbacks", "logging",
+    "validation", "checkpoint", "engine",
 )  # fmt: skip
 """The phases as a step has them, most of the time."""
 
@@ -243,7 +247,7 @@ def _memory(run: Run) -> Iterable[str]:
     ):
         lines = {rank: _curve(_columns(run.intervals[rank]), field) for rank in ranks}
         most = max((mb for line in lines.values() for _, mb in line), default=0.0)
-        if not most:
+        if most < _SHOWN_MB:
             continue
         height, end = 90, max(s for line in lines.values() for s, _ in line)
         across, up = _WIDTH / end, height / (1.05 * most)
@@ -307,7 +311,7 @@ def _columns(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def _busy(intervals: Sequence[Interval]) -> list[float]:
-    away = ("waiting", "communication", "checkpoint", "validation")
+    away = ("waiting", *EXPOSED, "checkpoint", "validation")
     return [
         1e3 * (each.wall_s - sum(each.seconds.get(phase, 0.0) for phase in away)) / each.num_steps
         for each in _columns([interval for interval in intervals if interval.num_steps])

@@ -24,10 +24,11 @@ def communication(figures: Figures) -> Iterable[str]:
     yield f'<h2>Communication by operation</h2><p class="soft">{escape(_about(figures))}</p>'
     for name, (calls, mb) in sorted(rows.items(), key=lambda row: -row[1][1]):
         bar = f'<rect x="0" y="0" width="{1000 * mb / most:.5g}" height="1" fill="{_COLOR}"/>'
+        number = "1 call" if calls == 1 else f"{calls:,.3g} calls"
         yield (
             f'<div class="row operation"><span class="soft">{escape(name)}</span><svg viewBox="0 0 1000 1"'
             f' preserveAspectRatio="none" style="height:20px; background:var(--card)" role="img"'
-            f' aria-label="{escape(name)}">{bar}</svg><span class="soft">{calls:,.3g} calls, {_size(mb)}</span></div>'
+            f' aria-label="{escape(name)}">{bar}</svg><span class="soft">{number}, {_size(mb)}</span></div>'
         )
     yield from _links(figures)
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..phases import exposed_s, tell_wait
 from .interval import SCHEMA, Interval, RankInfo
 
 __all__ = [
@@ -56,7 +57,7 @@ class Run:
 
 
 def _separate_waits(by_rank: Mapping[int, list[Interval]]) -> dict[int, list[Interval]]:
-    """Separates waits from communication: time beyond that of the rank with the shortest communication is a wait.
+    """Separates waits from communication and bubbles: time beyond that of the rank with the shortest is a wait.
 
     This is done by interval, for intervals that all ranks have. If different ranks are slow in turn, it finds less
     waiting than a separation by step.
@@ -64,15 +65,13 @@ def _separate_waits(by_rank: Mapping[int, list[Interval]]) -> dict[int, list[Int
     least: dict[int, list[float]] = {}
     for intervals in by_rank.values():
         for interval in intervals:
-            least.setdefault(interval.step, []).append(interval.seconds.get("communication", 0.0))
+            least.setdefault(interval.step, []).append(exposed_s(interval.seconds))
     shortest = {step: min(values) for step, values in least.items() if len(values) == len(by_rank)}
 
     def separated(interval: Interval) -> Interval:
-        communication = interval.seconds.get("communication", 0.0)
-        waited = communication - shortest.get(interval.step, communication)
-        waiting = interval.seconds.get("waiting", 0.0) + waited
-        split = {"communication": communication - waited, "waiting": waiting}
-        return dataclasses.replace(interval, seconds=interval.seconds | split)
+        exposed = exposed_s(interval.seconds)
+        waited = exposed - shortest.get(interval.step, exposed)
+        return dataclasses.replace(interval, seconds=tell_wait(interval.seconds, waited))
 
     return {rank: [separated(interval) for interval in intervals] for rank, intervals in by_rank.items()}
 

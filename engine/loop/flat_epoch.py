@@ -138,9 +138,10 @@ class FlatEpoch:
             loop.data_wait_s += perf_counter() - start_s
         if out_of_memory is not None and out_of_memory.has_failed:
             batch = trainer._data_connector.sizes.smallest_batch()
-        self._heartbeat.phase = "copy"
         progress.is_last_batch = self._fetcher.done
-        batch = self._transfer(batch)
+        if not self._transfer.is_there(batch):
+            self._heartbeat.phase = "copy"
+            batch = self._transfer(batch)
         self._heartbeat.phase = "batch"
         total.ready += 1
         current.ready += 1

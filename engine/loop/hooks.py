@@ -83,7 +83,7 @@ class Hooks:
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name
         if self._clock is not None:
-            result = self._call_timed(self._clock, name, *arguments)
+            result = self._call_timed(self._clock, overridden_hooks, self._activities[name], *arguments)
         else:
             for hook in callback_hooks:
                 hook(self.trainer, self.module, *arguments)
@@ -98,19 +98,26 @@ class Hooks:
         self._by_name[name] = [hook for _, hook in hooks], overridden(self.module, LightningModule, name)
         return self._by_name[name]
 
-    def _call_timed(self, clock: PhaseClock, name: str, *arguments: Any) -> Any:
+    def _call_timed(
+        self,
+        clock: PhaseClock,
+        hooks: tuple[list[Callable[..., Any]], Callable[..., Any] | None],
+        activities: list[str],
+        *arguments: Any,
+    ) -> Any:
         """Calls the hooks; the clock measures each as an activity of its own."""
-        callback_hooks, module_hook = self._by_name[name]
-        activities = self._activities[name]
+        callback_hooks, module_hook = hooks
         trainer, module, enter = self.trainer, self.module, clock.enter
-        outer = clock.activity
+        outer = enter(activities[0])
         try:
-            for hook, activity in zip(callback_hooks, activities, strict=False):  # the last activity is the module's
-                enter(activity)
+            for number, hook in enumerate(callback_hooks):
+                if number:
+                    enter(activities[number])
                 hook(trainer, module, *arguments)
             if module_hook is None:
                 return None
-            enter(activities[-1])
+            if callback_hooks:
+                enter(activities[-1])
             return module_hook(*arguments)
         finally:
             enter(outer)

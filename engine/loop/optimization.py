@@ -386,7 +386,10 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
         progress: Any = self._optimization.optim_progress.optimizer.zero_grad
         total, current = progress.total, progress.current
-        trainer.heartbeat.phase = "optimizer"
+        # Else it is over at once, and not worth being measured.
+        is_announced = not self._shortcuts.skips_zero_grad
+        if is_announced:
+            trainer.heartbeat.phase = "optimizer"
         total.ready += 1
         current.ready += 1
         if "on_before_zero_grad" in self._hooks.present:
@@ -396,4 +399,5 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self._shortcuts.zero_grad(self._batch_idx, optimizer)
         total.completed += 1
         current.completed += 1
-        trainer.heartbeat.phase = "train"
+        if is_announced:
+            trainer.heartbeat.phase = "train"

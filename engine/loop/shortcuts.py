@@ -63,7 +63,8 @@ class Shortcuts:
         )
         self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, _DDP_STRATEGY)
         self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGY)
-        self._skips_zero_grad = _is_from(module, "optimizer_zero_grad", _MODULE)
+        self.skips_zero_grad = _is_from(module, "optimizer_zero_grad", _MODULE)
+        """Whether gradients are zeroed by the optimizer alone, as Lightning does."""
         self._step_entry: Literal["module", "strategy", "precision"] = "module"
         # Lightning: LightningOptimizer.step calls these two first and last, for manual optimization.
         has_step_callbacks = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
@@ -108,7 +109,7 @@ class Shortcuts:
     def zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """Zeroes the gradients."""
         hooks = self._hooks
-        if self._skips_zero_grad:  # Lightning: LightningModule.optimizer_zero_grad
+        if self.skips_zero_grad:  # Lightning: LightningModule.optimizer_zero_grad
             hooks.in_hook("optimizer_zero_grad", zero_grad, optimizer)
         else:
             users, epoch = hooks.module.optimizer_zero_grad, hooks.trainer.current_epoch

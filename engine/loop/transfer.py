@@ -46,7 +46,7 @@ class Transfer:
 
     def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Returns the batch on the device."""
-        if self._is_plain and self._is_on_device(batch):
+        if self.is_there(batch):
             return batch
         trainer = self._trainer
         batch = trainer.precision_plugin.convert_input(batch)
@@ -55,6 +55,10 @@ class Transfer:
         if self._stream is not None:
             batch = self._copy(batch)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+
+    def is_there(self, batch: Any) -> bool:
+        """Whether there is nothing to do: plain tensors that are on the device already, and no hook."""
+        return self._is_plain and self._is_on_device(batch)
 
     def _copy(self, batch: Any) -> Any:
         """Returns the batch with its plain tensors on the device; the hooks handle all other values."""

@@ -68,7 +68,10 @@ class Heartbeat:
         phase = self.phase
         self.clock = clock
         # Another class, so that the assignment of a phase costs nothing more while no clock listens.
-        self.__class__ = Heartbeat if clock is None else _Announcing
+        if clock is None:
+            self.__class__ = Heartbeat
+        else:
+            self.__class__ = _Noting if type(clock).enter is PhaseClock.enter else _Announcing
         self.phase = phase
 
     def begin(self) -> None:
@@ -167,6 +170,24 @@ class _Announcing(Heartbeat):
         """Context manager around a phase that is a part of another one; phases within it count as this one."""
         with nullcontext() if self.clock is None else self.clock.sealed(phase), super().within(phase):
             yield
+
+
+class _Noting(_Announcing):
+    """Notes each phase by itself as `PhaseClock.enter` does: a call is half of what that costs."""
+
+    @property
+    def phase(self) -> str:
+        """The current phase: see `Heartbeat`."""
+        return self._announced
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._announced = phase
+        clock = self.clock
+        if clock is not None and clock.is_open:
+            note = clock.note
+            note(phase)
+            note(clock.now())
 
 
 def stack_of(thread: int) -> list[Call]:

@@ -104,6 +104,18 @@ def test_the_time_is_kept(tmp_path):
     assert "1 of 240 runs were made" in (tmp_path / "doctor-cpu.md").read_text()
 
 
+def test_what_was_made_is_not_made_again(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "doctor.py", "--minutes", "0", "--output", tmp_path]
+    for number in (1, 2):
+        given = ["--kinds", "dead_parameters", "gradient_spike", "--pieces", tmp_path / "made"]
+        finished = run_command([*command, *given], timeout_s=200)
+        assert finished.returncode == 0, finished.output
+        report = (tmp_path / "doctor-cpu.md").read_text()
+        assert f"{number} of 240 runs were made" in report
+    assert re.findall(r"^\| (dead_parameters|gradient_spike) \| 1 ", report, re.MULTILINE), report
+    assert len(re.search(r"load average before: (.*)\.$", report, re.MULTILINE)[1].split(", ")) == 2
+
+
 def test_a_run_that_does_not_end_is_ended_with_all_that_it_has_started(tmp_path):
     code = (
         CODE

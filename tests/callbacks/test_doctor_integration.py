@@ -193,6 +193,30 @@ def test_slow_stage(tmp_path):
     check_found(noted, "unequal_stages", 1)
 
 
+class EqualStages(Blocks):
+    """Each of two stages sleeps as long in forward."""
+
+    def __init__(self):
+        super().__init__()
+        for block, rank in ((self.blocks[0], 0), (self.blocks[-1], 1)):
+            block.act = SlowBlock(rank)
+
+
+def test_the_bubble_of_a_pipeline(tmp_path):
+    """Two stages that are alike take three times one micro-batch for two of them: a third of that they wait."""
+    noted = run(tmp_path, "pp_fork:microbatches=2", module=EqualStages())
+    check_sums(noted, tmp_path)
+    check_found(noted, "few_micro_batches")
+    for intervals in noted.intervals.values():
+        bubble_s = sum(interval.seconds["bubble"] for interval in intervals[1:])
+        num_steps = sum(interval.num_steps for interval in intervals[1:])
+        assert bubble_s >= 0.8 * num_steps * FAULT_S
+        others_s = sum(
+            sum(interval.seconds[each] for each in ("communication", "waiting")) for interval in intervals[1:]
+        )
+        assert others_s < bubble_s / 2
+
+
 def test_slow_rank_of_a_tensor_parallel_run(tmp_path):
     noted = run(tmp_path, "tp_fork", module=SlowBlocks(1))
     check_sums(noted, tmp_path)

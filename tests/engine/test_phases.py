@@ -1,10 +1,21 @@
 """The clock divides time without a rest: whatever is entered, announced, sealed or nested."""
 
+import random
 import threading
+from collections import Counter
 
 import pytest
 
-from polyphase.engine.phases import PHASES, PhaseClock, counts_as_communication, listening, phase_of_action
+from polyphase.engine.phases import (
+    PHASES,
+    PhaseClock,
+    counts_as_communication,
+    exposed_s,
+    listening,
+    phase_of_action,
+    tell_wait,
+    waits_are,
+)
 
 
 class Time:
@@ -102,6 +113,65 @@ def test_waits_are_told_to_the_innermost_clock_in_its_thread_only(clock, time):
     wait(8)
     assert clock.read()["communication"] == 2.0
     assert outside.read()["communication"] == 0.0
+
+
+def test_waits_are_what_the_caller_says(clock, time):
+    @counts_as_communication
+    def wait(seconds):
+        time.now += seconds
+
+    with listening(clock):
+        with waits_are("bubble"):
+            wait(1)
+            with waits_are("communication"):
+                wait(2)
+            wait(4)
+        wait(8)
+    assert spent(clock) == {"bubble": 5.0, "communication": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "told"),
+    [
+        (0.0, {"bubble": 3.0, "communication": 2.0, "waiting": 1.0}),
+        (2.0, {"bubble": 1.0, "communication": 2.0, "waiting": 3.0}),
+        (4.0, {"bubble": 0.0, "communication": 1.0, "waiting": 5.0}),
+        (9.0, {"bubble": 0.0, "communication": 0.0, "waiting": 6.0}),
+    ],
+)
+def test_waits_for_slower_ranks_are_told_from_the_bubble_first(waited_s, told):
+    seconds = {"bubble": 3.0, "communication": 2.0, "waiting": 1.0}
+    assert exposed_s(seconds) == 5.0
+    assert tell_wait(seconds, waited_s) == told
+    assert seconds["bubble"] == 3.0
+
+
+@pytest.mark.parametrize("first", ["fetch", "data_wait", "elsewhere"])
+def test_steps_that_are_alike_and_others_are_summed_up_alike(first):
+    rng = random.Random(0)
+    usual, now, expected = [first, "batch", "train", "optimizer", "batch", "A.b"], [0.0], Counter()
+    clock = PhaseClock(lambda: now[0])
+    for _ in range(200):
+        activities = usual if rng.random() < 0.8 else rng.choices([*usual, "log"], k=rng.randint(1, 9))
+        for activity in activities:
+            clock.enter(activity)
+            seconds = rng.randint(1, 9)
+            now[0] += seconds
+            expected[activity] += seconds
+        if rng.random() < 0.1:
+            clock.read()
+    clock.enter("engine")
+    assert clock.sums() == expected | {"engine": 0.0}
+
+
+def test_what_nobody_reads_does_not_pile_up(clock, time):
+    for _ in range(20_000):
+        clock.enter("fetch")
+        time.now += 1
+        clock.enter("train")
+        time.now += 2
+    assert len(clock._notes) <= 20_000
+    assert spent(clock) == {"data_wait": 20_000.0, "compute": 40_000.0}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from .host import (
     unused_parameter_search,
 )
 from .network import costly_compression, slow_link
-from .ranks import exposed_communication, slow_rank, unequal_stages, varying_steps
+from .ranks import exposed_communication, few_micro_batches, slow_rank, unequal_stages, varying_steps
 from .remaining import low_compute
 
 __all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
@@ -39,6 +39,8 @@ RULES = (
     Rule(cause="unequal_stages", threshold=0.10, find=unequal_stages,
          of="share of a step that the slowest pipeline stage computes longer than the mean, and 1.2 times as long;"
             " called busy_neighbour where the run queue explains it"),
+    Rule(cause="few_micro_batches", threshold=0.18, find=few_micro_batches,
+         of="share of the time in the bubble of a pipeline, mean over ranks"),
     Rule(cause="slow_callback", threshold=0.05, find=slow_callback, of="share of the time in one class's hooks"),
     Rule(cause="slow_logging", threshold=0.05, find=slow_logging, of="share of the time in loggers"),
     Rule(cause="checkpoint_stall", threshold=0.05, find=checkpoint_stall, of="share of the time in saves"),

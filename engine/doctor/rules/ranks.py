@@ -7,7 +7,7 @@ from ..figures import Figures, Outlier
 from .finding import COSTLY_COMPRESSION, RATIO, Finding, ms, option
 from .network import UNDERUSED, compression_cost, link_use
 
-__all__ = ["exposed_communication", "slow_rank", "unequal_stages", "varying_steps"]
+__all__ = ["exposed_communication", "few_micro_batches", "slow_rank", "unequal_stages", "varying_steps"]
 
 _SYNCS_A_STEP = 1.5
 """Averaged backwards for each optimizer step from which on some of them are not needed."""
@@ -100,9 +100,30 @@ def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
     numbers = {"step_ms": 1e3 * means[slowest], "mean_ms": 1e3 * mean, "stage": slowest, "share": share}
     # A step takes the slowest stage's time for all micro-batches, and the other stages' for one. Stages that are alike
     # shorten the former by the excess over the mean, and lengthen the latter by one micro-batch's part of that.
-    num_micro_batches = int(option(figures.info, "microbatches") or _MICRO_BATCHES_A_STAGE * num_stages)
+    num_micro_batches = _num_micro_batches(figures)
     gain = share * (1.0 - 1.0 / num_micro_batches)
     return Finding(cause=cause, ranks=ranks, host=host, evidence=evidence, numbers=numbers, remedy=remedy, gain=gain)
+
+
+def _num_micro_batches(figures: Figures) -> int:
+    return int(option(figures.info, "microbatches") or _MICRO_BATCHES_A_STAGE * figures.info.layout.get("pp", 1))
+
+
+def few_micro_batches(figures: Figures, threshold: float) -> Finding | None:
+    """All stages of a pipeline wait for each other at the beginning and the end of a batch for a large part of it."""
+    if figures.info.layout.get("pp", 1) < 2:
+        return None
+    share = sum(figures.share("bubble", rank) for rank in figures.totals) / len(figures.totals)
+    if share < threshold:
+        return None
+    number = _num_micro_batches(figures)
+    return Finding(
+        cause="few_micro_batches",
+        evidence=f"with {number} micro-batches all stages wait for each other for {share:.0%} of the time",
+        numbers={"share": share, "micro_batches": number},
+        remedy=f"pp:microbatches={2 * number}, which halves that; or schedule=zero-bubble",
+        gain=share / 2,
+    )
 
 
 def exposed_communication(figures: Figures, threshold: float) -> Finding | None:

@@ -15,6 +15,7 @@ _REMEDIES = {
     "copy": "pin_memory=True, and a lighter `on_after_batch_transfer`",
     "communication": "a larger batch, or accumulate_grad_batches, which sends half as often",
     "waiting": "steps that are alike on all ranks: batches of one length, CPUs of their own",
+    "bubble": "more micro-batches: pp:microbatches=...",
     "callbacks": "fewer or lighter hooks: `polyphase doctor RUN_DIR --json` has the slowest",
     "logging": "a larger log_every_n_steps",
     "engine": "a larger batch: the loop takes as long for each step, whatever it computes",
@@ -25,7 +26,8 @@ def low_compute(figures: Figures, threshold: float) -> Finding | None:
     """Forward, backward and optimizer take a small part of the time."""
     useful = list(_USEFUL)
     if figures.info.device == "cpu":
-        useful.append("communication")  # on CPUs collectives compute as well, and have a rule of their own
+        # On CPUs collectives compute as well; they have a rule of their own, as bubbles have.
+        useful += ["communication", "bubble"] if figures.info.layout.get("pp", 1) > 1 else ["communication"]
     ranks = figures.totals
     share = sum(sum(_share(figures, phase, rank) for phase in useful) for rank in ranks) / len(ranks)
     if share >= threshold:

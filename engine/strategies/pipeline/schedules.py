@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleLoopedBFS
 
 from ...compression.counting_group import CountingGroup, TrafficKey, seconds_between, timestamp
+from ...phases import waits_are
 
 __all__ = ["Clock", "Stage", "make_schedule", "num_micro_batches"]
 
@@ -79,7 +80,8 @@ class Clock:
         """
         self.is_running = counts and self._first <= self._num_steps < self._last
         start = timestamp(self._device)
-        run()
+        with waits_are("bubble"):
+            run()
         if self.is_running:
             self._steps.append((start, timestamp(self._device)))
         self.is_running = False
@@ -93,6 +95,10 @@ class Clock:
 
     def span(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs and measures a part of a schedule in which this rank computes; returns its result."""
+        with waits_are("communication"):
+            return self._span(compute, *args, **kwargs)
+
+    def _span(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.is_running:
             return compute(*args, **kwargs)
         start = timestamp(self._device)
@@ -120,7 +126,8 @@ class Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduces gradients under FSDP2, if backward runs."""
         if self.has_backward:
-            super().perform_reduce_grad(grad_scale_factor)
+            with waits_are("communication"):
+                super().perform_reduce_grad(grad_scale_factor)
 
     # torch: it clears gradients and frees parameters after it has run the stage to infer shapes; ours are given.
     def _post_metadata_inference_cleanup(self) -> None:

@@ -88,6 +88,18 @@ def test_unequal_stages():
     assert "pipeline_stages()" in finding.remedy
 
 
+def test_few_micro_batches():
+    for number, gain in ((2, 1 / 6), (4, 1 / 10)):  # of two stages: a third of the time, and a fifth
+        bubble = interval(bubble=10.0 / number)
+        fields = {"layout": {"pp": 2}, "strategy": "pp", "flags": {"strategy": f"pp:microbatches={number}"}}
+        finding = only(run_of(bubble, bubble, **fields))
+        assert (finding.cause, finding.ranks) == ("few_micro_batches", ())
+        assert finding.gain == pytest.approx(gain, abs=0.005)
+        assert f"pp:microbatches={2 * number}" in finding.remedy
+    bubble = interval(bubble=10.0 / 12)
+    assert judge(run_of(bubble, bubble, layout={"pp": 2}, strategy="pp")).findings == []
+
+
 def test_stages_that_are_alike_still_have_to_be_filled():
     """As computed: stages of 20 and 8 ms take 20 + 8 / m for m micro-batches, and two of 14 ms take 14 + 14 / m."""
     for number in (1, 2, 12):
