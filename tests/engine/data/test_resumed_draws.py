@@ -160,6 +160,12 @@ def test_so_do_workers(kind, draws, workers, at, flags, tmp_path):
     assert_goes_on(partial(loader, kind, draws, **workers), tmp_path, at, **{"max_epochs": 2, **flags})
 
 
+@pytest.mark.parametrize("workers", [WORKERS, STAY], ids=["new", "persistent"])
+@pytest.mark.parametrize("kind", [Augmented, Shards])
+def test_so_do_workers_in_the_epochs_after_the_one_that_was_stopped(kind, workers, tmp_path):
+    assert_goes_on(partial(loader, kind, lambda: from_globals, **workers), tmp_path, 3, max_epochs=4)
+
+
 def test_an_order_that_the_training_may_have_a_part_in_is_warned_of(tmp_path):
     make = partial(loader, Drawn, lambda: from_globals)
     train(make, callbacks=[SavesIn("on_train_batch_end", 3, tmp_path / "saved")])
