@@ -285,11 +285,12 @@ and index alone.
 without `state_dict` is read again up to that position, with the generators in the states in which the epoch began, so
 that it draws the same order. If it draws from global generators between its samples, in the main process, and the
 training draws from them, too, a warning says that other samples may come. If it yields other batches than before, as
-webdataset's `shuffle` without a seed does, that is an error (not with persistent workers, or torchdata's loader).
+webdataset's `shuffle` without a seed does, that is an error.
 
 **Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
 and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn
-for it. A rank that has no samples left takes part with a batch that counts for nothing.
+for it; without a `state_dict` it is read again up to there, and if it yields other samples each time, that is an error.
+A rank that has no samples left takes part with a batch that counts for nothing.
 
 **Several loaders.** Loaders that are read side by side (a dict or list of loaders, a `CombinedLoader`) continue
 together, each in its own order. On several ranks each of them needs a number of samples that the ranks divide, or
