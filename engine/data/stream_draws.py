@@ -1,8 +1,8 @@
 """Saves the random states of streams in a loader's workers, so that a resumed run draws the same numbers.
 
 A stream without a state is read again up to its position, with collation and with the generators as they were when the
-pass began, so that it draws the same order; a checksum of its samples tells if it has not. After that the generators get
-their states at that position.
+pass began, so that it draws the same order; a checksum of its samples tells if it has not. After that the generators
+get their states at that position.
 """
 
 from collections.abc import Callable, Iterator

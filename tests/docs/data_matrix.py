@@ -237,8 +237,8 @@ rank, and torchrun starts all of them.
 _LIBRARIES = f"""
 ## Public libraries
 
-{LIBRARY_SIZE} samples in 8 shards, batches of {LIBRARY_BATCH}, {LIBRARY_EPOCHS} epochs under `ddp` on 2 ranks, a checkpoint after
-{LIBRARY_STOP} batches of each rank. A second run continued from it.
+{LIBRARY_SIZE} samples in 8 shards, batches of {LIBRARY_BATCH}, {LIBRARY_EPOCHS} epochs under `ddp` on 2 ranks; the
+checkpoint is of {LIBRARY_STOP} batches of each rank. A second run continued from it.
 
 - *once*: each sample is trained on once in each epoch; where the run was resumed, both runs together.
 - *same batches*: each rank trains on the batches of the run that was not stopped.

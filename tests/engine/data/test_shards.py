@@ -201,7 +201,7 @@ class ByTheClock(Sharded):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_shard_that_draws_another_order_when_it_is_read_again_is_refused(num_workers, tmp_path):
     train(lambda: loader(ByTheClock), callbacks=[SavesIn("on_train_batch_end", 7, tmp_path / "saved")])
-    with pytest.raises(ValueError, match="A shard of ByTheClock has no `state_dict`, .* has yielded other batches"):
+    with pytest.raises(ValueError, match=r"A shard of ByTheClock has no `state_dict`, .* has yielded other batches"):
         train(lambda: loader(ByTheClock, num_workers=num_workers), tmp_path / "saved")
 
 
