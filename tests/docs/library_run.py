@@ -39,7 +39,8 @@ class Kind(NamedTuple):
     """The script makes the loader before the run, and not in a hook."""
 
 
-def _write_parquet(folder: Path) -> None:
+def write_parquet(folder: Path) -> None:
+    """Writes eight files of six numbers each."""
     import pyarrow
     import pyarrow.parquet
 
@@ -48,7 +49,8 @@ def _write_parquet(folder: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.table({"id": numbers}), folder / f"{shard}.parquet")
 
 
-def _hugging_face(folder: Path, streaming: bool) -> Any:
+def hugging_face(folder: Path, streaming: bool) -> Any:
+    """Hugging Face's data set of the files that `write_parquet` has written."""
     import datasets
 
     files = sorted(map(str, folder.glob("*.parquet")))
@@ -60,10 +62,11 @@ def _hugging_face(folder: Path, streaming: bool) -> Any:
 
 
 def _buffered(folder: Path) -> Any:
-    return DataLoader(_hugging_face(folder, streaming=True).shuffle(seed=3, buffer_size=7), BATCH)
+    return DataLoader(hugging_face(folder, streaming=True).shuffle(seed=3, buffer_size=7), BATCH)
 
 
-def _write_tars(folder: Path) -> None:
+def write_tars(folder: Path) -> None:
+    """Writes eight tar files of six numbers each."""
     import webdataset
 
     for shard in range(8):
@@ -72,11 +75,13 @@ def _write_tars(folder: Path) -> None:
                 writer.write({"__key__": f"{number:03}", "id": str(number).encode()})
 
 
-def _webdataset(folder: Path, **how: Any) -> DataLoader:
+def webdataset_loader(folder: Path, shuffle: dict[str, Any] | None = None, **how: Any) -> DataLoader:
+    """A loader of the numbers in the tar files of a folder; `shuffle` are the arguments of webdataset's."""
     import webdataset
 
     files = sorted(map(str, folder.glob("*.tar")))
-    return DataLoader(webdataset.WebDataset(files, shardshuffle=False, **how).map(_id_of), BATCH)
+    stream = webdataset.WebDataset(files, shardshuffle=False, **how).map(_id_of)
+    return DataLoader(stream if shuffle is None else stream.shuffle(**shuffle), BATCH)
 
 
 def _id_of(sample: Any) -> int:
@@ -86,7 +91,7 @@ def _id_of(sample: Any) -> int:
 def _split_by_node(folder: Path) -> DataLoader:
     import webdataset
 
-    return _webdataset(folder, nodesplitter=webdataset.split_by_node)
+    return webdataset_loader(folder, nodesplitter=webdataset.split_by_node)
 
 
 def _as_it_is(number: int) -> int:
@@ -127,21 +132,21 @@ def _mosaicml(loader: str = "own", **how: Any) -> Kind:
 
 KINDS: dict[str, Kind] = {
     "`datasets` {version}, `load_dataset(..., streaming=True)`": Kind(
-        "datasets", _write_parquet, lambda folder: DataLoader(_hugging_face(folder, streaming=True), BATCH)
+        "datasets", write_parquet, lambda folder: DataLoader(hugging_face(folder, streaming=True), BATCH)
     ),
     "the same, 2 workers": Kind(
         "datasets",
-        _write_parquet,
-        lambda folder: DataLoader(_hugging_face(folder, streaming=True), BATCH, num_workers=2),
+        write_parquet,
+        lambda folder: DataLoader(hugging_face(folder, streaming=True), BATCH, num_workers=2),
     ),
-    "the same, `shuffle(buffer_size=7)`": Kind("datasets", _write_parquet, _buffered),
+    "the same, `shuffle(buffer_size=7)`": Kind("datasets", write_parquet, _buffered),
     "the same, not streaming, `shuffle=True`": Kind(
         "datasets",
-        _write_parquet,
-        lambda folder: DataLoader(_hugging_face(folder, streaming=False), BATCH, shuffle=True),
+        write_parquet,
+        lambda folder: DataLoader(hugging_face(folder, streaming=False), BATCH, shuffle=True),
     ),
-    "`webdataset` {version}, `nodesplitter=split_by_node`": Kind("webdataset", _write_tars, _split_by_node),
-    "the same without a `nodesplitter`": Kind("webdataset", _write_tars, _webdataset),
+    "`webdataset` {version}, `nodesplitter=split_by_node`": Kind("webdataset", write_tars, _split_by_node),
+    "the same without a `nodesplitter`": Kind("webdataset", write_tars, webdataset_loader),
     "`litdata` {version}, its `StreamingDataLoader`": Kind(
         "litdata", _write_litdata, lambda folder: _litdata(folder, "own")
     ),
