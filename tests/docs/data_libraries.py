@@ -50,7 +50,7 @@ def _start(name: str, folder: Path, ranks: int = 0, checkpoint: Path | None = No
 def _seen(folder: Path, ranks: int) -> list[list[Any]]:
     """The epoch, index and samples of each batch, by rank."""
     files = [folder / f"rank{rank}" for rank in range(ranks)]
-    return [[json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
+    return [json.loads(file.read_text()) if file.exists() else [] for file in files]
 
 
 def _is_once(seen: list[Any]) -> bool:

@@ -1,8 +1,8 @@
 """A run over data of a public library: ``python library_run.py KIND FOLDER RANKS EPOCHS [CHECKPOINT]``.
 
-`data_libraries.py` starts it. Each rank adds a line for each batch that it is trained on to a file in `FOLDER`, and
-saves a checkpoint there after some of them. The data are in the folder above, where ``python library_run.py KIND
-FOLDER`` writes them first.
+`data_libraries.py` starts it. Each rank writes the batches that it was trained on to a file in `FOLDER`; a checkpoint is
+saved there after some of them. The data are in the folder above, where ``python library_run.py KIND FOLDER`` writes
+them first.
 """
 
 import json
@@ -164,12 +164,16 @@ class Notes(LightningModule):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.folder, self.train_dataloader = folder, make
+        self.seen: list[Any] = []
+        """The engine takes back what a batch that counts for nothing adds to it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         numbers = batch["id"] if isinstance(batch, dict) else batch
-        with (self.folder / f"rank{self.global_rank}").open("a") as file:
-            file.write(json.dumps([self.current_epoch, batch_idx, numbers.flatten().tolist()]) + "\n")
+        self.seen.append([self.current_epoch, batch_idx, numbers.flatten().tolist()])
         return self.weight * 1.0
+
+    def teardown(self, stage: str) -> None:
+        (self.folder / f"rank{self.global_rank}").write_text(json.dumps(self.seen))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
