@@ -58,11 +58,15 @@ def _is_once(seen: list[Any]) -> bool:
     return epochs == [_EACH] * EPOCHS
 
 
-def _refusal(finished: Finished, seen: list[list[Any]], library: str) -> str | None:
-    """The cell of a run that was refused; None if it ran to its end."""
+def _refusal(finished: Finished, folder: Path, library: str) -> str | None:
+    """The cell of a run that was refused; None if it ran to its end.
+
+    Raises:
+        RuntimeError: it ended otherwise.
+    """
     if finished.returncode == 0:
         return None
-    if any(seen) or not any(name in finished.output for name in _REFUSED):
+    if list(folder.glob("rank*")) or not any(name in finished.output for name in _REFUSED):
         raise RuntimeError(finished.output)
     return "refused" if "RefusedError:" in finished.output else f"refused by {library}"
 
@@ -75,7 +79,7 @@ def row(name: str, folder: Path) -> list[str]:
     first, saved = folder / "first", folder / "first" / "saved.ckpt"
     begun = _start(name, first, 2)
     whole = _seen(first, 2)
-    if (refusal := _refusal(begun, whole, library)) is not None:
+    if (refusal := _refusal(begun, first, library)) is not None:
         return [refusal, "-", "-", "-"]
     cells = ["once" if _is_once(whole[0] + whole[1]) else "SILENTLY WRONG"]
     done = [item for rank in whole for item in rank[:STOP]]
@@ -83,7 +87,7 @@ def row(name: str, folder: Path) -> list[str]:
         again = folder / f"{ranks}"
         finished = _start(name, again, ranks, saved)
         rest = _seen(again, ranks)
-        refusal = _refusal(finished, rest, library)
+        refusal = _refusal(finished, again, library)
         if refusal is None and ranks == 2:
             is_same = rest == [rank[STOP:] for rank in whole]
             cells.append("same batches" if is_same else "SILENTLY WRONG")

@@ -1,7 +1,7 @@
 """A run over data of a public library: ``python library_run.py KIND FOLDER RANKS EPOCHS [CHECKPOINT]``.
 
-`data_libraries.py` starts it. Each rank writes the batches that it was trained on to a file in `FOLDER`; a checkpoint is
-saved there after some of them. The data are in the folder above, where ``python library_run.py KIND FOLDER`` writes
+`data_libraries.py` starts it. Each rank writes the batches that it was trained on to a file in `FOLDER`; a checkpoint
+is saved there after some of them. The data are in the folder above, where ``python library_run.py KIND FOLDER`` writes
 them first.
 """
 
@@ -169,11 +169,15 @@ class Notes(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         numbers = batch["id"] if isinstance(batch, dict) else batch
+        if not self.seen:
+            self._write()  # for a run that fails later
         self.seen.append([self.current_epoch, batch_idx, numbers.flatten().tolist()])
         return self.weight * 1.0
 
-    def teardown(self, stage: str) -> None:
+    def _write(self) -> None:
         (self.folder / f"rank{self.global_rank}").write_text(json.dumps(self.seen))
+
+    on_train_end = _write
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
