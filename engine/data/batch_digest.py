@@ -13,7 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["add_to_digest"]
+__all__ = ["OTHER_BATCHES", "add_to_digest"]
+
+OTHER_BATCHES = """\
+{name} has no `state_dict`, and was read again up to its place; but it has yielded other batches than in the run that \
+saved the checkpoint: its order, or its augmentation, depends on what no checkpoint has, such as a generator that is \
+seeded by the clock (webdataset's `shuffle` without `seed`, and `shardshuffle` without `detshuffle=True`) or by the \
+system's entropy. Resume at the end of an epoch, or load only the weights. For the next run, seed these generators; \
+if only the augmentation draws so, have it draw from the global generators of torch, NumPy or Python, which \
+checkpoints have, or augment in the module; or give the data set `state_dict` and `load_state_dict`, with which it is \
+not read again."""
+"""The error about a stream of the class `name`."""
 
 _MOST = 64
 """Elements that are looked at of a tensor, an array, a list: a checksum of a whole batch of images takes too long."""

@@ -19,11 +19,13 @@ from itertools import islice
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from .._compat.torch import WorkerInfo
 from .._compat.torch import _utils as torchs
 from ..checkpoint.rng import get_random_state, set_random_state
+from .batch_digest import OTHER_BATCHES, add_to_digest
 from .clone_loader import clone_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
@@ -46,7 +48,7 @@ __all__ = [
 
 Shard = list[Any]
 """A shard that is not finished: its number, the count of its samples that were taken, [its state] or [], and, if it was
-begun, the state of the generators at its start."""
+begun, the state of the generators at its start, and a checksum of the samples if it has no state."""
 
 _IN_ORDER = (
     "ExamplesIterable",
@@ -144,6 +146,7 @@ class ShardedStream(DatasetProxy):
         self._next: list[list[Shard]] | None = None
         self._loaded: dict[str, Any] | None = None
         self._before, self._at, self._count = 0, 0, 0
+        self._digest: int | None = 0
         self._state: list[Any] = []
         self._part: Any = None
         self._first: Any = None
@@ -174,7 +177,7 @@ class ShardedStream(DatasetProxy):
         if worker is not None:
             self.dealt = None  # it may stay for later epochs, which are whole
         self._before, self._at, self._part = place["at"], place["at"], None
-        self._count, self._state = place["count"], place["state"]
+        self._count, self._state, self._digest = place["count"], place["state"], place.get("digest", 0)
         self._block = range(0), None  # the data set may have been told another epoch
         if self._first is None and worker is not None:
             self._first = self._own.state_here()
@@ -185,24 +188,18 @@ class ShardedStream(DatasetProxy):
 
     def _read(self, shards: list[Shard], worker: Any, now: Any) -> Iterator[Any]:
         end = object()
-        for number, (index, count, state, *start) in enumerate(shards):
+        for number, (index, count, state, *begun) in enumerate(shards):
             self._at, self._count, self._state = self._before + number, count, state
+            start, digest = (*begun, None, None)[:2]
             here = self._start = self._own.state_here()
-            if count and start and start[0] is not None:
-                self._start = start[0]
-                set_state_here(self.dataset, self._start)
+            if count and start is not None:
+                self._start = start
+                set_state_here(self.dataset, start)
             with _alone(worker):
-                part = self._shard(index)
-                if state:
-                    # Hugging Face: ignores a state of another epoch, on which these shards don't depend.
-                    same = {"epoch": part.epoch} if is_hugging_face_dataset(part) else {}
-                    part.load_state_dict({**state[0], **same} if same else state[0])
-                samples = iter(part)
-                if not state and count and sum(1 for _ in islice(samples, count)) < count:
-                    raise ValueError(
-                        f"Shard {index} of {type(self.dataset).__name__} has fewer than the {count} samples that were"
-                        " taken of it before the checkpoint: use the same data, or load only the weights."
-                    )
+                if count and not state:
+                    part, samples = self._read_again(index, count, digest)
+                else:
+                    part, samples = self._open(index, state)
             if count or now is not None:
                 set_state_here(self.dataset, now or here)
             now = None
@@ -213,9 +210,60 @@ class ShardedStream(DatasetProxy):
                 if sample is end:
                     break
                 self._count += 1
+                if self._part is None:
+                    self._digest = add_to_digest(self._digest or 0, sample)
                 yield sample
         self._at, self._count, self._state, self._part = self._before + len(shards), 0, [], None
         self._start = None
+
+    def _open(self, index: int, state: list[Any]) -> tuple[Any, Iterator[Any]]:
+        """Returns a shard and its iterator, at its start or at its state."""
+        part, self._digest = self._shard(index), 0
+        if state:
+            # Hugging Face: ignores a state of another epoch, on which these shards don't depend.
+            same = {"epoch": part.epoch} if is_hugging_face_dataset(part) else {}
+            part.load_state_dict({**state[0], **same} if same else state[0])
+        return part, iter(part)
+
+    def _read_again(self, index: int, count: int, digest: int | None) -> tuple[Any, Iterator[Any]]:
+        """Returns a shard without a state and its iterator, from which the first `count` samples are taken.
+
+        Args:
+            index: of the shard.
+            count: of the samples.
+            digest: the checksum of the samples that were taken of it; None in a checkpoint of an earlier version.
+
+        Raises:
+            ValueError: it has fewer samples, or each time other ones.
+        """
+        found = self._skip(index, count)
+        read_first = self._digest
+        if digest in (None, read_first):
+            return found
+        # Others may have drawn from the generators between its samples; if so, it yields the same ones once more.
+        set_state_here(self.dataset, self._start)
+        found = self._skip(index, count)
+        name = type(self.dataset).__name__
+        if self._digest != read_first:
+            raise ValueError(OTHER_BATCHES.format(name=f"A shard of {name}"))
+        rank_zero_warn(
+            f"Shard {index} of {name} has no `state_dict`, and was read again up to its place. It draws random numbers"
+            " from global generators between its samples, as others do: if they decide which samples come, other ones"
+            " come now. Give it a generator of its own, or a `state_dict` and `load_state_dict`."
+        )
+        return found
+
+    def _skip(self, index: int, count: int) -> tuple[Any, Iterator[Any]]:
+        part, samples = self._open(index, [])
+        taken = 0
+        for sample in islice(samples, count):
+            self._digest, taken = add_to_digest(self._digest or 0, sample), taken + 1
+        if taken < count:
+            raise ValueError(
+                f"Shard {index} of {type(self.dataset).__name__} has fewer than the {count} samples that were"
+                " taken of it before the checkpoint: use the same data, or load only the weights."
+            )
+        return part, samples
 
     def _shard(self, index: int) -> Any:
         """Returns one shard; Hugging Face's through a block of shards, since taking one of n takes O(n)."""
@@ -234,6 +282,7 @@ class ShardedStream(DatasetProxy):
         """Returns the position of this worker, and the generators' states now and at the start of the current shard."""
         state = self._state if self._part is None else [self._part.state_dict()]
         place = {"at": self._at, "count": self._count, "state": state, "start": self._start, "now": None}
+        place["digest"] = self._digest
         if self._first is None or is_same_state(now := self._own.state_here(), self._first):
             return place
         return {**place, "now": now}
@@ -318,7 +367,7 @@ def _after(shards: list[Shard], place: dict[str, Any]) -> list[Shard]:
     """Returns the shards that a worker has not finished at a position."""
     left = shards[place["at"] :]
     if left and place["count"]:
-        left[0] = [left[0][0], place["count"], place["state"], place.get("start")]
+        left[0] = [left[0][0], place["count"], place["state"], place.get("start"), place.get("digest")]
     return left
 
 

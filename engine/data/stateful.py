@@ -10,13 +10,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..checkpoint.rng import get_random_state, set_random_state
+from .batch_digest import OTHER_BATCHES
 from .clone_loader import clone_loader
 from .data_set_epoch import epoch_of
 from .own_generators import OwnGenerators, set_state_here
 from .pass_draws import PassDraws
 from .reapplied_state import ReappliedState
 from .stream_loader import StreamLoader, can_be_read, is_stateful
-from .torchdatas import is_torchdata_loader
+from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
 __all__ = [
     "StateTrackingLoader",
@@ -82,9 +83,13 @@ def why_no_state(dataset: Any) -> str | None:
 def as_stateful(loader: DataLoader) -> DataLoader:
     """Returns a `StreamLoader` in place of a plain loader of an `IterableDataset`, and any other loader as it is.
 
-    Warns of a data set whose state can't be read; its loader is returned as it is.
+    Also in place of torchdata's if the stream has no state: read again, it may yield other batches, which torchdata's
+    does not see. Warns of a data set whose state can't be read; its loader is returned as it is.
     """
-    if type(loader) is not DataLoader or not can_be_read(loader):
+    standard = DataLoader, *classes_of_torchdata("stateful_dataloader", "StatefulDataLoader")
+    if type(loader) not in standard or not can_be_read(loader):
+        return loader
+    if is_torchdata_loader(loader) and is_stateful(loader.dataset):
         return loader
     if (reason := why_no_state(loader.dataset)) is not None:
         name = type(loader.dataset).__name__
@@ -223,16 +228,7 @@ class StateTrackingLoader(DataLoader):
         if getattr(batches, "is_another", False) and not is_warned:
             # Of the user's data set inside a proxy.
             name = type(getattr(self.dataset, "dataset", self.dataset)).__name__
-            raise ValueError(
-                f"{name} has no `state_dict`, and was read again up to its place; but it has yielded other batches than"
-                " in the run that saved the checkpoint: its order, or its augmentation, depends on what no checkpoint"
-                " has, such as a generator that is seeded by the clock (webdataset's `shuffle` without `seed`, and"
-                " `shardshuffle` without `detshuffle=True`) or by the system's entropy. Resume at the end of an epoch,"
-                " or load only the weights. For the next run, seed these generators; if only the augmentation draws"
-                " so, have it draw from the global generators of torch, NumPy or Python, which checkpoints have, or"
-                " augment in the module; or give the data set `state_dict` and `load_state_dict`, with which it is not"
-                " read again."
-            )
+            raise ValueError(OTHER_BATCHES.format(name=name))
         if self._reapplied_state is not None and self._reapplied_state.is_due:
             reapplied, self._reapplied_state = self._reapplied_state, None
             before, first = OwnGenerators(self.dataset).state_here(), list(itertools.islice(batches, 1))

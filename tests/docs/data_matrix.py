@@ -21,8 +21,13 @@ from tests.engine.data.runs import train
 from tests.engine.data.test_replayed import Buffered
 from tests.engine.tiny import CountingStream, Positions, SavesIn, Stream
 
+from .data_libraries import EPOCHS as LIBRARY_EPOCHS
+from .data_libraries import library_table
 from .data_ranks import RANKS, rank_table, stop_table
 from .data_ranks import STOP as RANK_STOP
+from .library_run import BATCH as LIBRARY_BATCH
+from .library_run import SIZE as LIBRARY_SIZE
+from .library_run import STOP as LIBRARY_STOP
 
 PAGE = ROOT / "docs" / "data.md"
 SIZE, BATCH, STOP, EPOCHS = 24, 3, 4, 4
@@ -171,7 +176,9 @@ def page(folder: Path) -> str:
     """The text of docs/data.md."""
     ranks = _table(rank_table(KINDS, BATCH, _EACH, folder))
     stops = _table(stop_table(folder))
-    return one_process(folder) + _RANKS + ranks + _RANKS_BELOW + _STOPS + stops + _LIBRARIES + _PROMISES
+    libraries = _table(library_table(folder, PAGE.read_text()))
+    parts = [one_process(folder), _RANKS, ranks, _RANKS_BELOW, _STOPS, stops, _LIBRARIES, libraries, _LIBRARIES_BELOW]
+    return "".join([*parts, _PROMISES])
 
 
 _ABOVE = f"""# Which training data continue after a stop in mid-epoch
@@ -183,8 +190,8 @@ Each row is a kind of training data, each column a question. A cell is what was 
 - *no: ...*: it runs, but not so; what happens is in the cell.
 - *-*: the question does not arise, since the run was refused before.
 
-`python -m tests.docs.data_matrix` writes the tables of this page, but for that of public libraries. The rules behind
-them: [checkpoints.md](checkpoints.md).
+`python -m tests.docs.data_matrix` writes this page, and `make nightly` compares it with what is found again; tables of
+public libraries with those that are installed. The rules behind them: [checkpoints.md](checkpoints.md).
 
 ## One process
 
@@ -227,34 +234,22 @@ Launchers: `ddp_fork` and `ddp_spawn` start workers by `multiprocessing`, `ddp` 
 rank, and torchrun starts all of them.
 
 """
-_LIBRARIES = """
+_LIBRARIES = f"""
 ## Public libraries
 
-Run by hand under `ddp` on 2 ranks, with torch 2.13: 48 samples in 8 shards, batches of 3, 4 epochs, a checkpoint after
-4 batches of each rank.
+{LIBRARY_SIZE} samples in 8 shards, batches of {LIBRARY_BATCH}, {LIBRARY_EPOCHS} epochs under `ddp` on 2 ranks; the
+checkpoint is of {LIBRARY_STOP} batches of each rank. A second run continued from it.
 
 - *once*: each sample is trained on once in each epoch; where the run was resumed, both runs together.
 - *same batches*: each rank trains on the batches of the run that was not stopped.
+- *refused by ...*: an error of the library's.
 
-|  | two ranks | resumed with 2 | with 1 and with 3 |
-| --- | --- | --- | --- |
-| `datasets` 5.2.0, `load_dataset(..., streaming=True)` | once | same batches | once |
-| the same, `shuffle(buffer_size=7)` | once | same batches | refused with 1; 3 not tried |
-| the same, not streaming, `shuffle=True` | once | same batches | once |
-| `webdataset` 1.0.2, `nodesplitter=split_by_node` | once | same batches | refused |
-| the same without a `nodesplitter` | refused by webdataset | - | - |
-| `litdata` 0.2.76, its `StreamingDataLoader` | once | same batches | refused |
-| the same in a `DataLoader` | once | refused | refused with 1; 3 not tried |
-| `mosaicml-streaming` 0.13.0, its `StreamingDataLoader`, under torchrun | once | same batches | refused |
-| the same in a `DataLoader` | once | refused | refused |
-| the same under `ddp` without torchrun, made in `train_dataloader()` | once | not tried | not tried |
-| the same, made at the top of the script | refused | - | - |
-| the same under `ddp_fork` | refused | - | - |
-
+"""
+_LIBRARIES_BELOW = """
 MosaicML's streams find out their rank from `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` when they are
 made. `polyphase launch` and torchrun set these variables before the script starts. Without them, under `ddp`, the
 engine sets them in each rank when the run begins: make the data set in `train_dataloader()` or `setup()`. A data set
-that the script makes before `fit` is refused before any process starts. (The rows of torchrun were run with 48 shards.)
+that the script makes before `fit` is refused before any process starts.
 
 litdata's own loader applies a loaded state to the epoch after the resumed one, too, unless a pass is read to its end;
 the engine clears it as that epoch begins. It was tried on 1 and 2 ranks, with 0 and 2 workers, saved in mid-epoch and
@@ -290,11 +285,12 @@ and index alone.
 without `state_dict` is read again up to that position, with the generators in the states in which the epoch began, so
 that it draws the same order. If it draws from global generators between its samples, in the main process, and the
 training draws from them, too, a warning says that other samples may come. If it yields other batches than before, as
-webdataset's `shuffle` without a seed does, that is an error (not with persistent workers, or torchdata's loader).
+webdataset's `shuffle` without a seed does, that is an error.
 
 **Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
 and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn
-for it. A rank that has no samples left takes part with a batch that counts for nothing.
+for it; without a `state_dict` it is read again up to there, and if it yields other samples each time, that is an error.
+A rank that has no samples left takes part with a batch that counts for nothing.
 
 **Several loaders.** Loaders that are read side by side (a dict or list of loaders, a `CombinedLoader`) continue
 together, each in its own order. On several ranks each of them needs a number of samples that the ranks divide, or

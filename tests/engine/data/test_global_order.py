@@ -243,6 +243,37 @@ ODD = {
 }
 
 
+class Asked:
+    """A data set that counts how often a sampler asks for its length, which it does in each pass."""
+
+    num_asked = 0
+
+    def __len__(self) -> int:
+        self.num_asked += 1
+        return 12
+
+
+@pytest.mark.parametrize("is_users", [False, True])
+def test_the_passes_of_earlier_epochs_are_not_drawn_again(is_users):
+    def order() -> tuple[GlobalOrder, Asked]:
+        generator = torch.Generator().manual_seed(9) if is_users else None
+        data = Asked()
+        return GlobalOrder(RandomSampler(data, generator=generator)), data  # type: ignore[arg-type]
+
+    first, _ = order()
+    for epoch in range(40):
+        first.set_epoch(epoch)
+        whole = list(first)
+    counts = []
+    for epoch in (0, 39):
+        resumed, data = order()
+        before = data.num_asked
+        resumed.resume(epoch, 6, 6, {**first.state(39, 0), "num_passes": epoch})
+        assert list(resumed) == whole[6:]
+        counts.append(data.num_asked - before)
+    assert counts[0] == counts[1]
+
+
 def test_a_permutation_of_four_bytes_a_number_is_torchs_and_has_the_digest_of_eight():
     size = 40_000  # more than a block
     drawing = DrawnOrder(RandomSampler(range(size), generator=torch.Generator().manual_seed(3)))

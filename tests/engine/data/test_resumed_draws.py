@@ -160,6 +160,31 @@ def test_so_do_workers(kind, draws, workers, at, flags, tmp_path):
     assert_goes_on(partial(loader, kind, draws, **workers), tmp_path, at, **{"max_epochs": 2, **flags})
 
 
+@pytest.mark.parametrize("workers", [WORKERS, STAY], ids=["new", "persistent"])
+@pytest.mark.parametrize("kind", [Augmented, Shards])
+def test_so_do_workers_in_the_epochs_after_the_one_that_was_stopped(kind, workers, tmp_path):
+    assert_goes_on(partial(loader, kind, lambda: from_globals, **workers), tmp_path, 3, max_epochs=4)
+
+
+class Lazily(Drawn):
+    """Draws which sample comes next, between the samples."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        left = self.numbers()
+        while left:
+            yield torch.tensor([float(left.pop(int(torch.randint(len(left), ()))))], dtype=torch.float64)
+
+
+def noisy(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + torch.rand(())
+
+
+@pytest.mark.parametrize("workers", [{"num_workers": 1}, STAY], ids=["new", "persistent"])
+def test_so_does_an_order_that_collation_has_a_part_in(workers, tmp_path):
+    """Workers read the stream again with collation, which draws between the samples."""
+    assert_goes_on(lambda: DataLoader(Lazily(None), 2, collate_fn=noisy, **workers), tmp_path, 3, max_epochs=3)
+
+
 def test_an_order_that_the_training_may_have_a_part_in_is_warned_of(tmp_path):
     make = partial(loader, Drawn, lambda: from_globals)
     train(make, callbacks=[SavesIn("on_train_batch_end", 3, tmp_path / "saved")])

@@ -229,12 +229,18 @@ class ByTheClock(IterableDataset[int]):
         return iter(random.Random(time.time_ns()).sample(range(SIZE * 5), SIZE))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_that_draws_another_order_when_it_is_read_again_is_refused(num_workers, tmp_path):
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(
+    "workers",
+    [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}],
+    ids=["none", "one", "one that stays"],
+)
+def test_a_stream_that_draws_another_order_when_it_is_read_again_is_refused(workers, loader, tmp_path):
     """Samples would be left out, and others repeated."""
 
     def load() -> DataLoader:
-        return DataLoader(ByTheClock(), 3, num_workers=num_workers)
+        return loader(ByTheClock(), 3, **workers)
 
     train(load, callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "saved")], max_epochs=1)
     text = r"ByTheClock has no `state_dict`, .* has yielded other batches than .* if only the augmentation draws so"

@@ -153,6 +153,19 @@ def test_two_ranks_draw_what_one_draws(tmp_path):
     assert ranks[0] | ranks[1] == EXPECTED()
 
 
+def test_two_ranks_that_resume_the_run_of_one_draw_what_it_would_have_drawn(tmp_path):
+    saved = tmp_path / "saved"
+    whole = EXPECTED(callbacks=[SavesIn("on_train_batch_end", 2, saved)])
+    seed_everything(8, verbose=False)
+    run = engine(strategy="ddp_fork", devices=2, max_epochs=2, seed_samples=True)
+    run.fit(Writes(tmp_path), SHUFFLED(Augmented(), batch_size=3, num_workers=1), ckpt_path=saved)
+    ranks = [draws(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(2)]
+    assert not ranks[0].keys() & ranks[1].keys()
+    rest = ranks[0] | ranks[1]
+    assert len(rest) == len(whole) - 2 * 4
+    assert rest.items() <= whole.items()
+
+
 def test_the_loaders_of_a_step_draw_differently():
     def loaders() -> Any:
         return combined("min_size", a=DataLoader(Augmented(), num_workers=1), b=DataLoader(Augmented()))

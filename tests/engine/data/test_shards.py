@@ -2,6 +2,8 @@
 
 import json
 import random
+import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine.data import ShardedStream, remaining_shards, why_not_shardable
 
 from ..tiny import SavesIn, engine
-from . import sharded
+from . import runs, sharded
 from .runs import assert_goes_on, train
 from .sharded import EACH, SIZES, Notes, Sharded, Stated, is_once, run
 
@@ -186,6 +188,42 @@ def test_other_ranks(then, stop, tmp_path):
     for ranks, num_workers in [(2, 0)] if then == 1 else [(1, 2), (3, 0)]:
         rest = run(tmp_path / f"{ranks}", lambda: loader(num_workers=num_workers, batch_size=2), ranks, saved)  # noqa: B023
         assert is_once(done + [batch for of_rank in rest for batch in of_rank]), ranks
+
+
+class ByTheClock(Sharded):
+    """Its shards are in an order that no checkpoint has."""
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(super().__iter__())
+        return iter(random.Random(time.time_ns()).sample(numbers, len(numbers)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shard_that_draws_another_order_when_it_is_read_again_is_refused(num_workers, tmp_path):
+    train(lambda: loader(ByTheClock), callbacks=[SavesIn("on_train_batch_end", 7, tmp_path / "saved")])
+    with pytest.raises(ValueError, match=r"A shard of ByTheClock has no `state_dict`, .* has yielded other batches"):
+        train(lambda: loader(ByTheClock, num_workers=num_workers), tmp_path / "saved")
+
+
+class Noisy(Sharded):
+    """Its samples are augmented from a generator that the training draws from, too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (number + torch.rand(()) / 2 for number in super().__iter__())
+
+
+class AlsoDraws(runs.Trains):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        torch.rand(())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_shard_whose_draws_others_have_a_part_in_is_warned_of_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "Trains", AlsoDraws)
+    whole = train(lambda: loader(Noisy), callbacks=[SavesIn("on_train_batch_end", 7, tmp_path / "saved")])
+    with pytest.warns(UserWarning, match=r"Shard 5 of Noisy has no `state_dict`.* if they decide which samples come"):
+        rest = train(lambda: loader(Noisy), tmp_path / "saved")
+    assert rest == whole[7:]
 
 
 class Learns(Notes):

@@ -211,6 +211,23 @@ def test_evaluation(mode, tmp_path):
         assert seen == list(range(8 if mode == "min_size" and sizes == (12, 6) else sizes[0]))
 
 
+class InTurn(Sums):
+    """Evaluates one loader after the other."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.seen.append([dataloader_idx, batch.tolist()])
+
+
+def test_loaders_that_are_evaluated_one_after_the_other(tmp_path):
+    """No step has a batch of both, so that each may have any number of samples."""
+    loader = loaders("sequential", (12, 5))
+    trainer = engine(strategy="ddp_fork", devices=2)
+    trainer.validate(InTurn(tmp_path), loader, verbose=False)
+    seen = [item for rank in range(2) for item in json.loads((tmp_path / f"{rank}").read_text())["seen"]]
+    for number, size in enumerate((12, 5)):
+        assert sorted(i for of, batch in seen if of == number for i in batch) == list(range(size))
+
+
 def test_streams_that_are_evaluated_side_by_side():
     with pytest.warns(UserWarning, match="Streams are evaluated side by side"):
         check_evaluated_side_by_side(
