@@ -13,6 +13,7 @@ def overhead(*arguments, timeout_s: float = 120) -> Finished:
     return run_command([sys.executable, ROOT / "benchmarks" / "overhead.py", *arguments], timeout_s=timeout_s)
 
 
+@pytest.mark.nightly
 def test_the_report_has_every_case_and_contestant(tmp_path):
     finished = overhead("--rounds", "1", "--steps", "5", "--output", tmp_path)
     assert finished.returncode == 0, finished.output

@@ -3,9 +3,12 @@
 import re
 import sys
 
+import pytest
+
 from tests.distributed import ROOT, run_command
 
 
+@pytest.mark.nightly
 def test_memory_is_that_of_the_formulas(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "strategies.py", "--size", "tiny", "--output", tmp_path]
     finished = run_command(command, timeout_s=200)

@@ -117,6 +117,7 @@ def test_one_bar_at_the_bottom_and_whole_lines(tmp_path, strategy, columns, late
     assert "<a line of a library in C++>" in shown.rows or num_ranks == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_spawned_processes_and_no_colours(tmp_path):
     flags = ["--strategy", "ddp_spawn", "--devices", "2", "--entries", "fit"]

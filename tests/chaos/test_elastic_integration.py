@@ -88,6 +88,7 @@ def test_the_global_batch_and_each_sample_stay(tmp_path):
     assert "accumulate_grad_batches=2 in place of 1 keeps the global batch" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_process_of_either_of_two_nodes_dies(tmp_path):
     """Each agent counts the restarts for itself, so the nodes disagree on which start it is."""

@@ -22,6 +22,7 @@ print("mlflow's status:", [path.read_text().partition("status: ")[2][:1] for pat
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_one_curve_through_sigterm_and_sigkill(tmp_path):
     finished = run_command([sys.executable, "-c", SCRIPT, str(tmp_path)], timeout_s=360, cwd=ROOT)
@@ -50,11 +51,12 @@ for name in LOGGERS:
     "starts",
     [
         # Step 12, the first epoch's last, has a snapshot from before the epoch's mean values were logged.
-        [{"max_epochs": 1}, {"max_epochs": 1}, {"max_epochs": 2}],
-        # In mid-epoch: with no snapshot of the step before the end, and with one.
-        [{"max_steps": 7}, {"max_steps": 7}, {"max_steps": 9}, {"max_steps": 24}],
+        pytest.param(
+            [{"max_epochs": 1}, {"max_epochs": 1}, {"max_epochs": 2}], marks=pytest.mark.nightly, id="after an epoch"
+        ),
+        # With no snapshot of the step before the end, and with one.
+        pytest.param([{"max_steps": 7}, {"max_steps": 7}, {"max_steps": 9}, {"max_steps": 24}], id="in mid-epoch"),
     ],
-    ids=["after an epoch", "in mid-epoch"],
 )
 def test_one_curve_of_a_run_that_ended_and_goes_on(tmp_path, starts):
     script = ENDS.format(run=f"run(calm, {starts[-1:]})\nassert not any(run(ended, {starts}))")
@@ -73,6 +75,7 @@ MAX_TIME = {"max_time": {"seconds": 1}, "max_epochs": -1}
     # Step 9 has a snapshot from before the mean values of the epoch that it cuts short were logged; step 10 has none.
     [(MAX_TIME, 9), (MAX_TIME, 10), ({"max_steps": 9}, 9)],
 )
+@pytest.mark.nightly
 def test_a_run_that_ended_in_mid_epoch_keeps_its_points_when_it_is_started_again(tmp_path, ends, last_step):
     script = ENDS.format(
         run=f"""

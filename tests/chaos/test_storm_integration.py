@@ -8,13 +8,11 @@ SIZES = (60, 2)
 """Samples and epochs."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "seed", "points"),
-    [
-        pytest.param("ddp, topk, accumulation", 1, ["renamed", "load"], marks=pytest.mark.nightly),
-        ("fsdp", 3, ["write", "prune"]),
-    ],
+    [("ddp, topk, accumulation", 1, ["renamed", "load"]), ("fsdp", 3, ["write", "prune"])],
 )
 def test_no_sample_is_lost_or_repeated_and_the_weights_are_those_of_a_calm_run(name, seed, points, tmp_path):
     strategy, flags = CONFIGURATIONS[name]

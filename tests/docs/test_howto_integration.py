@@ -12,6 +12,7 @@ import pytest
 
 from tests.docs.pages import Page, environment
 from tests.docs.test_howto import largest_difference, weights_of
+from tests.pairs import nightly
 
 
 def start(*command, strategy="single", devices=1, **popen):
@@ -35,7 +36,7 @@ def end(process):
     process.stdout.close()
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("strategy", "devices"), [*nightly(("single", 1)), ("ddp", 2)])
 def test_ctrl_c_and_resume(tmp_path, strategy, devices):
     page = Page("stop-and-resume")
     command = ["python", "train.py"]
@@ -68,6 +69,7 @@ def test_ctrl_c_and_resume(tmp_path, strategy, devices):
         assert largest_difference(expected, weights_of(tmp_path / "end.ckpt")) == 0
 
 
+@pytest.mark.nightly
 def test_debugger_on_one_rank(tmp_path):
     Page("debugger")
     process = start("python", "train.py", strategy="ddp", devices=2, stdin=subprocess.PIPE)
@@ -99,6 +101,7 @@ def test_several_runs_at_once(tmp_path):
         assert len(list((tmp_path / folder / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
 def test_without_a_network(tmp_path):
     page = Page("no-network")

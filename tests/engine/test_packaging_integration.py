@@ -76,6 +76,7 @@ def installed(wheel, tmp_path_factory):
     return python
 
 
+@pytest.mark.nightly
 def test_the_source_distribution_builds_the_same_wheel_as_the_sources(built, wheel):
     assert wheel.name == f"polyphase-{polyphase.__version__}-py3-none-any.whl"
     contents = []
@@ -164,6 +165,7 @@ print(polyphase.__file__, Engine(accelerator="cpu", devices=1).layout, polyphase
 """
 
 
+@pytest.mark.nightly
 def test_from_a_zip(installed, wheel, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
     output = subprocess.check_output([installed, "-c", ZIPPED], cwd=tmp_path, env=environment, text=True, timeout=120)

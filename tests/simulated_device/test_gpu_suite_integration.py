@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(900, func_only=True)  # 40 processes; to compil
 NEEDS_CUDA = {"cuda_graphs": "needs CUDA: CUDA graphs"}
 
 
+@pytest.mark.nightly
 def test_the_suite_passes_but_for_what_needs_cuda(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--accelerator", "sim", "--smoke", "--output", tmp_path]
     finished = run_command(command, timeout_s=800, cwd=ROOT)
