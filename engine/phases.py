@@ -1,4 +1,4 @@
-"""The phases of a rank's wall time: its thread is in one of them at each moment, so they add up.
+"""The phases of a rank's wall time: its thread is always in exactly one of them, so they add up.
 
 Three sources announce phases: the loops, by `Heartbeat.phase`; Lightning's own loop, by the names of its profiler's
 actions; and functions that wait for other ranks, by `PhaseClock.enter`. Without a clock, nothing is announced.
@@ -33,17 +33,17 @@ PHASES = {
     "data_wait": "waiting for the data loader",
     "copy": "copying batches to the device, and the hooks around that",
     "compute": "forward and backward",
-    "communication": "waiting for collectives that nothing hides, without what slower ranks cause",
+    "communication": "waiting for collectives that do not overlap with compute, without the wait for slower ranks",
     "waiting": "waiting in collectives for slower ranks",
-    "bubble": "waiting for other stages of a pipeline, without what slower ones cause",
+    "bubble": "waiting for other stages of a pipeline, without the wait for slower ones",
     "optimizer": "the optimizer's step, clipping, zeroing of gradients",
     "callbacks": "hooks of callbacks, and hooks of the module around its steps",
     "logging": "the loggers",
     "validation": "validation, its data and its metrics included",
-    "checkpoint": "the time that saving keeps training from going on",
-    "engine": "all else: the loops, schedulers, starts of epochs",
+    "checkpoint": "time in which training waits for a save",
+    "engine": "everything else: the loops, schedulers, starts of epochs",
 }
-"""The phases of training, and what each of them is."""
+"""The phases of training, with a description of each."""
 
 EXPOSED = ("bubble", "communication")
 """The phases of which a part may be waiting for slower ranks, those first whose waits are longest."""
@@ -58,7 +58,7 @@ _ANNOUNCED = {
     "validate": "validation",
     "sanity_check": "validation",
 }
-"""The phases that the loops announce; others are the engine's."""
+"""The phases that the loops announce; the engine announces the others."""
 
 _STEPS = {"training_step": "compute", "backward": "compute", "batch_to_device": "copy"}
 _OPTIMIZER = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
@@ -95,7 +95,7 @@ class PhaseClock:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this thread that is measured."""
+        """Whether this thread is the one that is measured."""
         return threading.get_ident() == self._thread
 
     @property
@@ -105,7 +105,7 @@ class PhaseClock:
 
     @property
     def phase(self) -> str:
-        """The phase that is under way."""
+        """The current phase."""
         return phase_of_activity(self.activity)
 
     @property
@@ -122,11 +122,11 @@ class PhaseClock:
         return {activity: sum_s for activity, sum_s in self.sums().items() if "." in activity}
 
     def enter(self, activity: str) -> str:
-        """Begins `activity`, unless a sealed one is under way; returns the one that was under way, to go back to."""
+        """Begins `activity`, unless the current one is sealed; returns the previous one, to return to."""
         notes = self._notes
         outer = notes[-2]
         if self.is_open:
-            # As `_change` does: a call is half of what this costs.
+            # The code of `_change`: a call would double the cost.
             notes.append(activity)
             notes.append(self.now())
             if len(notes) > _MOST_NOTES:
@@ -135,7 +135,7 @@ class PhaseClock:
 
     @contextmanager
     def sealed(self, phase: str) -> Iterator[None]:
-        """Around a part of the run whose parts all belong to what a loop calls `phase`; another seal ends it."""
+        """Context manager for a part of the run that counts as `phase` as a whole; another seal ends it."""
         outer, was_open = self.activity, self.is_open
         self._change(phase)
         self.is_open = False
@@ -204,7 +204,7 @@ def phase_of_activity(activity: str) -> str:
 
 
 def phase_of_action(action: str) -> str | None:
-    """The phase that an action of Lightning's profiler belongs to; None for one that has parts of several.
+    """The phase that an action of Lightning's profiler belongs to; None for an action with parts in several phases.
 
     ``"[Callback]EarlyStopping.on_train_batch_end"`` -> ``"callbacks"``
     """
@@ -271,11 +271,11 @@ def listening(clock: PhaseClock) -> Iterator[None]:
 
 
 def counts_as_communication(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a function that waits for other ranks: its time is the phase "communication" of a clock that listens.
+    """Decorates a function that waits for other ranks: a listening clock counts its time as the phase "communication".
 
     Within `waits_are` it is another phase.
 
-    It measures; a wait that the watchdog shall name is declared by `distributed.waits.waiting`.
+    It only measures. Declare a wait that the watchdog is to name with `distributed.waits.waiting`.
     """
 
     @wraps(function)

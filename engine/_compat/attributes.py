@@ -1,7 +1,7 @@
 """Private attributes of Lightning's and torch's objects that the engine reads, replaces or overrides, by their owners.
 
-Where the code uses one, a comment names it. Not in here: those of the standard library that it documents, such as
-`sys._getframe` and the methods of named tuples.
+Where the code uses one, a comment names it. Names that the standard library documents, such as `sys._getframe` and
+the methods of named tuples, are not listed.
 """
 
 from collections.abc import Mapping
@@ -162,4 +162,4 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "streaming:StreamingDataset": ("_parallel_rank_world",),
     "torchdata.stateful_dataloader.stateful_dataloader": ("_StatefulMultiProcessingDataLoaderIter",),
 }
-"""The same of packages that need not be installed."""
+"""The same for optional packages."""

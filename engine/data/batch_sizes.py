@@ -18,9 +18,9 @@ class BatchSizes:
     """Sizes of global batches and micro-batches in the training data of a run.
 
     Args:
-        trainer: whose data it is.
-        global_batch_size: samples of an optimizer step, on all ranks; None: as the DataLoader and the accumulation have
-            it.
+        trainer: the trainer with the data.
+        global_batch_size: samples of an optimizer step, on all ranks; None: the DataLoader and the accumulation
+            determine it.
         micro: the most samples of a rank's micro-batch; None: the DataLoader's ``batch_size``; ``"auto"``: the rank's
             whole share, or less if it does not fit in memory.
     """
@@ -69,8 +69,8 @@ class BatchSizes:
         trainer = self._trainer
         trainer.accumulate_grad_batches = per_step
         if self._in_steps is None:
-            given = {name: getattr(trainer, name) for name in ("limit_train_batches", "val_check_interval")}
-            self._in_steps = {name: value for name, value in given.items() if type(value) is int}
+            limits = {name: getattr(trainer, name) for name in ("limit_train_batches", "val_check_interval")}
+            self._in_steps = {name: value for name, value in limits.items() if type(value) is int}
         for name, num_steps in self._in_steps.items():
             setattr(trainer, name, num_steps * per_step)
         if "val_check_interval" in self._in_steps:
@@ -125,7 +125,7 @@ class BatchSizes:
         if self._trainer.num_training_batches == float("inf") or isinstance(self.loader, UnevenTrainLoader):
             return None
         if self._of_step[0] != first:
-            # What is said of a batch that was not read yet may change.
+            # The number of samples of a batch that was not read yet may change.
             batches = [self.samples(first), *(self._count(first + i) for i in range(1, num_batches))]
             self._of_step = first, Samples(sum(b.local for b in batches), sum(b.total for b in batches))
         return self._of_step[1]

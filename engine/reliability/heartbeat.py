@@ -1,7 +1,7 @@
 """The position of this process in its run: phase, step, batch, and the line of code that its thread executes.
 
-The hot path has no collective, lock or call for it: the loops assign `phase`, and the watchdog's thread reads all else
-from the loops' own counters and from the stack of the thread that runs them.
+The hot path has no collective, lock or call for it: the loops assign `phase`, and the watchdog's thread reads
+everything else from the loops' own counters and from the stack of the thread that runs them.
 """
 
 import gc
@@ -61,13 +61,13 @@ class Heartbeat:
         """Returns the positions of all ranks that are known here, by rank; None while no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "positions_of_all": None, "clock": None}  # a copy of a trainer takes part in no run
+        return {**vars(self), "positions_of_all": None, "clock": None}  # a copied trainer takes part in no run
 
     def listen(self, clock: PhaseClock | None) -> None:
         """Announces each phase to `clock` from now on; None: to no clock."""
         phase = self.phase
         self.clock = clock
-        # Another class, so that the assignment of a phase costs nothing more while no clock listens.
+        # Another class, so that assigning a phase costs nothing more while no clock listens.
         if clock is None:
             self.__class__ = Heartbeat
         else:
@@ -222,7 +222,7 @@ def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[Call]:
 
 
 def describe(report: dict[str, Any] | None) -> str:
-    """Describes a report in a sentence without its subject."""
+    """Describes a report as a sentence without the subject."""
     if report is None:
         return "has sent no report"
     doing = {"fetch": "waits for its data loader", "save": "saves a checkpoint"}.get(report["phase"], "computes")

@@ -34,7 +34,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
-    """`DistributedDataParallel` with its options set well, and any comm hook on any device."""
+    """`DistributedDataParallel` with better defaults of its options, and any comm hook on any device."""
 
     capabilities = dataclasses.replace(
         DistributedStrategy.capabilities,
@@ -45,7 +45,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
-        super().__init__(timeout=timedelta(seconds=options.timeout_s), **_given(options))
+        super().__init__(timeout=timedelta(seconds=options.timeout_s), **_ddp_arguments(options))
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
@@ -75,7 +75,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._requires_grad = list(map(_REQUIRES_GRAD, self._parameters))
         super().configure_ddp()
 
-    # Lightning: DDPStrategy._setup_model; its own wraps on another stream than the steps run on, and on CUDA alone.
+    # Lightning: DDPStrategy._setup_model, which wraps on another stream than the one of the steps, and only on CUDA.
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
         wrapped = BareDDP(model, device_ids=self.determine_ddp_device_ids(), **options)
@@ -121,13 +121,13 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             raise
 
     def _name_unused(self, error: RuntimeError) -> None:
-        """Puts the names of the parameters into torch's message, which has their numbers only."""
+        """Adds the names of the parameters to torch's message, which has only their numbers."""
         numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if "finished reduction in the prior iteration" in str(error) and numbers:
             assert self.lightning_module is not None
-            # `toggle_optimizer` may have frozen some for the moment.
-            everyones = zip(self.lightning_module.named_parameters(), self._requires_grad, strict=True)
-            names = [name for (name, _), is_trained in everyones if is_trained]
+            # `toggle_optimizer` may have frozen some for a while.
+            parameters = zip(self.lightning_module.named_parameters(), self._requires_grad, strict=True)
+            names = [name for (name, _), is_trained in parameters if is_trained]
             error.args = (self._unused_message([names[int(number)] for number in numbers[1].split()]),)
 
     def _wrap_again(self) -> None:
@@ -151,13 +151,13 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     @property
     def active_hook(self) -> CommHook | None:
-        """The comm hook; the plain all-reduces if they are counted."""
+        """The comm hook; the hook of plain all-reduces if bytes are counted."""
         return self.comm_hook or self._counted
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Names unused parameters after the first synchronised backward, rather than failing at the second step."""
+        """Names unused parameters after the first synchronised backward, not only when the second step fails."""
         if self._backward_is_checked and self.comm_hook is None:
-            return  # nothing is to do for the other ones of a wrapper
+            return  # later backwards of the same wrapper need no check
         super().post_backward(closure_loss)
         self._has_run_backward = True
         if self._bucket_order is not None:
@@ -178,7 +178,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             self._backward_is_checked = True
 
     def on_train_end(self) -> None:
-        """Checks the last backward of a run: no forward follows that would report parameters without a gradient."""
+        """Checks the last backward of a run: no later forward would report parameters without a gradient."""
         super().on_train_end()
         if self._bucket_order is not None:
             self._bucket_order.close()
@@ -186,22 +186,22 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             self._check_reduction(self.model)
 
     def _check_reduction(self, model: DistributedDataParallel) -> None:
-        """Checks that the last backward has averaged all gradients: by hand at once, since the optimizer comes next."""
+        """Checks that the last backward has averaged all gradients; in manual optimization, before the next step."""
         try:
-            # torch: what the next forward begins with.
+            # torch: the next forward begins with this call.
             model.reducer._rebuild_buckets()
         except RuntimeError as error:
             self._name_unused(error)
             raise
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
-        """Sends gradients of zero for all buckets that are due; the module itself does without collectives."""
+        """Sends zero gradients for all buckets that remain; the module itself has no collectives."""
         module, model = self.lightning_module, self.model
         assert module is not None
         assert isinstance(model, DistributedDataParallel)
         with torch.no_grad(), self.precision_plugin.train_step_context():
             step(module.training_step)
-        # As at the end of a forward: whether buffers are sent in the next one.
+        # As at the end of a forward: whether the next one sends buffers.
         model.require_forward_param_sync = synchronises
         if synchronises:
             self._mute_what_was_sent()
@@ -209,10 +209,10 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             self._send_zeros()
 
     def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
-        """Sends buffers and gradients of zero."""
+        """Sends buffers and zero gradients."""
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        # torch: the collectives of DistributedDataParallel.forward, which has an argument to move where there is a GPU.
+        # torch: the collectives of DistributedDataParallel.forward, which on a GPU also moves its arguments.
         model._pre_forward(None)
         weigh()
         model.require_forward_param_sync = synchronises
@@ -241,7 +241,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context of an inner micro-batch: nothing is sent."""
         if self.options.static_graph and not self._has_run_backward:
-            yield  # torch learns the graph from the first backward, and needs it synchronised
+            yield  # torch learns the graph from the first backward, which must be synchronised
         else:
             with super().block_backward_sync():
                 yield
@@ -275,14 +275,14 @@ class BareDDP(DistributedDataParallel):
 def _run_as_forward(
     wrapped: torch.nn.Module | None, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs `training_step` of `module` in place of its `forward`, through the wrapper around it."""
-    # Lightning: _ForwardRedirection.__call__, which assigns by way of the `__setattr__` of a module.
+    """Runs `training_step` of `module` through the wrapper around it, in place of `forward`."""
+    # Lightning: _ForwardRedirection.__call__, which assigns through the module's slow `__setattr__`.
     assert wrapped is not None
     own = vars(module)
     before = own.get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # `training_step` may call the module's.
+        # `training_step` may call the module's `forward`.
         if before is None:
             del own["forward"]
         else:
@@ -293,13 +293,13 @@ def _run_as_forward(
     return wrapped(*args, **kwargs)
 
 
-def _given(options: DDPOptions) -> dict[str, Any]:
-    """The arguments of `DistributedDataParallel` that the flag says: what Lightning keeps as the strategy's."""
-    given = {
+def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:
+    """The arguments of `DistributedDataParallel` from the flag; Lightning keeps them in the strategy."""
+    arguments = {
         field.name: value
         for field in dataclasses.fields(DDPOptions)
         if (value := getattr(options, field.name)) != field.default and field.name != "timeout_s"
     }
-    if "broadcast_buffers" in given:
-        given["forward_sync_buffers"] = given.pop("broadcast_buffers")  # torch warns about the old name
-    return given
+    if "broadcast_buffers" in arguments:
+        arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")  # torch warns about the old name
+    return arguments

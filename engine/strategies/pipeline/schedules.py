@@ -24,9 +24,9 @@ _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
-def num_micro_batches(size: int, wanted: int) -> int:
-    """Returns the largest number of equal micro-batches of `size` samples that is at most `wanted`."""
-    return next(number for number in range(min(size, wanted), 0, -1) if size % number == 0)
+def num_micro_batches(size: int, largest: int) -> int:
+    """Returns the largest number of equal micro-batches of `size` samples that is at most `largest`."""
+    return next(number for number in range(min(size, largest), 0, -1) if size % number == 0)
 
 
 def make_schedule(name: str, stages: Sequence["Stage"], num_micro_batches: int, *, trains: bool) -> Any:
@@ -108,7 +108,7 @@ class Clock:
 
     def seconds(self) -> tuple[float, float]:
         """Returns the seconds in which this rank computed, and those of all schedules; waits for the device."""
-        busy, total = (sum(seconds_between(*each) for each in spans) for spans in (self._spans, self._steps))
+        busy, total = (sum(seconds_between(*span) for span in spans) for spans in (self._spans, self._steps))
         return busy, total
 
 
