@@ -1,8 +1,8 @@
 """The clocks of `Doctor`: the host's on a CPU, and events on the compute stream of an accelerator.
 
-A host that runs ahead of its device spends its time elsewhere than the device does. There a phase is the time that the
-compute stream takes from the event at its beginning to the event at its end, gaps included in which the host was late:
-what is hidden behind computing takes none. Events are read when the device has passed them, without waiting for it.
+If the host runs ahead of its device, both spend their time differently. So on an accelerator a phase is the time of the
+compute stream from the event at its beginning to the event at its end, including gaps in which the host was late. Work
+that overlaps with computing takes no time. Events are read when the device has passed them, without waiting for it.
 """
 
 import dataclasses
@@ -19,75 +19,74 @@ from polyphase.engine.phases import PHASES, PhaseClock, exposed_s, phase_of_acti
 __all__ = ["DeviceClock", "HostClock", "Measured", "make_clock", "shown_steps"]
 
 _MOST_STEPS = 256
-"""Steps of an interval, its first ones, of which each one's phases are kept until it ends."""
+"""Number of first steps of an interval whose phases are kept until it ends."""
 _MIN_STEPS = 3
-"""Steps below which none of them is called the slowest."""
+"""Number of steps below which none is reported as the slowest."""
 _SHOWN_S = 5e-7
-"""Seconds of a phase below which a step is shown without it: they are written in microseconds."""
+"""Seconds of a phase below which it is left out of a shown step: the unit is a microsecond."""
 
 
 @dataclasses.dataclass
 class Measured:
-    """The measurements of a clock since it was last asked.
+    """The measurements of a clock since they were last taken.
 
     Args:
         seconds: by phase.
         num_steps: optimizer steps that ended.
 
     Attributes:
-        shortest: the shortest time that a rank was in collectives in each step, once waits are told.
+        shortest: the shortest time that a rank was in collectives in each step, once waits are separated.
     """
 
     seconds: dict[str, float]
     num_steps: int
 
     def __post_init__(self) -> None:
-        self._everyones = [self.seconds]
+        self._by_rank = [self.seconds]
         self.shortest: list[float] = []
 
     def tell_waits(self, times: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
-        """Tells waits for slower ranks from communication, and from the bubble of a pipeline.
+        """Separates waits for slower ranks from communication, and from the bubble of a pipeline.
 
-        In each step, what a rank has been in collectives for longer than the rank that was in them for the shortest
-        time, it has waited for the slower ones.
+        In each step, the time by which a rank was in collectives longer than the rank with the shortest time counts as
+        a wait for slower ranks.
 
         Args:
-            times: of each rank, its seconds by phase, and its seconds of communication and bubble in each step.
-            rank: the index of this one among them.
+            times: for each rank, its seconds by phase, and its seconds of communication and bubble in each step.
+            rank: the index of this rank.
 
         Returns:
-            The number of steps that all ranks know of.
+            The number of steps that all ranks have measured.
         """
         num_steps = min(len(by_step) for _, by_step in times)
         shortest = [min(step) for step in zip(*(by_step[:num_steps] for _, by_step in times), strict=True)]
         self.shortest = shortest
-        told = []
+        self._by_rank = []
         for seconds, by_step in times:
-            waited = sum(max(0.0, own - least) for own, least in zip(by_step, shortest, strict=False))
-            told.append(tell_wait(seconds, waited))
-        self._everyones = told
-        self.seconds.update(told[rank])
+            waited = sum(max(0.0, spent - least) for spent, least in zip(by_step, shortest, strict=False))
+            self._by_rank.append(tell_wait(seconds, waited))
+        self.seconds.update(self._by_rank[rank])
         return num_steps
 
     def shares(self) -> list[dict[str, float]]:
-        """Returns the shares of the phases, of each rank that is known."""
-        walls = [max(sum(seconds.values()), 1e-12) for seconds in self._everyones]
+        """Returns the shares of the phases, for each rank with measurements."""
+        walls = [max(sum(seconds.values()), 1e-12) for seconds in self._by_rank]
         return [
             {phase: seconds[phase] / wall for phase in PHASES}
-            for seconds, wall in zip(self._everyones, walls, strict=True)
+            for seconds, wall in zip(self._by_rank, walls, strict=True)
         ]
 
     def mean_shares(self) -> dict[str, float]:
         """Returns the shares of the phases, mean over the ranks that are known."""
-        walls = [max(sum(seconds.values()), 1e-12) for seconds in self._everyones]
+        walls = [max(sum(seconds.values()), 1e-12) for seconds in self._by_rank]
         return {
-            phase: sum(seconds[phase] / wall for seconds, wall in zip(self._everyones, walls, strict=True)) / len(walls)
+            phase: sum(seconds[phase] / wall for seconds, wall in zip(self._by_rank, walls, strict=True)) / len(walls)
             for phase in PHASES
         }
 
 
 class HostClock(PhaseClock):
-    """Where the host computes itself: its own clock says all.
+    """The clock of a rank that computes on the host: the host's time.
 
     Attributes:
         by_step: seconds of communication and bubble of each step that was not forgotten.
@@ -115,12 +114,12 @@ class HostClock(PhaseClock):
 
     @property
     def num_pending(self) -> int:
-        """Steps that have ended on the host, and not yet where they are measured."""
+        """Number of steps that have ended on the host, but are not measured yet."""
         return 0
 
     def walls(self) -> list[float]:
         """Returns the wall times of the first steps of `by_step`, at most 256 of them."""
-        sums = [sum(each.values()) for each in (self._at_start, *self._kept())]
+        sums = [sum(step.values()) for step in (self._at_start, *self._kept())]
         return [after - before for before, after in itertools.pairwise(sums)]
 
     def phases_of(self, index: int) -> dict[str, float]:
@@ -132,7 +131,7 @@ class HostClock(PhaseClock):
         return seconds
 
     def _kept(self) -> Iterator[dict[str, float]]:
-        return itertools.takewhile(lambda each: each is not None, self._at_ends)  # type: ignore[arg-type]
+        return itertools.takewhile(lambda step: step is not None, self._at_ends)  # type: ignore[arg-type]
 
     def forget_steps(self, num_steps: int) -> None:
         """Drops the first ones of `by_step`."""
@@ -145,10 +144,10 @@ class HostClock(PhaseClock):
         HostClock.forget_steps(self, len(self.by_step))
 
     def take(self, waits: bool = False) -> Measured:
-        """Returns what was measured since the last call.
+        """Returns the measurements since the last call.
 
         Args:
-            waits: for the device, if need be.
+            waits: whether to wait for the device, if necessary.
         """
         now, before = self.read(), self._taken
         self._taken, num_steps, self._num_steps = now, self._num_steps, 0
@@ -175,7 +174,7 @@ class DeviceClock(HostClock):
 
     @property
     def is_here(self) -> bool:
-        """Whether what the caller launches goes to the compute stream."""
+        """Whether the caller's work goes to the compute stream."""
         return self._current_stream() == self._stream
 
     def _current_stream(self) -> Any:
@@ -211,7 +210,7 @@ class DeviceClock(HostClock):
 
     def walls(self) -> list[float]:
         """Returns the wall times of the first steps of `by_step`, at most 256 of them."""
-        return [sum(each.values()) for each in self._kept()]
+        return [sum(step.values()) for step in self._kept()]
 
     def phases_of(self, index: int) -> dict[str, float]:
         """Returns the seconds by phase of one of the steps that `walls` has."""
@@ -249,7 +248,7 @@ class DeviceClock(HostClock):
         self._num_to_forget = self.num_pending
 
     def _num_passed(self) -> int:
-        """Returns how many marks the device has passed, up to the last event among them."""
+        """Returns the number of marks that the device has passed, up to the last event among them."""
         for number in range(len(self._marks), 0, -1):
             event = self._marks[number - 1][1]
             if event is not None and event.query():
@@ -264,7 +263,7 @@ def shown_steps(
 
     Args:
         clock: this rank's, which has not yet forgotten the steps.
-        walls: of each rank, what its clock has for `walls`.
+        walls: for each rank, the result of `walls` of its clock.
         shortest: see `Measured`.
         last_step: the number of the last step that has ended on the host.
 
@@ -275,7 +274,7 @@ def shown_steps(
     num_steps = min([len(shortest), *map(len, walls)])
     if num_steps < _MIN_STEPS:
         return []
-    sums = [sum(by_rank) for by_rank in zip(*(each[:num_steps] for each in walls), strict=True)]
+    sums = [sum(by_rank) for by_rank in zip(*(by_step[:num_steps] for by_step in walls), strict=True)]
     order = sorted(range(num_steps), key=lambda index: sums[index])
     first_step = last_step - clock.num_pending - len(clock.by_step) + 1
     shown = []

@@ -1,4 +1,4 @@
-"""Times one step of each interval: how long gradients are compressed, and how long they are on the wire."""
+"""Times one step of each interval: the time to compress gradients, and the time to send them."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ __all__ = ["CompressionWatch"]
 
 
 class CompressionWatch:
-    """Has a strategy's hook note the times of a step; they are read an interval later, and nothing waits for them.
+    """Makes a strategy's hook record the times of a step; they are read an interval later, so nothing waits for them.
 
-    It rests without a compression, and beside a `CommunicationMonitor` or a method that measures by itself.
+    It is off without a compression, with a `CommunicationMonitor`, and with a method that measures itself.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -26,11 +26,11 @@ class CompressionWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is something to time."""
+        """Whether it records times."""
         return self._hook is not None
 
     def begin_step(self) -> None:
-        """Called before each batch of a step that is to be timed."""
+        """Called before each batch of a timed step."""
         if self._is_timed or self._hook.bucket_times is not None:
             return
         self._is_timed = True
@@ -50,7 +50,7 @@ class CompressionWatch:
         self.close()
 
     def take(self) -> dict[str, float]:
-        """Returns the numbers of the step that was timed before the last call; nothing if there is none."""
+        """Returns the numbers of the step that was timed before the last call; empty if there is none."""
         done, self._done = self._done, None
         if done is None or not done["buckets"] or not done["sent"]:
             return {}
@@ -64,7 +64,7 @@ class CompressionWatch:
         }
 
     def close(self) -> None:
-        """Leaves hook and wires as they were."""
+        """Restores the hook and the wires."""
         if self._is_timed:
             self._is_timed = False
             self._hook.bucket_times = None

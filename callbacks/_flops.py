@@ -21,7 +21,7 @@ _ATEN = torch.ops.aten
 _SIZE = 512
 _MEASURING_S = 0.03
 _NUM_OPERATORS, _REPEATS = 64, 5
-"""Operators of forward by which the time of one without work is measured, and how often."""
+"""Number of forward operators in the measurement of a minimal operator, and of its repetitions."""
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -50,7 +50,7 @@ class StepFlops(FlopCounterMode):
         model: operations of forward and backward.
         recomputed: operations of forward that were repeated in backward.
         is_known: whether all operations could be counted.
-        num_operators: operators of forward and backward; None where code is compiled, which runs others.
+        num_operators: operators of forward and backward; None if code is compiled, which runs other operators.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StepFlops(FlopCounterMode):
 
     def begin(self) -> None:
         """Counts until `close`. Compiled code runs uncompiled until then, as its operations can't be counted."""
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes seconds
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes seconds
             # The dispatch mode alone also disables compilation, but dynamo would then never compile that code.
             self._under_way.enter_context(torch.compiler.set_stance("force_eager"))
             if sys.modules["torch._dynamo"].utils.counters["stats"]["unique_graphs"]:
@@ -136,10 +136,10 @@ def peak_flops_per_s(device: torch.device, dtype: str | None) -> float | None:
 
 
 def operator_s(device: torch.device) -> float:
-    """Measures the host's time for an operator that has next to nothing to compute, in forward and backward.
+    """Measures the host's time for a minimal operator, in forward and backward.
 
-    It is the mean of 64 products of a number and their gradients, the quickest of five times: a few milliseconds, which
-    wait for no device. A step of so many operators takes at least that long, however small they are.
+    It is the mean over 64 products of a number and their gradients, the fastest of five runs: a few milliseconds,
+    without a wait for the device. A step takes at least this time for each of its operators, however small they are.
     """
     number = torch.ones(1, device=device, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""The use of its host by a rank, beside the CPU of its thread: memory of workers, files, shared memory, network."""
+"""A rank's use of its host, except the CPU time of its thread: memory of workers, files, shared memory, network."""
 
 import multiprocessing
 import os
@@ -15,14 +15,14 @@ _SHM = "/dev/shm"
 
 
 class HostFigures:
-    """Looks at files of `/proc` as an interval ends: some 40 us."""
+    """Reads files of `/proc` at the end of an interval: some 40 us."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._last = _counters()
 
     def take(self) -> dict[str, Any]:
-        """Returns the numbers by the field names of an `Interval`; rates are those since the last call."""
+        """Returns the numbers by the field names of an `Interval`; counts are those since the last call."""
         before, self._last = self._last, _counters()
         cpu_s, received, sent = (now - then for now, then in zip(self._last, before, strict=True))
         workers = [_rss_bytes(child.pid) for child in multiprocessing.active_children()]
@@ -54,4 +54,4 @@ def _counters() -> tuple[float, float, float]:
 def _rss_bytes(pid: int | None) -> int:
     with suppress(psutil.Error, TypeError):
         return psutil.Process(pid).memory_info().rss
-    return 0  # it has ended meanwhile
+    return 0  # the process has ended meanwhile

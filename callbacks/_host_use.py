@@ -88,7 +88,7 @@ def rss_mb() -> float:
 
 
 def own_cpus() -> list[int] | None:
-    """Returns the CPUs that this process may use; None if these are all, or the system does not tell."""
+    """Returns the CPUs that this process may use; None if these are all, or the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     usable = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""The base class of the monitors: when to log, one sum over the ranks, and that rank 0 writes."""
+"""The base class of the monitors: it decides when to log, sums over the ranks, and writes on rank 0."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -11,7 +11,7 @@ __all__ = ["IntervalCallback", "positive_steps", "sum_over_ranks"]
 
 
 class IntervalCallback(Callback):
-    """Calls `measure` at the optimizer steps that are logged, on every rank, and writes what rank 0 gets from it.
+    """Calls `measure` at the logged optimizer steps, on every rank, and writes rank 0's result.
 
     Args:
         every_n_steps: optimizer steps between two measurements; None for the trainer's `log_every_n_steps`.
@@ -34,11 +34,11 @@ class IntervalCallback(Callback):
         self._logged_step = trainer.global_step
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """The figures of the interval that ends now, by name; may use collectives."""
+        """Returns the figures of the interval that ends now, by name; may use collectives."""
         raise NotImplementedError
 
     def log_if_due(self, trainer: Trainer) -> None:
-        """Measures once an interval of optimizer steps is over; to be called after each batch."""
+        """Measures when an interval of optimizer steps is over; to be called after each batch."""
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         step = trainer.global_step
         # Whole intervals are compared, not the remainder: with several optimizers `global_step` moves by more than one.
@@ -55,7 +55,7 @@ def positive_steps(value: int, otherwise: str = "") -> int:
     """Returns `value` if it is a number of steps.
 
     Raises:
-        ValueError: it is no whole number of at least 1; the message ends in `otherwise`, what else is allowed.
+        ValueError: it is no whole number of at least 1; the message ends with `otherwise`, other allowed values.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"every_n_steps must be a whole number of at least 1{otherwise}, but got {value!r}.")
@@ -63,7 +63,7 @@ def positive_steps(value: int, otherwise: str = "") -> int:
 
 
 def sum_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
-    """Each value's sum over all ranks, on every rank: one all-reduce of 8 bytes a value.
+    """Returns each value's sum over all ranks, on every rank: one all-reduce of 8 bytes a value.
 
     Blocks the host until the device is done. (Lightning's `reduce` puts a barrier before it.)
     """

@@ -37,7 +37,7 @@ class PaddingWatch:
     def take(self) -> tuple[float, int] | tuple[None, None]:
         """Returns the share of padding, 0 to 1, and the number of batches that were measured; None if unknown.
 
-        It is that since the last call; on accelerators, before it.
+        They cover the time since the last call; on accelerators, the interval before it.
         """
         sums, num_tokens, before = self._sums, self._num_tokens, self._copied
         self._sums, self._num_tokens, self._copied = [], 0, None

@@ -1,4 +1,4 @@
-"""Reads what Linux says of swapped memory: of the host since the last look, and of this process."""
+"""Reads Linux's counts of swapped memory: of the host since the last call, and of this process."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ __all__ = ["SwapWatch"]
 
 
 class SwapWatch:
-    """Counts what this host reads back from swap; two files of `/proc` are read at each look.
+    """Counts the memory that this host reads back from swap; each call reads two files of `/proc`.
 
     Args:
-        proc: the folder of these files; on systems other than Linux there is none, and nothing is known.
+        proc: the folder of these files; on other systems than Linux it does not exist, and nothing is reported.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -18,7 +18,7 @@ class SwapWatch:
         self._num_pages = self._pages_read()
 
     def take(self) -> dict[str, float]:
-        """Returns ``swap_read_mb``, of the host since the last look, and ``swapped_mb``, of this process; no zeros."""
+        """Returns ``swap_read_mb`` of the host since the last call, and ``swapped_mb`` of this process, if above 0."""
         before, self._num_pages = self._num_pages, self._pages_read()
         read_mb = (self._num_pages - before) * os.sysconf("SC_PAGE_SIZE") / 1e6
         kilobytes = _number(self._status, "VmSwap:")

@@ -1,4 +1,4 @@
-"""Asks NVML whether a device holds its clock down, and why; only where `pynvml` (nvidia-ml-py) is installed."""
+"""Asks NVML whether a device is throttled, and why; only if `pynvml` (nvidia-ml-py) is installed."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _SM, _GPU_SENSOR = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
 
 
 class ThrottleWatch:
-    """Looks at a device at the end of each interval; a look takes some 10 us, and waits for nothing.
+    """Reads the state of a device at the end of each interval; a read takes some 10 us, and waits for nothing.
 
     Args:
         nvml: the module `pynvml`, initialized.
@@ -23,7 +23,7 @@ class ThrottleWatch:
         self._nvml, self._handle = nvml, handle
 
     def take(self) -> dict[str, Any]:
-        """Returns the numbers by the field names of an `Interval`; nothing where the driver does not tell them."""
+        """Returns the numbers by the field names of an `Interval`; empty if the driver does not report them."""
         nvml, handle = self._nvml, self._handle
         try:
             bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -41,7 +41,7 @@ class ThrottleWatch:
 
 
 def throttle_watch(device: torch.device) -> ThrottleWatch | None:
-    """Returns a watch for a CUDA device; None for others, and where NVML is not there."""
+    """Returns a watch for a CUDA device; None for others, and without NVML."""
     if device.type != "cuda":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Has a clock told what neither loop nor strategy announces: waits in torch.distributed, the end of backward, hooks."""
+"""Announces to a clock what loop and strategy don't: waits in torch.distributed, the end of backward, hooks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch: what tensors of a mesh wait by, when their values are needed.
+# torch: tensors of a mesh wait with this function when their values are needed.
 from polyphase.engine._compat.torch import _functional_collectives as functional
 from polyphase.engine.phases import PhaseClock, counts_as_communication, listening, phase_of_action, phase_of_activity
 
@@ -17,9 +17,9 @@ __all__ = ["actions_of", "collectives", "mark_end_of_backward"]
 
 @contextmanager
 def collectives(clock: PhaseClock) -> Iterator[None]:
-    """Tells `clock` each wait for a collective, by whomever it is called from Python.
+    """Announces to `clock` each wait for a collective that is called from Python.
 
-    Waits that nobody calls from Python are those of DistributedDataParallel: see `mark_end_of_backward`.
+    The waits of DistributedDataParallel are not called from Python: see `mark_end_of_backward`.
     """
     wait, wait_tensor = dist.Work.wait, functional.wait_tensor
     timed = counts_as_communication(wait_tensor)
@@ -36,12 +36,13 @@ def collectives(clock: PhaseClock) -> Iterator[None]:
 
 
 def mark_end_of_backward(loss: Tensor, clock: PhaseClock) -> None:
-    """Tells `clock` of the waits between the last gradient of `loss` and the end of backward.
+    """Announces to `clock` the waits between the last gradient of `loss` and the end of backward.
 
-    What is to run at that end runs in the order in which it was asked for: what we ask for at the beginning runs before
-    what DistributedDataParallel and FSDP2 ask for when they see a gradient, and what that asks for runs after it.
+    Callbacks at the end of backward run in the order of their registration. A callback that is registered at the
+    beginning runs before those that DistributedDataParallel and FSDP2 register when they see a gradient, and one that
+    it registers itself runs after them.
     """
-    # torch: where DistributedDataParallel and FSDP2 put what they do last in a backward.
+    # torch: DistributedDataParallel and FSDP2 register their last work of a backward here.
     queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def begin(_: Tensor) -> None:
@@ -60,7 +61,7 @@ def mark_end_of_backward(loss: Tensor, clock: PhaseClock) -> None:
 
 @contextmanager
 def actions_of(profiler: Any, clock: PhaseClock) -> Iterator[None]:
-    """Tells `clock` of the actions that Lightning tells `profiler`: hooks at the ends of epochs, and its own loop."""
+    """Announces Lightning's actions for `profiler` to `clock`: hooks at the ends of epochs, and its own loop."""
     start, stop = profiler.start, profiler.stop
     under_way: list[tuple[str, str]] = []
 
@@ -73,7 +74,7 @@ def actions_of(profiler: Any, clock: PhaseClock) -> Iterator[None]:
     def timed_stop(action: str) -> None:
         if under_way and under_way[-1][0] == action:
             _, outer = under_way.pop()
-            # Lightning's own loop says where a fetch ends, not what follows: nothing of which is the user's code.
+            # Lightning's own loop announces the end of a fetch, but not what follows, which is not the user's code.
             between = not under_way and phase_of_activity(outer) == "compute"
             clock.enter("engine" if between else outer)
         stop(action)

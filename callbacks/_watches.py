@@ -1,7 +1,7 @@
-"""The watches of `Doctor` beside its clock: batches, operators, gradients, CPU, memory and the links between ranks.
+"""The measurements of `Doctor` besides its clock: batches, operators, gradients, CPU, memory and links between ranks.
 
-`LightDoctor` has none of it. Each watch looks at some batches, or once as an interval ends; what only pays where
-communication took long (the rates of an all-reduce and of the links) is measured once, as training ends.
+`LightDoctor` has none of them. Each of them samples some batches, or measures once at the end of an interval. The rates
+of an all-reduce and of the links are measured once, at the end of training, if communication took long.
 """
 
 import time
@@ -32,11 +32,11 @@ from ._throttling import throttle_watch
 __all__ = ["Watches"]
 
 _LONG_COMMUNICATION = 0.15
-"""Mean share of the time in exposed communication from which on what carries it is measured in the end."""
+"""Mean share of the time in exposed communication above which the network is measured at the end."""
 _MIN_HOSTS = 2
-"""Hosts from which on links between ranks are measured."""
+"""Number of hosts from which on links between ranks are measured."""
 _RECORDED_STEPS = 16
-"""The last steps whose collectives are counted, where torch still has them."""
+"""Number of last steps whose collectives are counted, if torch still has them."""
 
 
 class Watches:
@@ -79,14 +79,14 @@ class Watches:
     # --- of batches and steps
 
     def begin_batch(self, *, is_filler: bool, is_settled: bool, ends_interval: bool) -> None:
-        """Begins to watch the CPU time and the reads of some batches of many; counts what the second one computes.
+        """Begins to measure CPU time and reads in some of the batches; counts the operations of the second one.
 
         Args:
             is_filler: whether the batch only keeps this rank in step with the others.
             is_settled: whether the first steps are over.
             ends_interval: whether an interval ends with the batch's step.
         """
-        # In the first one a pipeline is cut, and what is lazy is made.
+        # In the first batch a pipeline is cut, and lazy parts are created.
         if self._num_batches > 0 and self._counted is None and not is_filler:
             self._flops = self._counted = StepFlops()
             self._attached.callback(self._flops.close)
@@ -141,7 +141,7 @@ class Watches:
     # --- of intervals
 
     def note_communication(self, share: float) -> None:
-        """Adds the share of an interval in exposed communication, mean over the ranks: the same on all of them."""
+        """Adds an interval's share of exposed communication, mean over the ranks; equal on all ranks."""
         self._communication_shares.append(share)
 
     def take(self, trainer: Any, *, is_warmup: bool, num_batches: int, num_samples: int | None) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Watches:
         padding, num_padding_looks = self._padding.take()
         device = {} if self._throttling is None else self._throttling.take()
         health = {} if is_warmup else self._health.look(trainer.lightning_module)
-        found = {
+        figures = {
             "num_syncs": self._syncs,
             "num_tokens": self._tokens,
             "cpu_s": cpu_s,
@@ -174,10 +174,10 @@ class Watches:
             **device,
         }
         self._begin()
-        return found
+        return figures
 
     def _allocator(self) -> dict[str, Any]:
-        """Returns what torch's allocator says of the device; nothing where it counts nothing."""
+        """Returns the counts of torch's allocator for the device; empty if there are none."""
         stats = memory_stats(self._device)
         if "num_alloc_retries" not in stats:
             return {}
@@ -186,41 +186,41 @@ class Watches:
         return {"reserved_mb": stats["reserved_bytes.all.peak"] / 1e6, "num_alloc_retries": retries}
 
     def _operations(self, num_batches: int, num_samples: int | None) -> dict[str, Any]:
-        """Returns operations and operators: those of the batch that was counted, for each sample, or each batch."""
+        """Returns operations and operators, extrapolated from the counted batch by samples, or by batches."""
         counted = self._counted
         if counted is None or self._flops is not None:
             return {}
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         if counted.num_operators is not None:
-            found["num_operators"] = counted.num_operators * num_batches
+            figures["num_operators"] = counted.num_operators * num_batches
         number, per = (num_batches, 1) if self._samples_counted is None else (num_samples, self._samples_counted)
         if counted.is_known and counted.model and number is not None:
             factor = number / max(per, 1)
-            found |= {"flops": counted.model * factor, "recomputed_flops": counted.recomputed * factor}
-        return found
+            figures |= {"flops": counted.model * factor, "recomputed_flops": counted.recomputed * factor}
+        return figures
 
     def take_last(self, trainer: Any) -> dict[str, Any]:
-        """Returns what is measured once, as training ends; to be called on all ranks."""
-        found: dict[str, Any] = {"model_mb": self._model_mb(trainer)}
+        """Returns the figures that are measured once, at the end of training; to be called on all ranks."""
+        figures: dict[str, Any] = {"model_mb": self._model_mb(trainer)}
         if trainer.world_size > 1:
-            found["collectives"] = self._collectives()
+            figures["collectives"] = self._collectives()
         shares = self._communication_shares
         is_gloo = dist.is_initialized() and dist.get_backend() == "gloo" and dist.get_world_size() == trainer.world_size
         if is_gloo and shares and sum(shares) / len(shares) >= _LONG_COMMUNICATION:
-            found["all_reduce_mb_per_s"] = all_reduce_rate()
+            figures["all_reduce_mb_per_s"] = all_reduce_rate()
             if trainer.num_nodes >= _MIN_HOSTS and 2 < trainer.world_size <= MOST_RANKS:
-                found["links"] = receive_rates()
-        return found
+                figures["links"] = receive_rates()
+        return figures
 
     def _model_mb(self, trainer: Any) -> dict[str, float]:
-        """Returns what the memory is used for, without what is used for nothing."""
+        """Returns the memory by use, without zeros."""
         held = {kind: float(size) for kind, size in model_state_bytes(trainer).items()}
         if (peak := peak_bytes(self._device)) is not None:
             held["activations"] = max(0.0, peak - sum(held.values()))
         return {kind: size / 1e6 for kind, size in held.items() if size}
 
     def _collectives(self) -> dict[str, dict[str, float]]:
-        """Returns calls and MB sent in a step by operation, over the last steps that torch's recorder has whole."""
+        """Returns calls and MB sent in a step by operation, over the last steps that torch's recorder has complete."""
         num_steps, calls = traffic(list(self._steps_ns))
         return {
             name: {"calls": call.number / num_steps, "sent_mb": call.sent_bytes / num_steps / 1e6}
@@ -228,12 +228,12 @@ class Watches:
         }
 
     def close(self) -> None:
-        """Leaves everything as it was."""
+        """Detaches everything."""
         self._attached.close()
 
 
 def _num_samples(batch: Any) -> int | None:
     try:
         return count_samples(batch)
-    except ValueError:  # a batch of a kind that does not show how many it has
+    except ValueError:  # a batch that does not show its number of samples
         return None

@@ -22,7 +22,7 @@ def with_defaults(
     Args:
         callbacks: the user's; changed in place.
         config: the flags.
-        mode: of `torch.compile`; None: nothing is compiled.
+        mode: mode of `torch.compile`; None: nothing is compiled.
     """
     default_bar: Callback | None = None
     shows_progress = config.enable_progress_bar is not False and not config.barebones

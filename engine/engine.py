@@ -111,66 +111,68 @@ class Engine(TrainerBase):
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``, ``"tpu"``, or an object.
         strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, ``"hsdp:replicate=2,shard=4"``, ...: see `polyphase strategies`.
             A suffix ``_spawn``, ``_fork`` or ``_notebook`` chooses how processes start. Lightning's own names and
-            strategy objects are taken as well. ``"auto"``: ``single`` on one device, else ``ddp``.
-        devices: of each node: how many, -1 or ``"auto"`` for all, or a list of the indices of accelerators.
-        num_nodes: how many nodes (machines).
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
-            on every device and under every strategy, but for ``"16-mixed"`` under ``ps`` and those with ``pp``.
-        compression: how gradients are sent: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``, ``"topk:0.01"``,
-            ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: what is fastest here, found
-            in the first steps.
+            strategy objects work, too. ``"auto"``: ``single`` on one device, otherwise ``ddp``.
+        devices: devices of each node: their number, -1 or ``"auto"`` for all, or a list of the indices of accelerators.
+        num_nodes: number of nodes (machines).
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``, on
+            every device and under every strategy, except ``"16-mixed"`` under ``ps`` and strategies with ``pp``.
+        compression: the method for sending gradients: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``,
+            ``"topk:0.01"``, ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: the fastest
+            one, measured in the first steps.
         compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
-        activation_checkpointing: what each repeated block computes again in backward, rather than keep it: ``"none"``,
-            all but its inputs (``"full"``), or that without matrix products, convolutions and attention
+        activation_checkpointing: activations that each repeated block recomputes in backward to save memory:
+            ``"none"``, all but its inputs (``"full"``), or all but those of matrix products, convolutions and attention
             (``"selective"``). The result is the same.
-        offload: what is kept in host memory, one or several: ``"activations"`` until backward, and under fsdp and hsdp
-            ``"parameters"``, with their gradients and optimizer state.
-        resume: checkpoint to resume from, if `fit` gets none. ``"auto"``: the newest one of this run that is not
-            damaged, or a fresh start; brings a `Snapshot` callback where there is none, and keeps the global batch if
-            the number of processes changes. ``"fresh"``: the same, but training starts anew, even if there is one.
+        offload: tensors that are kept in host memory, one or several: ``"activations"`` until backward, and under fsdp
+            and hsdp ``"parameters"``, with their gradients and optimizer state.
+        resume: checkpoint to resume from, if `fit` gets none. ``"auto"``: the newest undamaged one of this run, or a
+            fresh start; adds a `Snapshot` callback if there is none, and keeps the global batch if the number of
+            processes changes. ``"fresh"``: the same, but training starts anew even if there is a checkpoint.
         async_checkpoints: write snapshots while training continues; a step waits until its state is copied.
-        checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory where the
-            strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
-            ``"directory"``: always a directory. Those of `Snapshot` are directories in any case.
-        hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends and prints which rank is
-            at fault, and all stacks. Three times as long before the second batch. None: no limit.
-        nonfinite: what to do about a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or
-            ``"ignore"``.
+        checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory if the strategy
+            shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
+            ``"directory"``: always a directory. `Snapshot` always writes directories.
+        hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends and prints the rank at
+            fault, and all stacks. Three times as long before the second batch. None: no limit.
+        nonfinite: reaction to a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or ``"ignore"``.
         check_first_steps: compare the loss, gradient norm and weights of the first steps with those of the whole module
             in one process, under strategies that split it (fsdp, hsdp, tp, pp): ``"auto"`` warns of a difference, and
-            leaves out what would be costly; for True it is an error. False: never.
-        uneven: what happens where ranks have different numbers of training batches of their own (streams): an epoch
-            ends with the last rank (``"pad"``, ``"join"``: those that are through count for nothing), or with the first
-            (``"drop"``).
+            leaves out costly comparisons; with True a difference is an error. False: never.
+        uneven: the end of an epoch if ranks have different numbers of training batches (streams): after the last rank
+            (``"pad"``, ``"join"``: ranks that have finished count for nothing), or after the first (``"drop"``).
         seed_samples: seed Python's, NumPy's and torch's CPU generators before each sample by seed, epoch and index: its
-            augmentation is the same with any number of ranks and workers, any batch size, and after a resumption.
-            Evaluation draws the same each time. Not for an `IterableDataset`.
-        name: of the folder of the default logger, instead of ``version_0``; a name in use gets a number.
-        enable_run_summary: print one line about the run as training begins, and where its results are as it ends. None:
-            unless `barebones`, or neither a logger nor a progress bar is wanted.
-        enable_doctor: add a `LightDoctor` if there is no `Doctor`: measure where the time of each rank goes, and say at
-            the end which cause has cost how many seconds, and how to mend it. None: on CPUs, unless `barebones`,
-            `fast_dev_run`, or neither a logger nor a progress bar is wanted.
+            augmentation is then the same with any number of ranks and workers, any batch size, and after a resumption.
+            Each evaluation has the same draws. Not for an `IterableDataset`.
+        name: name of the folder of the default logger, instead of ``version_0``; a name in use gets a number.
+        enable_run_summary: print one line about the run when training begins, and the places of its results at the end.
+            None: unless `barebones`, or neither a logger nor a progress bar is wanted.
+        enable_doctor: add a `LightDoctor` if there is no `Doctor`: it measures where the time of each rank goes, and at
+            the end prints the causes of lost time, the seconds that they cost, and remedies. None: on CPUs, unless
+            `barebones`, `fast_dev_run`, or neither a logger nor a progress bar is wanted.
         global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
-        micro_batch_size: how many of them a rank processes at once, at most. None: the DataLoader's ``batch_size``.
-            ``"auto"``: its whole share; if a rank runs out of memory, the step is repeated with half as many.
+        micro_batch_size: largest number of these samples that a rank processes at once. None: the DataLoader's
+            ``batch_size``. ``"auto"``: its whole share; if a rank runs out of memory, the step is repeated with half as
+            many.
         logger: one or several; True or None: TensorBoard's; False: none.
         callbacks: one or several.
         fast_dev_run: run this many batches of each stage, without logs and checkpoints; True: 1.
-        max_epochs: end after so many epochs; -1: never. None: 1000, unless `max_steps` or `max_time` ends training.
-        min_epochs: train for at least so many epochs, whatever callbacks say.
-        max_steps: end after so many optimizer steps; -1: never.
-        min_steps: train for at least so many optimizer steps, whatever callbacks say.
-        max_time: end after so long: ``"DD:HH:MM:SS"``, a `timedelta`, or a dictionary of its arguments.
-        limit_train_batches: use so many batches of an epoch on each rank (int), or that fraction of them (float).
+        max_epochs: end after this number of epochs; -1: never. None: 1000, unless `max_steps` or `max_time` ends
+            training.
+        min_epochs: train for at least this number of epochs, even if a callback would stop earlier.
+        max_steps: end after this number of optimizer steps; -1: never.
+        min_steps: train for at least this number of optimizer steps, even if a callback would stop earlier.
+        max_time: end after this time: ``"DD:HH:MM:SS"``, a `timedelta`, or a dictionary of its arguments.
+        limit_train_batches: use this number of batches of an epoch on each rank (int), or this fraction of them
+            (float).
         limit_val_batches: the same in validation.
         limit_test_batches: the same in `test`.
         limit_predict_batches: the same in `predict`.
-        overfit_batches: train and validate on so many batches (int), or that fraction of them (float), in every epoch.
-        val_check_interval: validate after so many training batches (int), that fraction of an epoch (float), or so
-            much time (as in `max_time`).
-        check_val_every_n_epoch: validate in every n-th epoch; None: by `val_check_interval` alone, across epochs.
+        overfit_batches: train and validate on this number of batches (int), or this fraction of them (float), in every
+            epoch.
+        val_check_interval: validate after this number of training batches (int), this fraction of an epoch (float), or
+            this time (as in `max_time`).
+        check_val_every_n_epoch: validate in every n-th epoch; None: only by `val_check_interval`, across epochs.
         num_sanity_val_steps: validation batches to run before training; -1: all. None: 2.
         log_every_n_steps: log in every n-th optimizer step. None: 50.
         enable_checkpointing: add a `ModelCheckpoint` if there is none. None: True.
@@ -179,9 +181,9 @@ class Engine(TrainerBase):
         accumulate_grad_batches: micro-batches of each optimizer step.
         gradient_clip_val: largest norm of all gradients together, or largest value; None: no clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. None: ``"norm"``.
-        deterministic: use deterministic algorithms only; ``"warn"``: where there are some.
+        deterministic: use only deterministic algorithms; ``"warn"``: only warn if there is none.
         benchmark: sets `torch.backends.cudnn.benchmark`.
-        inference_mode: evaluate under `torch.inference_mode`; False, and where shards are gathered: `torch.no_grad`.
+        inference_mode: evaluate under `torch.inference_mode`; False, or if shards are gathered: `torch.no_grad`.
         use_distributed_sampler: distribute samples over the ranks; False: your sampler does it.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, ``"xla"``, or an object.
         detect_anomaly: find the operation whose backward made a NaN; slow.

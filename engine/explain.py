@@ -19,7 +19,7 @@ def explained(name: str) -> str:
     """The units and the tensor-parallel plan of a model that is built without arguments and without memory.
 
     Args:
-        name: of a class of `polyphase.models`, or an import path such as ``package.Class``.
+        name: name of a class of `polyphase.models`, or an import path such as ``package.Class``.
 
     Raises:
         ValueError: there is no such class, it can't be built, or no part of it can be split.

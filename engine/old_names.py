@@ -13,7 +13,7 @@ def current_spelling(kind: str, text: str, options: type) -> str:
     Warns of each old name.
 
     Args:
-        kind: of flag, for the warning.
+        kind: kind of flag, for the warning.
         text: the flag as the user wrote it.
         options: class of its options, see `renamed`.
     """

@@ -233,14 +233,14 @@ def tell_wait(seconds: Mapping[str, float], waited_s: float) -> dict[str, float]
 
     There are no more of them than there are seconds in these phases.
     """
-    told, moved_s = dict(seconds), 0.0
+    separated, moved_s = dict(seconds), 0.0
     for phase in EXPOSED:
-        part_s = min(waited_s - moved_s, told.get(phase, 0.0))
+        part_s = min(waited_s - moved_s, separated.get(phase, 0.0))
         if part_s > 0.0:
-            told[phase] -= part_s
+            separated[phase] -= part_s
             moved_s += part_s
-    told["waiting"] = told.get("waiting", 0.0) + moved_s
-    return told
+    separated["waiting"] = separated.get("waiting", 0.0) + moved_s
+    return separated
 
 
 _clocks: list[PhaseClock] = []

@@ -19,7 +19,7 @@ def check_new_name(
 
     Args:
         kind: ``"strategy"`` or ``"compression"``, for the messages.
-        name: of the flag.
+        name: name of the flag.
         registered: class or function that is registered.
         taken: the class or function of each name in use, or a reference to it.
         reserved: further names that have a meaning.

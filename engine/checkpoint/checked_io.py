@@ -31,7 +31,7 @@ class Files:
     """The files of one directory, on any filesystem, with the size and checksum of each that is written through it.
 
     Args:
-        path: of the directory.
+        path: path of the directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,7 +50,7 @@ class Files:
         """Opens a new file for sequential writes; syncs it to the disk on exit.
 
         Args:
-            name: of the file.
+            name: name of the file.
             notes_sum: note its size and checksum in `written`. A file with checksums of its own needs none: it takes a
                 third of the time of a save.
         """

@@ -122,8 +122,8 @@ class Reader(StorageReader):
     """Reads shards from `files`.
 
     Args:
-        files: of the checkpoint.
-        index: of the same files, from `read_index`.
+        files: files of the checkpoint.
+        index: index of the same files, from `read_index`.
         is_packed: the checkpoint is of format 1.
     """
 

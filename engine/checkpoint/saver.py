@@ -199,13 +199,13 @@ class AsyncCheckpointer:
         """Opens the checkpoint `path`, after checking all of its files.
 
         Args:
-            path: of the directory.
+            path: path of the directory.
             template: takes a tensor's key and returns the tensor to load into, whose sharding the loaded tensor gets.
                 If it returns None, the whole tensor is loaded, on the CPU; a tensor on the meta device is not read, and
                 stands in place of the loaded one.
             leave_out: top-level keys that are not loaded.
             weights_only: as for `torch.load`; None for True.
-            layout: of this run. If the checkpoint has the same layout, each rank loads only its own rank state.
+            layout: layout of this run. If the checkpoint has the same layout, each rank loads only its own rank state.
             own: keys of a rank's state that only the same rank of the same layout needs.
             alone: this rank opens the checkpoint without the others, rather than all ranks together.
 
@@ -324,9 +324,9 @@ class AsyncCheckpointer:
         """Writes the other files and publishes the checkpoint; called on rank 0, when all shards are written.
 
         Args:
-            job: of rank 0.
-            files: of the new directory.
-            of_ranks: of each rank, the files it has written and its serialised state.
+            job: job of rank 0.
+            files: files of the new directory.
+            of_ranks: for each rank, the files it has written and its serialised state.
         """
         with files.writing(REST) as stream:
             stream.write(job.rest)

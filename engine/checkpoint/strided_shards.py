@@ -94,7 +94,7 @@ def reading_plan(tensors: dict[str, Tensor], metadata: Metadata) -> tuple[Defaul
 
     Args:
         tensors: to be filled, by their keys.
-        metadata: of the stored tensors.
+        metadata: metadata of the stored tensors.
     """
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)

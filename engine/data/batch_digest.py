@@ -1,4 +1,4 @@
-"""A checksum of batches, which tells whether a stream that is read again yields what it yielded before.
+"""A checksum of batches, which shows whether a stream that is read again yields the same batches.
 
 A stream without a state is read again up to its position. It may draw its order from a generator that no checkpoint
 has, such as one that is seeded by the clock; then it yields other samples, and some would be left out.
@@ -26,7 +26,7 @@ not read again."""
 """The error about a stream of the class `name`."""
 
 _MOST = 64
-"""Elements that are looked at of a tensor, an array, a list: a checksum of a whole batch of images takes too long."""
+"""Number of elements of a tensor, array or list in the checksum: a whole batch of images would take too long."""
 
 
 def add_to_digest(digest: int, batch: Any) -> int:

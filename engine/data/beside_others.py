@@ -6,16 +6,16 @@ SHARE_EVENLY = "Give each rank as much of it, or set uneven='drop' and this load
 """The remedy for a stream, or for separate samplers of the ranks."""
 
 
-def not_beside_others(name: str, what: str, remedy: str) -> ValueError:
+def not_beside_others(name: str, problem: str, remedy: str) -> ValueError:
     """Returns the error of a loader that is read side by side with others, if the ranks' shares of it are uneven.
 
     Args:
         name: name of the loader, the subject of the message.
-        what: verb and object of the message.
+        problem: verb and object of the message.
         remedy: advice at the end of the message.
     """
     return ValueError(
-        f"{name} is read side by side with others, and {what}, which the ranks can't share evenly. A step has one loss"
-        " of all these loaders, which can't be weighed by the samples of each: some would count for more than in one"
-        f" process. {remedy}."
+        f"{name} is read side by side with others, and {problem}, which the ranks can't share evenly. A step has one"
+        " loss of all these loaders, which can't be weighed by the samples of each: some would count for more than in"
+        f" one process. {remedy}."
     )

@@ -234,7 +234,7 @@ class DrawnOrder(OrderRecord):
     """The order of one pass, drawn from a sampler by the engine.
 
     Args:
-        sampler: that draws.
+        sampler: the sampler that draws.
         whole: draw the whole order at once, unless the sampler is torch's: the global generators of several ranks
             differ after the first step, so a later draw would differ as well.
         before: states from which to draw again, without a change of the global generators; None: draw from these.
@@ -356,7 +356,7 @@ class PassHistory:
 
         Args:
             epoch: the current epoch.
-            record: of the pass.
+            record: record of the pass.
             replaces_latest: whether it replaces the latest pass, of which nothing was read.
             has_drawn: whether the replaced pass has drawn its order nevertheless; then it counts as an earlier pass.
         """

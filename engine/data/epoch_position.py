@@ -135,7 +135,7 @@ class EpochPosition:
 
         Args:
             epoch: the current epoch, or the next one.
-            batches: of this rank.
+            batches: batches of this rank.
             begins: whether nothing of the epoch was trained on yet.
         """
         source: Any = order_of(self.loader) or self.watched

@@ -133,7 +133,7 @@ def evaluated_order(loader: DataLoader, batch_sampler: Any) -> tuple[Any, int | 
 
     Args:
         loader: the user's.
-        batch_sampler: of the loader, or one that replaces it.
+        batch_sampler: batch sampler of the loader, or one that replaces it.
 
     Raises:
         TypeError: the order has no length.

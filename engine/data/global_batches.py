@@ -27,7 +27,7 @@ class GlobalBatches(Sampler[list[Any]]):
     """A batch sampler that yields this rank's micro-batches.
 
     Args:
-        order: of all samples.
+        order: order of all samples.
         size: samples of a global batch, N.
         micro_batch_size: the most samples of a rank's micro-batch, m.
         drop_last: leave out a last global batch that is not full.

@@ -238,7 +238,7 @@ class GlobalOrder(DistributedSamplerWrapper):
 
         Args:
             epoch: the current epoch, or the next one.
-            number: of the pass, in the epoch.
+            number: number of the pass, in the epoch.
         """
         drawing = self.passes.of(epoch, number)
         return {

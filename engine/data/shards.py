@@ -72,48 +72,48 @@ def why_not_shardable(dataset: Any) -> str | None:
     """Returns why a data set can't be read shard by shard; None if it can."""
     name = type(dataset).__name__
     if hasattr(dataset, "__len__"):
-        return f"{name} has a `__len__`, which an epoch that is dealt anew would not have"
+        return f"{name} has a `__len__`, which would be wrong for an epoch that is redistributed"
     if not callable(getattr(dataset, "shard", None)) or not num_shards_of(dataset):
         return f"{name} has no `num_shards` and `shard(num_shards, index)`"
     if not is_hugging_face_dataset(dataset):
         says_so = getattr(dataset, "shards_in_order", False)
         return None if says_so else f"{name} doesn't say `shards_in_order = True`"
-    if dataset._distributed is not None:  # Hugging Face: what split_dataset_by_node has done to it
-        return "`split_dataset_by_node` has given each rank a part of its own, which the engine does by itself"
+    if dataset._distributed is not None:  # Hugging Face: set by split_dataset_by_node
+        return "`split_dataset_by_node` has given each rank its own part, but the engine splits the data itself"
     if getattr(dataset._formatting, "is_table", False):
         return "it yields tables of several samples"
-    part = dataset._ex_iterable
-    while part is not None:
-        if type(part).__name__ not in _IN_ORDER:
-            return f"its shards are mixed, or cut, by Hugging Face's {type(part).__name__}"
+    iterable = dataset._ex_iterable
+    while iterable is not None:
+        if type(iterable).__name__ not in _IN_ORDER:
+            return f"its shards are mixed, or cut, by Hugging Face's {type(iterable).__name__}"
         for flag in ("batched", "with_indices", "drop_last_batch"):
-            if getattr(part, flag, False):
+            if getattr(iterable, flag, False):
                 return f"its `map` or `filter` with {flag}=True depends on where shards begin"
-        part = getattr(part, "ex_iterable", None)
+        iterable = getattr(iterable, "ex_iterable", None)
     return None
 
 
 def why_not_dealable(dataset: Any) -> str | None:
     """Returns why ranks that share a data set's shards would together read other samples than one rank; or None.
 
-    Hugging Face divides the number that `take` and `skip` count to by that of the ranks, and each rank counts in its
-    own shards; so it does with the indices of a `filter`.
+    Hugging Face divides the number of `take` and `skip` by the number of ranks, and each rank counts in its own
+    shards; the same holds for the indices of a `filter`.
     """
-    for part in iterables_of(dataset):
-        name = type(part).__name__
-        if name in ("TakeExamplesIterable", "SkipExamplesIterable") and getattr(part, "split_when_sharding", True):
+    for iterable in iterables_of(dataset):
+        name = type(iterable).__name__
+        if name in ("TakeExamplesIterable", "SkipExamplesIterable") and getattr(iterable, "split_when_sharding", True):
             return "take" if name.startswith("Take") else "skip"
-        if name == "FilteredExamplesIterable" and getattr(part, "with_indices", False):
+        if name == "FilteredExamplesIterable" and getattr(iterable, "with_indices", False):
             return "filter(..., with_indices=True)"
     return None
 
 
 def ends_with_one_source(dataset: Any) -> bool:
-    """Whether a data set mixes sources until the first, or the last, of them has ended: on each rank by its own shards.
+    """Whether a data set mixes sources until the first, or the last, of them has ended; each rank mixes its own shards.
 
     Such ranks together read other samples than one process does, or read others twice.
     """
-    strategies = {getattr(part, "stopping_strategy", None) for part in iterables_of(dataset)}
+    strategies = {getattr(iterable, "stopping_strategy", None) for iterable in iterables_of(dataset)}
     return not strategies.isdisjoint(("first_exhausted", "all_exhausted"))  # Hugging Face: interleave_datasets
 
 
@@ -170,19 +170,19 @@ class ShardedStream(DatasetProxy):
         self.dealt, self._next = self._next, None
 
     def __iter__(self) -> Iterator[Any]:
-        place, self._loaded = self._loaded or _START, None
+        start, self._loaded = self._loaded or _START, None
         worker = torch.utils.data.get_worker_info()
-        number, of = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        shards = _dealt(self.dealt, self.count, self.num_ranks, self.rank, of, number)
+        number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        shards = _dealt(self.dealt, self.count, self.num_ranks, self.rank, num_workers, number)
         if worker is not None:
             self.dealt = None  # it may stay for later epochs, which are whole
-        self._before, self._at, self._part = place["at"], place["at"], None
-        self._count, self._state, self._digest = place["count"], place["state"], place.get("digest", 0)
-        self._block = range(0), None  # the data set may have been told another epoch
+        self._before, self._at, self._part = start["at"], start["at"], None
+        self._count, self._state, self._digest = start["count"], start["state"], start.get("digest", 0)
+        self._block = range(0), None  # the epoch of the data set may have changed
         if self._first is None and worker is not None:
             self._first = self._own.state_here()
-        left, now = _after(shards, place), place.get("now")
-        if not left and now is not None:  # a loader does not read on where this worker was through
+        left, now = _after(shards, start), start.get("now")
+        if not left and now is not None:  # a loader does not continue a worker that had finished
             set_state_here(self.dataset, now)
         return self._read(left, worker, now)
 
@@ -191,7 +191,7 @@ class ShardedStream(DatasetProxy):
         for number, (index, count, state, *begun) in enumerate(shards):
             self._at, self._count, self._state = self._before + number, count, state
             start, digest = (*begun, None, None)[:2]
-            here = self._start = self._own.state_here()
+            states = self._start = self._own.state_here()
             if count and start is not None:
                 self._start = start
                 set_state_here(self.dataset, start)
@@ -201,7 +201,7 @@ class ShardedStream(DatasetProxy):
                 else:
                     part, samples = self._open(index, state)
             if count or now is not None:
-                set_state_here(self.dataset, now or here)
+                set_state_here(self.dataset, now or states)
             now = None
             self._part = part if is_stateful(part) and not loses_its_buffer(part) else None
             while True:
@@ -229,20 +229,20 @@ class ShardedStream(DatasetProxy):
         """Returns a shard without a state and its iterator, from which the first `count` samples are taken.
 
         Args:
-            index: of the shard.
-            count: of the samples.
+            index: index of the shard.
+            count: count of the samples.
             digest: the checksum of the samples that were taken of it; None in a checkpoint of an earlier version.
 
         Raises:
             ValueError: it has fewer samples, or each time other ones.
         """
-        found = self._skip(index, count)
+        remaining = self._skip(index, count)
         read_first = self._digest
         if digest in (None, read_first):
-            return found
+            return remaining
         # Others may have drawn from the generators between its samples; if so, it yields the same ones once more.
         set_state_here(self.dataset, self._start)
-        found = self._skip(index, count)
+        remaining = self._skip(index, count)
         name = type(self.dataset).__name__
         if self._digest != read_first:
             raise ValueError(OTHER_BATCHES.format(name=f"A shard of {name}"))
@@ -251,7 +251,7 @@ class ShardedStream(DatasetProxy):
             " from global generators between its samples, as others do: if they decide which samples come, other ones"
             " come now. Give it a generator of its own, or a `state_dict` and `load_state_dict`."
         )
-        return found
+        return remaining
 
     def _skip(self, index: int, count: int) -> tuple[Any, Iterator[Any]]:
         part, samples = self._open(index, [])
@@ -281,11 +281,11 @@ class ShardedStream(DatasetProxy):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of this worker, and the generators' states now and at the start of the current shard."""
         state = self._state if self._part is None else [self._part.state_dict()]
-        place = {"at": self._at, "count": self._count, "state": state, "start": self._start, "now": None}
-        place["digest"] = self._digest
+        position = {"at": self._at, "count": self._count, "state": state, "start": self._start, "now": None}
+        position["digest"] = self._digest
         if self._first is None or is_same_state(now := self._own.state_here(), self._first):
-            return place
-        return {**place, "now": now}
+            return position
+        return {**position, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next iterator continue at a position."""
@@ -329,15 +329,17 @@ def remaining_shards(states: list[dict[str, Any]], num_shards: int) -> list[Shar
     """Returns the unfinished shards of an epoch, sorted by number, with their positions.
 
     Args:
-        states: of the loaders of all ranks of a run, in rank order: `num_workers`, the shards `dealt`, and the `state`
+        states: the states of all ranks' loaders, in rank order: `num_workers`, the shards `dealt`, and the `state`
             of a `StateTrackingLoader`.
         num_shards: number of shards of the data set.
     """
     left: list[Shard] = []
     for rank, state in enumerate(states):
-        of = max(1, state["num_workers"])
-        for number, place in enumerate(_places(state["state"], of)):
-            left += _after(_dealt(state["shards"]["dealt"], num_shards, len(states), rank, of, number), place)
+        num_workers = max(1, state["num_workers"])
+        for number, position in enumerate(_places(state["state"], num_workers)):
+            left += _after(
+                _dealt(state["shards"]["dealt"], num_shards, len(states), rank, num_workers, number), position
+            )
     return sorted(left, key=lambda shard: shard[0])
 
 
@@ -363,11 +365,11 @@ def _dealt(
     return [[index, 0, []] for index in block[worker::num_workers]]
 
 
-def _after(shards: list[Shard], place: dict[str, Any]) -> list[Shard]:
+def _after(shards: list[Shard], position: dict[str, Any]) -> list[Shard]:
     """Returns the shards that a worker has not finished at a position."""
-    left = shards[place["at"] :]
-    if left and place["count"]:
-        left[0] = [left[0][0], place["count"], place["state"], place.get("start"), place.get("digest")]
+    left = shards[position["at"] :]
+    if left and position["count"]:
+        left[0] = [left[0][0], position["count"], position["state"], position.get("start"), position.get("digest")]
     return left
 
 

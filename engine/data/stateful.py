@@ -1,4 +1,4 @@
-"""Loaders that keep a state of their own position: for streams, and for data sets with a state."""
+"""Loaders with a state of their position: for streams, and for data sets with a state."""
 
 import copy
 import itertools
@@ -183,8 +183,8 @@ class StateTrackingLoader(DataLoader):
         """Resumes at a position.
 
         Args:
-            epoch: of the position.
-            batches: of the epoch that are done.
+            epoch: epoch of the position.
+            batches: batches of the epoch that are done.
             state: what `state_after` returned for these in the saved run.
         """
         self._latest = self._initial = state

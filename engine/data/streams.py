@@ -67,7 +67,7 @@ def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> No
     """Checks that a data set that shards itself takes the part of this rank.
 
     Args:
-        loader: of any kind.
+        loader: loader of any kind.
         num_parts: number of ranks with different samples.
         part: the index of this rank among them.
         num_ranks: number of all ranks.
@@ -115,7 +115,7 @@ def check_script_makes_none(num_ranks: int) -> None:
     would wait for the others, or fail with a FileExistsError.
 
     Args:
-        num_ranks: of the run.
+        num_ranks: number of ranks of the run.
 
     Raises:
         ValueError: there is one, even if the run would not read it.
@@ -253,7 +253,7 @@ def as_uneven_eval(
     """Returns a copy of an evaluation loader that ends at the same batch as those of the other ranks.
 
     Args:
-        loader: of this rank.
+        loader: loader of this rank.
         all_gather_bools: see `UnevenEvalLoader`.
         length: see `UnevenEvalLoader`.
     """

@@ -14,7 +14,7 @@ def classes_of_torchdata(module: str, name: str) -> tuple[Any, ...]:
 
     Args:
         module: within ``torchdata.stateful_dataloader``.
-        name: of the class.
+        name: name of the class.
     """
     cls = getattr(sys.modules.get(f"torchdata.stateful_dataloader.{module}"), name, None)
     return () if cls is None else (cls,)

@@ -141,7 +141,7 @@ def as_uneven_train(
     """Returns a copy of a training loader that ends each epoch at the same batch as those of the other ranks.
 
     Args:
-        loader: of this rank.
+        loader: loader of this rank.
         policy: one of `UNEVEN`.
         lengths: number of batches by rank; None for a rank that does not know its own.
         rank: this rank.

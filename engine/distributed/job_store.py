@@ -32,7 +32,7 @@ class CausedByRank(Exception):  # noqa: N818 - what several errors have in commo
     """An error that a rank raises because another rank has failed.
 
     Args:
-        message: of the error.
+        message: message of the error.
         rank: the rank that has failed.
     """
 

@@ -25,7 +25,7 @@ class SideSum:
     Args:
         group: all of its ranks create this object at the same time; None for all ranks.
         device: an accelerator with streams.
-        timeout: of the process group of the sums.
+        timeout: timeout of the process group of the sums.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:

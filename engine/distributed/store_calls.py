@@ -45,7 +45,7 @@ class StoreLine:
     """One connection to a store.
 
     Args:
-        store: of torch.
+        store: a store of torch.
         other: another connection to the same store; if one of the two is lost, both are.
     """
 

@@ -18,16 +18,16 @@ class waiting:  # noqa: N801 (a context manager, named as a function is)
     """Context manager around a wait for other ranks. It costs an append and a pop: no lock, no system call.
 
     Args:
-        what: the name of the wait; reports have "waits for other ranks in <what>".
+        name: the name of the wait; reports have "waits for other ranks in <name>".
     """
 
-    __slots__ = ("_what",)
+    __slots__ = ("_name",)
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __enter__(self) -> None:
-        _waits.setdefault(threading.get_ident(), []).append(self._what)
+        _waits.setdefault(threading.get_ident(), []).append(self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -36,7 +36,7 @@ class waiting:  # noqa: N801 (a context manager, named as a function is)
         # The report of a failure is made when the wait is over: the innermost wait stays with the exception.
         if error is not None and wait_that_raised(error) is None:
             with suppress(AttributeError, TypeError):  # some exceptions take no attributes
-                setattr(error, _ATTRIBUTE, self._what)
+                setattr(error, _ATTRIBUTE, self._name)
 
 
 def current_wait(thread: int) -> str | None:

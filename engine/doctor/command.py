@@ -70,15 +70,15 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html")
     try:
-        given = parser.parse_args(_checked(words))
-        run = read_run(newest(given.run_dir))
-        if given.html is not None:
-            _write(given.html, run)
+        arguments = parser.parse_args(_checked(words))
+        run = read_run(newest(arguments.run_dir))
+        if arguments.html is not None:
+            _write(arguments.html, run)
     except (OSError, ValueError) as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
     verdict = judge(run)
-    if given.json:
+    if arguments.json:
         print(json.dumps(verdict.plain(), indent=2))
     else:
         show(verdict, Console())
@@ -130,11 +130,11 @@ def show_host(checks: Sequence[Check], console: Console) -> None:
 def newest(folder: str) -> str:
     """Returns the folder of the latest run in or below `folder`; `folder` itself if there is none."""
     run_folders = []
-    for place, folders, files in os.walk(folder):
-        run_folders += [place for file in files if file == "rank_0.jsonl"]
-        depth = os.path.relpath(place, folder).count(os.sep)
+    for path, folders, files in os.walk(folder):
+        run_folders += [path for file in files if file == "rank_0.jsonl"]
+        depth = os.path.relpath(path, folder).count(os.sep)
         folders[:] = [] if depth > 2 else sorted(folders)
-    return max(run_folders, key=lambda place: os.path.getmtime(os.path.join(place, "rank_0.jsonl")), default=folder)
+    return max(run_folders, key=lambda path: os.path.getmtime(os.path.join(path, "rank_0.jsonl")), default=folder)
 
 
 def _write(path: str, run: Run) -> None:

@@ -58,11 +58,11 @@ class Figures:
 
     def host_cpus(self, host: str) -> float:
         """Returns the number of CPUs that the ranks of a host may use together: each may be bound to its own."""
-        there = [info for info in self.ranks.values() if info.host == host]
+        neighbours = [info for info in self.ranks.values() if info.host == host]
         # A quota of the container, below what they are bound to, is one for all of them.
-        if not there or any(info.cpus is None or info.num_cpus < len(info.cpus) for info in there):
-            return max((info.num_cpus for info in there), default=1.0)
-        return float(len({cpu for info in there for cpu in info.cpus or ()}))
+        if not neighbours or any(info.cpus is None or info.num_cpus < len(info.cpus) for info in neighbours):
+            return max((info.num_cpus for info in neighbours), default=1.0)
+        return float(len({cpu for info in neighbours for cpu in info.cpus or ()}))
 
     def share(self, phase: str, rank: int) -> float:
         """Returns the part, 0 to 1, of a rank's wall time that it spends in a phase."""

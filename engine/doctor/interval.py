@@ -228,16 +228,18 @@ class Interval:
         )
 
     def _sum_with(self, later: "Interval", count: str) -> Any:
-        """Sums a count of both intervals; one without batches, such as the last of a run, has nothing to count."""
+        """Sums a count of both intervals; an interval without batches, such as the last of a run, has no count."""
         parts = [(part.num_batches, getattr(part, count)) for part in (self, later)]
         values = [value for num_batches, value in parts if num_batches or value is not None]
         return None if None in values or not values else sum(values)
 
     def _mean_with(self, later: "Interval", name: str, num_looks: str) -> float | None:
-        """Returns the mean over the looks of both intervals; one look each where their number is not noted."""
+        """Returns the mean over the looks of both intervals; an interval without a number of looks counts as one."""
         parts = [(getattr(part, name), getattr(part, num_looks) or 1) for part in (self, later)]
-        known = [(value, looks) for value, looks in parts if value is not None]
-        return sum(value * looks for value, looks in known) / sum(looks for _, looks in known) if known else None
+        measured = [(value, looks) for value, looks in parts if value is not None]
+        return (
+            sum(value * looks for value, looks in measured) / sum(looks for _, looks in measured) if measured else None
+        )
 
     def line(self) -> str:
         """Returns the interval as JSON without empty fields; seconds have microsecond precision."""
@@ -300,10 +302,10 @@ def _present(*values: float | None) -> Sequence[float]:
 
 
 def _mean_of_steps(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-    """Returns the means over the steps that were timed, whose number is ``num_looks``."""
+    """Returns the means over the timed steps; ``num_looks`` is their number."""
     if not first or not second:
         return first or second
-    looks = [each.get("num_looks", 1.0) for each in (first, second)]
+    looks = [times.get("num_looks", 1.0) for times in (first, second)]
     means = {name: (first[name] * looks[0] + second[name] * looks[1]) / sum(looks) for name in first if name in second}
     return means | {"num_looks": sum(looks)}
 

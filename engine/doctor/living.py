@@ -127,8 +127,8 @@ def runtime_folder(*, creates: bool) -> str | None:
     Args:
         creates: create the folder.
     """
-    place = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()  # not TMPDIR, which job schedulers change
-    folder = os.path.join(place, f"polyphase-{os.getuid()}")
+    parent = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()  # not TMPDIR, which job schedulers change
+    folder = os.path.join(parent, f"polyphase-{os.getuid()}")
     with suppress(OSError):
         if creates:
             with suppress(FileExistsError):
@@ -159,8 +159,8 @@ def living_ranks() -> list[Entry]:
     """Returns this user's ranks on this host whose processes exist; for nested engines the innermost one."""
     folder = runtime_folder(creates=False)
     entries = [] if folder is None else _entries(folder)
-    here = [entry for entry in entries if entry.rank.space == own_space() and entry.rank.lives]
-    innermost = {entry.rank.pid: entry for entry in sorted(here, key=_number)}
+    visible = [entry for entry in entries if entry.rank.space == own_space() and entry.rank.lives]
+    innermost = {entry.rank.pid: entry for entry in sorted(visible, key=_number)}
     return sorted(innermost.values(), key=lambda entry: (entry.rank.job, entry.rank.rank))
 
 

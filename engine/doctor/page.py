@@ -140,7 +140,7 @@ def _bands(intervals: Sequence[Interval]) -> str:
 def _heat(run: Run) -> str:
     """Returns a heat map of each rank's own busy time per step: one row per rank, one column per interval.
 
-    The first steps are left out where there are others: beside them all others look alike.
+    The first steps are left out if there are others, since they would dominate the colours.
     """
     settled = {
         rank: [i for i in intervals if not i.is_warmup] or intervals for rank, intervals in run.intervals.items()
@@ -167,11 +167,11 @@ _IN_ORDER = (
     "data_wait", "copy", "compute", "waiting", "bubble", "communication", "optimizer", "callbacks", "logging",
     "validation", "checkpoint", "engine",
 )  # fmt: skip
-"""The phases as a step has them, most of the time."""
+"""The usual order of the phases in a step."""
 
 
 def _time_line(run: Run) -> Iterable[str]:
-    """Yields a median step and the slowest one: for each rank a bar, in which phases follow each other."""
+    """Yields a median step and the slowest one: for each rank a bar with its phases in order."""
     steps = _median_and_slowest(run)
     most = max((sum(_parts(step).values()) for _, by_rank in steps for step in by_rank.values()), default=0.0)
     if not most:
@@ -208,17 +208,17 @@ def _median_and_slowest(run: Run) -> list[tuple[str, dict[int, dict[str, float]]
         for interval in run.intervals[rank]:
             for by_step, step in zip(noted, interval.steps, strict=False):
                 by_step.setdefault(int(step["step"]), {})[rank] = step
-    of = "step {:,}, {}: {:.3g} ms"
+    title = "step {:,}, {}: {:.3g} ms"
     if not noted[0]:
-        noted, of = (by_step := _mean_steps(run), by_step), "the mean step up to step {:,}, {}: {:.3g} ms"
+        noted, title = (by_step := _mean_steps(run), by_step), "the mean step up to step {:,}, {}: {:.3g} ms"
     if not noted[0]:
         return []
     medians, slowest = (sorted(steps, key=lambda number: _wall_s(steps[number])) for steps in noted)
-    found = []
+    titled = []
     for word, number, by_step in (("a median one", medians[len(medians) // 2], noted[0]),
                                   ("the slowest", slowest[-1], noted[1])):  # fmt: skip
-        found.append((of.format(number, word, 1e3 * _wall_s(by_step[number])), by_step[number]))
-    return found
+        titled.append((title.format(number, word, 1e3 * _wall_s(by_step[number])), by_step[number]))
+    return titled
 
 
 def _wall_s(by_rank: Mapping[int, Mapping[str, float]]) -> float:
@@ -226,17 +226,17 @@ def _wall_s(by_rank: Mapping[int, Mapping[str, float]]) -> float:
 
 
 def _mean_steps(run: Run) -> dict[int, dict[int, dict[str, float]]]:
-    found: dict[int, dict[int, dict[str, float]]] = {}
+    means: dict[int, dict[int, dict[str, float]]] = {}
     for rank in _few(sorted(run.intervals)):
-        for each in run.intervals[rank]:
-            if each.num_steps and not each.is_warmup:
-                step = {phase: seconds / each.num_steps for phase, seconds in each.seconds.items()}
-                found.setdefault(each.step, {})[rank] = {**step, "wall_s": each.wall_s / each.num_steps}
-    return found
+        for interval in run.intervals[rank]:
+            if interval.num_steps and not interval.is_warmup:
+                step = {phase: seconds / interval.num_steps for phase, seconds in interval.seconds.items()}
+                means.setdefault(interval.step, {})[rank] = {**step, "wall_s": interval.wall_s / interval.num_steps}
+    return means
 
 
 def _memory(run: Run) -> Iterable[str]:
-    """Yields a chart of each rank's memory over time for the host's and the device's, where it is known."""
+    """Yields a chart of each rank's memory over time, for host and device memory, if known."""
     ranks = _few(sorted(run.intervals))
     colors = dict(zip(ranks, _COLORS.values(), strict=False))
     for field, title in (
@@ -272,7 +272,7 @@ def _memory(run: Run) -> Iterable[str]:
 
 
 def _model_memory(run: Run) -> Iterable[str]:
-    """Yields a table of what the memory of each rank is used for, as training ended."""
+    """Yields a table of the use of each rank's memory at the end of training."""
     by_rank = {rank: run.intervals[rank][-1].model_mb for rank in _few(sorted(run.intervals)) if run.intervals[rank]}
     kinds = list(dict.fromkeys(kind for parts in by_rank.values() for kind in parts))
     if not kinds:
@@ -313,8 +313,8 @@ def _columns(intervals: Sequence[Interval]) -> list[Interval]:
 def _busy(intervals: Sequence[Interval]) -> list[float]:
     away = ("waiting", *EXPOSED, "checkpoint", "validation")
     return [
-        1e3 * (each.wall_s - sum(each.seconds.get(phase, 0.0) for phase in away)) / each.num_steps
-        for each in _columns([interval for interval in intervals if interval.num_steps])
+        1e3 * (column.wall_s - sum(column.seconds.get(phase, 0.0) for phase in away)) / column.num_steps
+        for column in _columns([interval for interval in intervals if interval.num_steps])
     ]
 
 

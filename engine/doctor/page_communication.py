@@ -1,4 +1,4 @@
-"""The part of the page about communication: what a step sends by operation, and what carries it."""
+"""The part of the page about communication: the bytes of a step by operation, and the rates of the links."""
 
 from collections.abc import Iterable
 from html import escape
@@ -13,12 +13,12 @@ _COLOR = "#e08a1e"
 
 
 def communication(figures: Figures) -> Iterable[str]:
-    """Yields a bar of the bytes for each operation, its calls, and the rates that were measured; nothing if unknown."""
+    """Yields a bar of the bytes for each operation, its calls, and the measured rates; nothing if unknown."""
     by_rank = [total.collectives for total in figures.totals.values() if total.collectives]
     if not by_rank:
         return
     names = dict.fromkeys(name for calls in by_rank for name in calls)
-    rows = {name: [mean(calls.get(name, {}).get(of, 0.0) for calls in by_rank) for of in ("calls", "sent_mb")]
+    rows = {name: [mean(calls.get(name, {}).get(unit, 0.0) for calls in by_rank) for unit in ("calls", "sent_mb")]
             for name in names}  # fmt: skip
     most = max((mb for _, mb in rows.values()), default=0.0) or 1.0
     yield f'<h2>Communication by operation</h2><p class="soft">{escape(_about(figures))}</p>'
@@ -50,14 +50,14 @@ def _size(mb: float) -> str:
 
 
 def _links(figures: Figures) -> Iterable[str]:
-    """Yields a table of the rates between ranks, where these were measured."""
-    known = {rank: total.links for rank, total in figures.totals.items() if total.links}
-    if not known:
+    """Yields a table of the rates between ranks, if they were measured."""
+    links_of_ranks = {rank: total.links for rank, total in figures.totals.items() if total.links}
+    if not links_of_ranks:
         return
-    head = "".join(f"<th>from {rank}</th>" for rank in range(max(map(len, known.values()))))
+    head = "".join(f"<th>from {rank}</th>" for rank in range(max(map(len, links_of_ranks.values()))))
     rows = "".join(
         f"<tr><td>to rank {rank}</td>{''.join(f'<td>{rate:,.0f}</td>' if rate else '<td></td>' for rate in links)}</tr>"
-        for rank, links in sorted(known.items())
+        for rank, links in sorted(links_of_ranks.items())
     )
     yield (
         '<p class="soft" style="margin-top:12px">MB/s between ranks, as training ended</p>'

@@ -95,12 +95,12 @@ def read_run(folder: str) -> Run:
         FileNotFoundError: there are no records.
         ValueError: a file has another schema or another format.
     """
-    places = [os.path.join(folder, "doctor"), folder]
-    for place in places:
-        names = sorted(os.listdir(place)) if os.path.isdir(place) else []
+    folders = [os.path.join(folder, "doctor"), folder]
+    for path in folders:
+        names = sorted(os.listdir(path)) if os.path.isdir(path) else []
         names = [name for name in names if name.startswith("rank_") and name.endswith(".jsonl")]
         if names:
-            return _run(_read_rank(os.path.join(place, name)) for name in names)
+            return _run(_read_rank(os.path.join(path, name)) for name in names)
     raise FileNotFoundError(
         f"there is no doctor/rank_0.jsonl in {folder!r}: a run writes it into its folder of logs with"
         " callbacks=[Doctor()], or --callbacks+=Doctor."

@@ -74,20 +74,20 @@ def main(words: Sequence[str]) -> int:
         for word in words:
             if word.startswith("-"):
                 choose("flag of stacks", word.partition("=")[0], (*flags, "--timeout"))
-        given = parser.parse_args(words)
-        timeout_s = _seconds(given.timeout)
-        py_spy = find_py_spy() if given.native else None
-        entries = find(given.run_dir, living_ranks())
+        arguments = parser.parse_args(words)
+        timeout_s = _seconds(arguments.timeout)
+        py_spy = find_py_spy() if arguments.native else None
+        entries = find(arguments.run_dir, living_ranks())
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
     answers = ask(entries, timeout_s)
     if py_spy is not None:
         _add_native(answers, entries, py_spy)
-    if given.json:
+    if arguments.json:
         print(json.dumps({rank: _plain(answer) for rank, answer in sorted(answers.items())}, indent=2))
     else:
-        show(answers, all_threads=given.all_threads, all_frames=given.all_frames or given.native)
+        show(answers, all_threads=arguments.all_threads, all_frames=arguments.all_frames or arguments.native)
     return int(any(isinstance(answer, Unanswered) for answer in answers.values()))
 
 
@@ -104,34 +104,34 @@ def find(run_dir: str, living: Sequence[Entry]) -> list[Entry]:
     Raises:
         ValueError: no run uses the folder.
     """
-    place = run_dir if "://" in run_dir else os.path.abspath(run_dir)
+    path = run_dir if "://" in run_dir else os.path.abspath(run_dir)
     nearest: list[Entry] = []
     for holds in (_logs_there, _has_root, _is_around):
-        nearest = nearest or [entry for entry in living if holds(entry, place)]
+        nearest = nearest or [entry for entry in living if holds(entry, path)]
     if not nearest:
         runs = sorted({entry.rank.logs or entry.rank.root for entry in living if entry.rank.rank == 0})
-        known = (
+        hint = (
             f"; under way on this host: {', '.join(runs)}"
             if runs
             else "; none of this user's is under way on this host"
         )
-        raise ValueError(f"no run that is under way writes to {run_dir!r}{known}.")
+        raise ValueError(f"no run that is under way writes to {run_dir!r}{hint}.")
     job = max(nearest, key=lambda entry: entry.rank.created).rank.job
     return [entry for entry in living if entry.rank.job == job]
 
 
-def _logs_there(entry: Entry, place: str) -> bool:
-    return entry.rank.logs == place
+def _logs_there(entry: Entry, path: str) -> bool:
+    return entry.rank.logs == path
 
 
-def _has_root(entry: Entry, place: str) -> bool:
-    return entry.rank.root == place
+def _has_root(entry: Entry, path: str) -> bool:
+    return entry.rank.root == path
 
 
-def _is_around(entry: Entry, place: str) -> bool:
-    """Whether one of the run's folders is inside `place`, or `place` is inside one of them."""
+def _is_around(entry: Entry, path: str) -> bool:
+    """Whether one of the run's folders is inside `path`, or `path` is inside one of them."""
     folders = [folder.rstrip("/") for folder in (entry.rank.logs, entry.rank.root) if folder is not None]
-    inside = place.rstrip("/") + "/"
+    inside = path.rstrip("/") + "/"
     return any(f"{folder}/".startswith(inside) or inside.startswith(f"{folder}/") for folder in folders)
 
 
@@ -246,14 +246,14 @@ def _add_native(answers: dict[int, Any], entries: Sequence[Entry], py_spy: str) 
     """Replaces the stacks of this host's ranks by py-spy's."""
     for entry in entries:
         rank = entry.rank
-        known = answers[rank.rank] if isinstance(answers[rank.rank], dict) else {}
+        answer = answers[rank.rank] if isinstance(answers[rank.rank], dict) else {}
         try:
             threads = native_threads(py_spy, rank.pid, rank.thread)
         except NativeError as error:
-            if known:
-                known["note"] = f"without native frames: {error}"
+            if answer:
+                answer["note"] = f"without native frames: {error}"
             continue
-        answers[rank.rank] = {"rank": rank.rank, "host": rank.host, "pid": rank.pid, **known, "threads": threads}
+        answers[rank.rank] = {"rank": rank.rank, "host": rank.host, "pid": rank.pid, **answer, "threads": threads}
 
 
 def _plain(answer: dict[str, Any] | Unanswered) -> dict[str, Any]:

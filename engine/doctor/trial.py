@@ -157,9 +157,9 @@ def _check(flags: Sequence[str]) -> None:
 
     if num_launched() > 1:
         raise ValueError("doctor fit starts the processes itself: run it alone, not under torchrun, srun or mpiexec.")
-    given = {flag.partition("=")[0].removeprefix("--").removeprefix("trainer.") for flag in flags}
+    names = {flag.partition("=")[0].removeprefix("--").removeprefix("trainer.") for flag in flags}
     for name in _OURS:
-        if name in given:
+        if name in names:
             raise ValueError(f"doctor fit decides for how long it runs and where it writes: leave out --{name}.")
     from ..cli.check import check
 

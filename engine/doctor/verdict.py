@@ -80,7 +80,7 @@ def judge(run: Run) -> Verdict:
         caveats.append(f"{figures.num_steps} steps were measured after the first ones: {MIN_STEPS} are needed to judge")
         return Verdict(figures, [], caveats)
     findings: list[Finding] = []
-    for rule in sorted(RULES, key=lambda each: each.is_last):
+    for rule in sorted(RULES, key=lambda candidate: candidate.is_last):
         if (not rule.is_last or not findings) and (finding := rule.find(figures, rule.threshold)) is not None:
             findings.append(finding)
     findings.sort(key=lambda finding: (finding.cause not in _ENDANGER_THE_RUN, -(finding.gain or 0.0)))

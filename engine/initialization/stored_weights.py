@@ -55,7 +55,7 @@ def read_weights(
         folder: with one ``.safetensors`` file, or several and their ``.safetensors.index.json``; or the path of a file.
         build: builds the module, such as ``lambda: AutoModelForCausalLM.from_config(config)``. `torch.empty` allocates
             no memory in it; everything else, such as tables of positions, is computed as usual.
-        prefix: of the keys in the files, before the module's own names. Keys without it belong to other modules.
+        prefix: prefix of the keys in the files, before the module's own names. Keys without it belong to other modules.
         ignore: patterns (``*.inv_freq``) of keys that are not read.
 
     Raises:

@@ -97,8 +97,8 @@ def rank_variables(rank: int, num_ranks: int, num_local_ranks: int) -> Iterator[
     may continue in one process. Other processes keep their environment.
 
     Args:
-        rank: of this process.
-        num_ranks: of the run.
+        rank: rank of this process.
+        num_ranks: number of ranks of the run.
         num_local_ranks: ranks on this machine.
     """
     local_rank = str(rank % num_local_ranks)

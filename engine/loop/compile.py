@@ -53,7 +53,7 @@ def compile_mode(flag: bool | str | None) -> str | None:
 
 
 def check_cuda_graphs(mode: str | None, layout: Layout) -> None:
-    """Checks that the CUDA graphs of a mode can be replayed in each step.
+    """Checks that a mode's CUDA graphs can be replayed in each step.
 
     Raises:
         ValueError: they can't, since the layout uses other memory in each step.
@@ -137,7 +137,7 @@ class _Compiled:
         return bound, (getattr(self._step, "__func__", self._step), self._module)
 
 
-class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compile(mode=...)` makes of "inductor"
+class _Backend(torch._TorchCompileInductorWrapper):  # torch: `torch.compile(mode=...)` uses it for "inductor"
     """Inductor, which compiles first in one process of a node, and reports graph breaks."""
 
     def __init__(self, mode: str, is_shared: bool, trainer: Trainer) -> None:
@@ -178,11 +178,12 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: what `torch.compil
         # torch: an attribute that dynamo sets on each graph, for `torch._dynamo.explain`.
         pending_breaks, self.pending_breaks = self.pending_breaks, []
         reason = getattr(graph, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break and "DDPOptimizer" not in reason.reason:  # which splits on purpose
+        # A break of DDPOptimizer is intended: it splits the graph for its buckets.
+        if reason is not None and reason.graph_break and "DDPOptimizer" not in reason.reason:
             frame = reason.user_stack[-1] if reason.user_stack else None
             location = "" if frame is None else f' at {frame.filename}:{frame.lineno} in {frame.name}: "{frame.line}"'
-            if LOG_BREAK_REASON in reason.reason:  # costs nothing at the end of a step, where it mostly is
-                self.pending_breaks.append(f"self.log{location}; log after what is computed, and the step is one graph")
+            if LOG_BREAK_REASON in reason.reason:  # free at the end of a step, its usual place
+                self.pending_breaks.append(f"self.log{location}; log after the computation, and the step is one graph")
             else:
                 pending_breaks.append(f"{reason.reason.splitlines()[0]}{location}")
         for text in pending_breaks:

@@ -1,4 +1,4 @@
-"""Checks for callbacks of Lightning's that would have no effect here, which are refused by name."""
+"""Refuses callbacks of Lightning that would have no effect, by name."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-# Lightning: the checks that Trainer._run makes when it has made the run's folders.
+# Lightning: Trainer._run makes these checks only after it has created the run's folders.
 from lightning.pytorch.trainer import configuration_validator
 
-# Lightning: the launchers of worker processes, whose parent keeps its own objects unchanged.
+# Lightning: the launchers of worker processes; the parent's objects do not change.
 from .._compat.lightning import _MultiProcessingLauncher
 
 __all__ = ["check_callbacks", "check_manual_optimization"]
@@ -19,7 +19,7 @@ _verify_manual_optimization = getattr(configuration_validator, "__verify_manual_
 
 
 def check_manual_optimization(trainer: Trainer, module: LightningModule) -> None:
-    """Checks, before the run makes any folder, that no flag conflicts with manual optimization.
+    """Checks, before the run creates any folder, that no flag conflicts with manual optimization.
 
     Raises:
         MisconfigurationException: Lightning's error about gradient clipping or accumulation.
@@ -28,15 +28,15 @@ def check_manual_optimization(trainer: Trainer, module: LightningModule) -> None
 
 
 def check_callbacks(callbacks: Iterable[Callback], *, launcher: Any, global_batch_size: int | None) -> None:
-    """Checks that each of `callbacks` can have its effect.
+    """Checks that each of `callbacks` can have an effect.
 
     Args:
-        callbacks: of a run.
-        launcher: of the strategy.
-        global_batch_size: the flag; None if it was not given.
+        callbacks: callbacks of a run.
+        launcher: launcher of the strategy.
+        global_batch_size: the flag; None if it is not set.
 
     Raises:
-        ValueError: one of them can't; the message has the remedy.
+        ValueError: one of them has no effect; the message has the remedy.
     """
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler) and global_batch_size is not None:

@@ -1,6 +1,6 @@
 """The trainer's data connector, which keeps the user's order of samples; Lightning's shuffles with several ranks.
 
-In one process the loader is the user's own object. With several ranks, the samples of its order are dealt to the ranks.
+In one process the loader is the user's own object. With several ranks, the samples are split over them in its order.
 """
 
 import copy
@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 
-# Lightning: rebuilds a DataLoader with another sampler and everything else of the user's.
+# Lightning: rebuilds a DataLoader with another sampler; everything else stays the user's.
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -62,8 +62,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     """Lightning's connector, with `GlobalOrder` in place of `DistributedSampler`, and resumable positions.
 
     Args:
-        trainer: whose data it is.
-        sizes: of the global batches.
+        trainer: the trainer with the data.
+        sizes: sizes of the global batches.
         uneven: what to do if ranks have different numbers of training batches; one of `UNEVEN`.
         seeds_samples: the random draws of each sample are seeded by its index.
     """
@@ -109,7 +109,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             self.data_position.resume(prepared)
             return prepared
         prepared = self._prepare_evaluation(dataloader, shuffle, mode)
-        # Each evaluation has the same draws, so that two of them differ by the model alone.
+        # Each evaluation has the same draws, so that two of them differ only by the model.
         return self._seed_samples(prepared, (1,), lambda: 0)
 
     def _prepare_evaluation(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
@@ -165,7 +165,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         )
 
     def _deal(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
-        """Returns a copy of `dataloader` whose order is dealt to the ranks."""
+        """Returns a copy of `dataloader` whose order is split over the ranks."""
         brings_own_sampler = self._brings_own_sampler(dataloader)
         ranks: Any = {} if brings_own_sampler else self.trainer.distributed_sampler_kwargs or {}
         batches: Any = dataloader.batch_sampler
@@ -197,7 +197,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return _update_dataloader(dataloader, sampler, mode=mode)  # raises Lightning's error about such a batch sampler
 
     def _is_dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
-        """Whether the engine deals the order of `dataloader`.
+        """Whether the engine splits the order of `dataloader` over ranks.
 
         It does with several ranks, with a global batch size, and if a run is resumed in mid-epoch.
         """
@@ -211,7 +211,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 
     @property
     def _broadcast(self) -> Callable[[Any], Any] | None:
-        """A function that returns rank 0's value on all ranks; None in one process."""
+        """Returns a function that returns rank 0's value on all ranks; None in one process."""
         return None if self.trainer.world_size == 1 else lambda value: self.trainer.all_ranks.broadcast_object(value)
 
     def _brings_own_sampler(self, dataloader: DataLoader) -> bool:
@@ -242,14 +242,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return ranks.get("num_replicas", 1) > 1 and not self._brings_own_sampler(dataloader)
 
     def _deal_evaluation(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
-        """A copy of `dataloader` that yields this rank's part of what one process evaluates."""
+        """Returns a copy of `dataloader` that yields this rank's part of the evaluated samples."""
         ranks: Any = self.trainer.distributed_sampler_kwargs
         if has_iterable_dataset(dataloader):
             return self._shard_evaluation(dataloader, **ranks)
         predicts = mode == RunningStage.PREDICTING
         batches: Any = dataloader.batch_sampler
         if predicts and is_custom(batches):
-            # Lightning: has a batch sampler leave out nothing in a prediction, if it can, and wraps it.
+            # Lightning: for a prediction, it disables a batch sampler's drop_last if possible, and wraps the sampler.
             updated: Any = _update_dataloader(dataloader, _order_of(dataloader), mode=mode)
             batches = updated.batch_sampler._batch_sampler
         order, batch_size = evaluated_order(dataloader, batches)

@@ -1,4 +1,4 @@
-"""Validation and test: a flat loop, which calls only what the run uses, and evaluates each sample once."""
+"""Validation and test: a flat loop that calls only the methods that the run uses, and evaluates each sample once."""
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 Phases, which all ranks enter together:
 1. Before the module is split, rank 0 copies it, and broadcasts a text if it can't.
 2. Before the first step, rank 0 gathers the weights.
-3. In the first steps, each rank that has samples of its own keeps its batches, random states and losses, and the norm
+3. In the first steps, each rank with different samples keeps its batches, random states and losses, and the norm
    of the gradients is computed (an all-reduce of one number, as for clipping).
 4. After these steps, rank 0 gathers the weights again, and all that the ranks have kept. It repeats the steps with its
    copy (`unsplit.py`), while the other ranks wait, and broadcasts the difference.
@@ -66,7 +66,7 @@ class FirstSteps:
     weights, makes a difference that is no error, and by default a correct run must not end. With True it is an error.
 
     Args:
-        trainer: whose runs are checked.
+        trainer: the trainer whose runs are checked.
         policy: ``"auto"``: check if it costs little; True: check also if it costs more; False: never check.
     """
 
@@ -329,12 +329,12 @@ class FirstSteps:
         has_low_precision = self._has_low_precision
         differences = []
         for numbers, tolerance in ((replay.losses, _LOSS_TOLERANCE), (replay.norms, _NORM_TOLERANCE)):
-            for what, here, there in numbers:
-                if here is None or there is None:
+            for quantity, actual, reference in numbers:
+                if actual is None or reference is None:
                     continue
-                a, b = float(here), float(there)
+                a, b = float(actual), float(reference)
                 if abs(a - b) > (_ROUNDED_TOLERANCE if has_low_precision else tolerance) * max(abs(a), abs(b)) + 1e-6:
-                    differences.append(f"the {what} is {a:.7g}, not {b:.7g}")
+                    differences.append(f"the {quantity} is {a:.7g}, not {b:.7g}")
         if has_low_precision:
             return differences[:3]
         worst = (0.0, "")
@@ -361,7 +361,7 @@ class FirstSteps:
 
 
 def _difference(actual: Tensor, expected: Tensor, before: Tensor, above_rounding: Tensor | None) -> tuple[float, float]:
-    """Largest difference of the elements that can be compared, above rounding; and the most that any has moved."""
+    """Returns the largest difference of comparable elements, above rounding, and the largest change of an element."""
     if actual.shape != expected.shape:
         return torch.inf, 0.0
     actual, expected, before = (tensor.to("cpu", torch.float64) for tensor in (actual, expected, before))
@@ -375,9 +375,9 @@ def _difference(actual: Tensor, expected: Tensor, before: Tensor, above_rounding
 
 
 def _host_copy(batch: Any) -> Any:
-    """A copy in host memory, which the step can't change; of a view without what it is a view of."""
+    """Returns a copy in host memory, which the step can't change; views are copied without their base."""
     own = apply_to_collection(batch, Tensor, lambda t: t.detach().to("cpu", copy=True).requires_grad_(t.requires_grad))
-    pickle.dumps(own)  # an error here, rather than where the other ranks wait for it
+    pickle.dumps(own)  # raises an error here, not later when the other ranks wait
     return own
 
 

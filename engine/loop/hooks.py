@@ -58,9 +58,9 @@ class Hooks:
         self._clock: PhaseClock | None = self.trainer.heartbeat.clock
         self._activities: dict[str, list[str]] = {}
         self.present = frozenset(name for name in _STEP_HOOKS if any(self._look_up(name)))
-        """The hooks of a training step that anybody has overridden: to call the others takes time, and does nothing."""
+        """The overridden hooks of a training step; calls of the others would take time without any effect."""
         self.clips = any(overridden(self.module, LightningModule, name) for name in _CLIPPING)
-        """Whether the module clips gradients in a way of its own."""
+        """Whether the module overrides the clipping of gradients."""
 
     def is_stale(self) -> bool:
         """Whether the list of callbacks, or the number of an object's attributes, has changed since `refresh`.

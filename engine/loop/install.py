@@ -9,15 +9,15 @@ from typing import Any, Literal, ParamSpec
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichModelSummary
 
-# Lightning: what it does where a run is interrupted.
+# Lightning: called when a run is interrupted.
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
-# Lightning: how a finder, such as BatchSizeFinder, ends the run in which it was.
+# Lightning: a finder, such as BatchSizeFinder, ends its run with this exception.
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-# Lightning: what its launchers of workers, and ours, are made of.
-# Lightning: what its own decorator of `Trainer.__init__` reads; for a subclass that one would look for PL_ENGINE_*.
+# Lightning: the base of its launchers of workers, and of the engine's.
+# Lightning: its own decorator of `Trainer.__init__` reads these; for a subclass it would read PL_ENGINE_*.
 from .._compat.lightning import _CallbackConnector, _MultiProcessingLauncher, _parse_env_variables, _TunerExitException
 from ..config import EngineConfig
 from ..data import naming_foreign_ranks
@@ -76,14 +76,14 @@ def _absolute(path: str) -> str:
 
 
 class TrainerBase(Trainer):
-    """A trainer that saves in the background, and reports a failed rank before a callback can wait for the others."""
+    """The engine's base: saves in the background, and reports a failed rank before callbacks wait for the others."""
 
     heartbeat: Heartbeat
     """The position of this process in its run."""
     hang_timeout_s: float | None = None
     """The longest time that a rank may make no progress, in seconds; None without limit."""
     config: EngineConfig
-    """The arguments that the engine was made with."""
+    """The arguments of the engine's constructor."""
     _run_summary: Callback | None = None
     _doctor: Callback | None = None
     _ended_by: BaseException | None = None
@@ -94,7 +94,7 @@ class TrainerBase(Trainer):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The arguments that the engine was made with, by name."""
+        """The arguments of the engine's constructor, by name."""
         return self.config.arguments
 
     fit = checked(Trainer.fit)  # the engine's own `fit` is decorated by `reports_uncaught`, too
@@ -112,7 +112,7 @@ class TrainerBase(Trainer):
             self._ended_by = exception
             is_worker = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
             if is_worker and isinstance(exception, SIGTERMException):
-                call._interrupt(self, exception)  # only here there is something to save
+                call._interrupt(self, exception)  # only in this case there is state to save
             if is_worker or isinstance(exception, _TunerExitException):  # Lightning does not handle it as an error
                 self._end_run(exception)
             raise
@@ -124,7 +124,7 @@ class TrainerBase(Trainer):
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         if self._run_summary is not None and self._run_summary not in callbacks:
             callbacks.append(self._run_summary)
-        # The module may have brought another one.
+        # The module may have added another one.
         if self._doctor is not None and not any(hasattr(callback, "notes_folder") for callback in callbacks):
             callbacks.append(self._doctor)
 
@@ -161,7 +161,7 @@ class TrainerBase(Trainer):
             timeout_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_TIMEOUT_S
             report_failure(
                 exception,
-                # Lightning: the launchers of workers, whose parent raises what one of them has raised.
+                # Lightning: the launchers of workers; the parent raises the worker's exception.
                 print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
                 watchdog=watchdog,
                 leaves=adapt(self.strategy).can_exit_alone,
@@ -181,18 +181,18 @@ class TrainerBase(Trainer):
 
     @property
     def data_ranks(self) -> ObjectGroup:
-        """The group of the ranks that have samples of their own."""
-        # A process of a group may run an engine for itself alone.
+        """The group of the ranks with different samples."""
+        # A process of a group may run an engine on its own.
         return SELF if self.world_size == 1 else adapt(self.strategy).data_ranks
 
     @property
     def data_size(self) -> int:
-        """The number of ranks that have samples of their own, whether they are connected or not."""
+        """The number of ranks with different samples, connected or not."""
         return adapt(self.strategy).data_size
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank among the ranks that have samples of their own."""
+        """The index of this rank among the ranks with different samples."""
         return adapt(self.strategy).data_rank
 
     @property
@@ -204,16 +204,16 @@ class TrainerBase(Trainer):
 
     @property
     def batch_sizes(self) -> tuple[int, int, int] | None:
-        """Samples of an optimizer step, of a micro-batch at most, and micro-batches of a rank; None if not known."""
+        """Samples of an optimizer step, of a micro-batch at most, and micro-batches of a rank; None if unknown."""
         return self._data_connector.sizes.of_full_step  # type: ignore[attr-defined]
 
     def is_filler(self, batch_idx: int) -> bool:
-        """Whether a training batch of this rank only keeps it in step with the others: its samples don't count."""
+        """Whether a training batch of this rank is padding: it keeps the ranks in step, and its samples don't count."""
         return self.data_size > 1 and self._data_connector.sizes.is_filler(batch_idx)  # type: ignore[attr-defined]
 
     @property
     def data_wait_s(self) -> float | None:
-        """Seconds that this rank's training has waited for batches since its start; None if that is not known."""
+        """Seconds that this rank's training has waited for batches since its start; None if unknown."""
         return self.fit_loop.epoch_loop.data_wait_s  # type: ignore[attr-defined]
 
     @property
@@ -228,37 +228,37 @@ class TrainerBase(Trainer):
     def micro_batch_size(self, size: int) -> None:
         out_of_memory = self.fit_loop.epoch_loop.automatic_optimization.out_of_memory  # type: ignore[attr-defined]
         if out_of_memory is None:
-            raise ValueError("micro_batch_size changes while training only where it was given as 'auto'.")
+            raise ValueError("micro_batch_size can change while training only if it is 'auto'.")
         out_of_memory.next_size = check_count("micro_batch_size", size)
 
     def request_snapshot(self) -> None:
-        """Has all ranks save a snapshot after the same step; any rank may ask."""
+        """Makes all ranks save a snapshot after the same step; any rank may call it."""
         self._signal_connector.request_snapshot()  # type: ignore[attr-defined]
 
     @property
     def snapshots_path(self) -> str | None:
-        """The folder in which a callback saves snapshots; None if none does."""
+        """The folder in which a callback saves snapshots; None without such a callback."""
         folders = [getattr(callback, "snapshot_folder", None) for callback in self.callbacks]  # type: ignore[attr-defined]
         return next((folder(self) for folder in folders if folder is not None), None)
 
     def on_rank_zero(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on rank 0, whose result it returns there; what it raises there, all ranks raise."""
+        """Calls `function` on rank 0, and returns its result there; if it raises an error, all ranks raise it."""
         results: list[Any] = []
         self._checkpoint_connector.saver.agree(lambda: results.append(function()))  # type: ignore[attr-defined]
         return results[0] if results else None
 
     @property
     def last_checkpoint(self) -> str | None:
-        """The newest checkpoint that this run has saved, once it is on the disk."""
+        """The newest checkpoint of this run that is on the disk."""
         return self._checkpoint_connector.saver.newest  # type: ignore[attr-defined]
 
     @property
     def run_history(self) -> RunHistory:
-        """Which run this is, and which snapshots are its own."""
+        """The identity of this run and its snapshots."""
         return self._checkpoint_connector.history  # type: ignore[attr-defined]
 
     def remove_checkpoint(self, path: str) -> None:
-        """Removes a checkpoint, as soon as the save in flight has succeeded; called by one rank."""
+        """Removes a checkpoint when the save in flight has succeeded; called by one rank."""
         self._checkpoint_connector.saver.remove(path)  # type: ignore[attr-defined]
 
     def save_checkpoint(
@@ -270,21 +270,21 @@ class TrainerBase(Trainer):
         link: str | None = None,
         kind: Literal["snapshot", "checkpoint"] = "checkpoint",
     ) -> None:
-        """Saves the state of the run as `filepath`; all ranks call it, and it is there when this returns.
+        """Saves the state of the run as `filepath`; all ranks call it, and the file is complete when it returns.
 
-        It is one file, as stock Lightning writes it; a directory where the state is sharded. See `checkpoint_format`.
+        It is one file in Lightning's format, or a directory if the state is sharded. See `checkpoint_format`.
 
         Args:
             filepath: local path or fsspec URL.
-            weights_only: leave out what only training needs.
-            storage_options: for a CheckpointIO of the user's.
-            link: name of a link beside `filepath` that shall point at it.
-            kind: a ``"snapshot"`` is a directory that may be removed by this run, and by one that continues it; while
-                training continues, it is written in the background.
+            weights_only: leave out the state that only training needs.
+            storage_options: for a user's CheckpointIO.
+            link: name of a link beside `filepath` that is to point at it.
+            kind: a ``"snapshot"`` is a directory that this run, or a run that continues it, may remove; while training
+                continues, it is written in the background.
 
         Raises:
-            TypeError: `storage_options` without a CheckpointIO of the user's.
-            CheckpointError: something that is no checkpoint stands at `filepath`.
+            TypeError: `storage_options` without a user's CheckpointIO.
+            CheckpointError: `filepath` exists and is no checkpoint.
             NonFiniteError: with ``nonfinite="error"``, a loss or gradient norm was not finite.
         """
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
@@ -298,7 +298,7 @@ class TrainerBase(Trainer):
 
 
 class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector
-    """Lightning's; a progress bar that the module brings takes the place of the default one, of whatever class."""
+    """Lightning's connector; a progress bar of the module replaces the default one, whatever its class."""
 
     def __init__(self, trainer: Trainer, default_bar: Callback | None) -> None:
         super().__init__(trainer)
@@ -310,7 +310,7 @@ class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_con
         if any(isinstance(c, ProgressBar) and c is not self._default_bar for c in callbacks):
             self.trainer.callbacks = [c for c in callbacks if c is not self._default_bar]  # type: ignore[attr-defined]
         sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
-        # Those that the module brings are known only now.
+        # The module's callbacks are known only now.
         check_callbacks(callbacks, launcher=None, global_batch_size=sizes.global_batch_size)
 
 
@@ -322,20 +322,20 @@ def install_loops(
     run_summary: Callback | None,
     doctor: Callback | None,
 ) -> None:
-    """Replaces what differs from Lightning in a trainer that has not run; the parts replaced hold no state yet.
+    """Replaces parts of Lightning in a trainer that has not run; these parts have no state yet.
 
     Args:
         trainer: changed in place.
-        config: the arguments that it was made with.
-        watch: sees each loss and gradient norm.
-        default_bar: the progress bar that nobody asked for by name; None for none.
-        run_summary: a callback for the time of each run; None for none.
-        doctor: another one.
+        config: the arguments of its constructor.
+        watch: gets each loss and gradient norm.
+        default_bar: the default progress bar; None for none.
+        run_summary: a callback that is added during each run; None for none.
+        doctor: another such callback.
     """
     trainer.heartbeat = Heartbeat(trainer)
     trainer.hang_timeout_s = config.hang_timeout_s
     trainer._run_summary, trainer._doctor = run_summary, doctor
-    # Lightning: the private parts that Trainer.__init__ makes.
+    # Lightning: private attributes that Trainer.__init__ sets.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
     _install_loggers(trainer, config)
     _install_connectors(trainer, config)
@@ -349,7 +349,7 @@ def _install_loggers(trainer: TrainerBase, config: EngineConfig) -> None:
         use_run_logger(trainer, config.name)
     users = config.callbacks if isinstance(config.callbacks, Iterable) else [config.callbacks]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Lightning: the summary that Trainer.__init__ adds where there is none.
+        # Lightning: the summary that Trainer.__init__ adds if there is none.
         if type(callback) is RichModelSummary and callback not in users:
             callback.summarize = summarize  # type: ignore[method-assign]
 
@@ -359,13 +359,13 @@ def _install_connectors(trainer: TrainerBase, config: EngineConfig) -> None:
         trainer,
         form=config.checkpoint_format,
         in_background=config.async_checkpoints,
-        # A global batch size is results by whoever deals the samples.
+        # With a global batch size, the engine itself must split the samples.
         keeps_global_batch=config.continues_runs and config.global_batch_size is None,
     )
     sizes = BatchSizes(trainer, config.global_batch_size, config.micro_batch_size)
     trainer._data_connector = DataConnector(trainer, sizes, config.uneven, seeds_samples=config.seed_samples)
     trainer._signal_connector = SignalConnector(trainer)
-    # The connector was told its loggers already: they stay.
+    # The connector has its loggers already: they stay.
     trainer._logger_connector = LoggerConnector(trainer)
 
 

@@ -1,7 +1,7 @@
-"""Finds gradients that a step by hand has not averaged over the ranks: those of `loss.backward()` under `ddp`.
+"""Detects gradients that a manual step has not averaged over the ranks: those of `loss.backward()` under `ddp`.
 
-`DistributedDataParallel` averages in a backward that it was prepared for, as `manual_backward` does and a tensor's own
-`backward` does not. Each rank would then step by its own gradients, and the replicas would drift apart.
+`DistributedDataParallel` averages only in a backward that it was prepared for. `manual_backward` prepares it, a
+tensor's own `backward` does not: each rank would step with its own gradients, and the replicas would diverge.
 """
 
 from collections.abc import Generator, Iterable
@@ -15,12 +15,12 @@ __all__ = ["LocalGradients"]
 
 
 class LocalGradients:
-    """Refuses optimizer steps by gradients of this rank alone, until it is closed.
+    """Refuses optimizer steps with gradients of this rank only, until it is closed.
 
     Args:
-        parameters: with their names.
-        optimizers: that step with them.
-        strategy: its name, for the message.
+        parameters: the parameters with their names.
+        optimizers: the optimizers of these parameters.
+        strategy: name of the strategy, for the message.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LocalGradients:
 
     @contextmanager
     def averaged(self) -> Generator[None, None, None]:
-        """Context of a backward of the strategy, which averages all that parameters have accumulated."""
+        """Context of a backward of the strategy, which averages all accumulated gradients."""
         self._averages = True
         try:
             yield
@@ -58,7 +58,7 @@ class LocalGradients:
         """Called before each step.
 
         Raises:
-            RuntimeError: it would step by a gradient that is not averaged.
+            RuntimeError: it would use a gradient that is not averaged.
         """
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         names = [self._names[p] for p in parameters if p in self._local and p.grad is not None]

@@ -1,12 +1,12 @@
 """Weights of the losses of the micro-batches in an optimizer step.
 
-The gradient of a step is that of the mean over all samples of its micro-batches, on all ranks; or over whatever
-`training_step` counts and returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With the weight w_ij of
+The gradient of a step is that of the mean over all samples of its micro-batches, on all ranks; or over the counts that
+`training_step` returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With the weight w_ij of
 micro-batch j of rank i, the sum T of all w_ij, and W ranks whose gradients the strategy averages:
 
     gradient = 1/W sum_ij (W w_ij / T) gradient(mean loss_ij)
 
-If each rank steps by its own gradient, W is 1 and T is of that rank.
+If each rank steps with its own gradient, W is 1 and T is the rank's own sum.
 
 Communication: the numbers of samples follow from the order of samples, so nothing is sent for them. Weights of
 `training_step` are summed over the ranks by two all-reduces of one number a step. The one in the first micro-batch
@@ -53,7 +53,7 @@ class LossWeighting:
         self._weights: dict[int, Tensor] = {}
         """This rank's weights from `training_step`, by micro-batch: an optimizer may compute a loss several times."""
         self.data_size = 1
-        """The number of ranks that have samples of their own, set when the first epoch begins."""
+        """The number of ranks with different samples, set when the first epoch begins."""
 
     def begin_epoch(self) -> None:
         """Looks up the number of ranks, which no epoch changes."""
@@ -72,7 +72,7 @@ class LossWeighting:
 
         Args:
             loss: the mean over the micro-batch, a 0-d tensor; None without one.
-            output: of `training_step`.
+            output: output of `training_step`.
             batch_idx: within the epoch.
             is_padding: the micro-batch is run for its collectives only: its weight is 0.
             is_summed: backward has been run already, of the loss times its weight, without the division by T.
@@ -82,7 +82,7 @@ class LossWeighting:
         """
         trainer = self._trainer
         window: int = trainer.accumulate_grad_batches
-        # A tensor first, which most are: to look for a mapping takes longer.
+        # Tensors first, the usual case: the check for a mapping takes longer.
         weight = output.get("weight") if type(output) is not Tensor and isinstance(output, Mapping) else None
         if weight is None and window == 1 and not (is_padding or is_summed):
             return self._of_single(loss, batch_idx)
@@ -103,7 +103,7 @@ class LossWeighting:
         return self._by_weight(loss, weight, batch_idx)
 
     def factor_of_batch(self, batch_idx: int) -> float:
-        """Returns W w / T of this rank, if the batch is a step of its own; 1 where all ranks have as many samples."""
+        """Returns W w / T of this rank for a batch that is a whole step; 1 if all ranks have equally many samples."""
         num_ranks = self._num_ranks
         if num_ranks == 1:
             return 1.0
@@ -119,7 +119,7 @@ class LossWeighting:
         return torch.zeros_like(own_weight) if self._trainer._data_connector.sizes.is_filler(batch_idx) else own_weight
 
     def weigh_nothing(self, batch_idx: int) -> None:
-        """Takes part in the collectives of a micro-batch of which this rank has no batch."""
+        """Takes part in the collectives of a micro-batch for which this rank has no batch."""
         nothing = torch.zeros((), device=self._trainer.lightning_module.device)
         self.weigh(nothing, {"weight": 0.0} if self._has_weights else nothing, batch_idx)
 
@@ -130,7 +130,7 @@ class LossWeighting:
         self._weights.clear()
 
     def _of_single(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
-        """Weighs the only micro-batch of a step by its samples; nothing of it is kept for the next call."""
+        """Weighs the only micro-batch of a step by its samples; nothing is kept for the next call."""
         self._first_batch_idx, self._estimate, self._has_weights = -1, None, False
         if loss is None or self.data_size == 1:
             return loss
@@ -145,9 +145,9 @@ class LossWeighting:
         own_samples, total_samples = samples.local, _samples_of(samples, num_ranks)
         if self._estimate is None:
             planned = self._planned_length(batch_idx)
-            known = samples if planned == 1 else sizes.samples_of_step(self._first_batch_idx, planned)
-            self._is_known = known is not None
-            self._estimate = total_samples * planned if known is None else _samples_of(known, num_ranks)
+            weights = samples if planned == 1 else sizes.samples_of_step(self._first_batch_idx, planned)
+            self._is_known = weights is not None
+            self._estimate = total_samples * planned if weights is None else _samples_of(weights, num_ranks)
         self._samples[batch_idx] = total_samples
         if loss is None:
             return None

@@ -1,8 +1,8 @@
-"""Manual optimization, in which the loss of a backward counts for the samples that the rank's batch has.
+"""Manual optimization, in which the loss of a backward is weighted by the samples of the rank's batch.
 
-Strategies average the ranks' gradients. Where ranks have unequal parts of a batch, as in the last one of an epoch, the
-mean over all of its samples weighs each rank's loss: see `loss_weighting.py`, which does so for automatic optimization.
-A rank that has no sample of the batch runs one for its collectives only: its losses count for nothing.
+Strategies average the ranks' gradients. If ranks have unequal parts of a batch, as in the last one of an epoch, the
+mean over all samples needs a weight for each rank's loss: see `loss_weighting.py` for automatic optimization. A rank
+without a sample of the batch runs a padding batch for its collectives: its losses count for nothing.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
     """Lightning's manual optimization, with losses that are weighted by samples.
 
     Args:
-        trainer: whose loop it is.
+        trainer: the trainer of the loop.
         loss_weighting: knows the samples of each rank.
     """
 
@@ -40,7 +40,7 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         """Runs `training_step`; while it runs, `manual_backward` weighs the losses.
 
         Raises:
-            RuntimeError: an optimizer steps by gradients that are not averaged over the ranks.
+            RuntimeError: an optimizer steps with gradients that are not averaged over the ranks.
         """
         batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
         factor = self._loss_weighting.factor_of_batch(batch_idx)
@@ -52,7 +52,7 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         backward = _Backward(strategy.backward, factor, local)
         num_steps = self.optim_step_progress.total.ready
         own = vars(strategy)
-        others = own.get("backward")  # a user's, who has set one on the object
+        others = own.get("backward")  # the user may have set one on the object
         own["backward"] = backward  # Lightning: LightningModule.manual_backward calls it
         try:
             super().advance(kwargs)
@@ -90,7 +90,7 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
 
 
 class _Backward:
-    """A strategy's `backward`, of the loss times a factor."""
+    """Replaces a strategy's `backward`: multiplies the loss by a factor."""
 
     def __init__(self, backward: Callable[..., Tensor], factor: float, local: LocalGradients | None) -> None:
         self._backward, self._factor, self._local = backward, factor, local

@@ -20,9 +20,9 @@ from .reduction import as_numbers, has_unreduced, reduce_results
 __all__ = ["LoggerConnector", "is_asynchronous"]
 
 _MIN_READS = 3
-"""Readings at successive steps that are no coincidence."""
+"""Number of successive steps with a reading after which it is reported."""
 _READ_WARNING = (
-    "%s reads `progress_bar_metrics` at every step, and the device stands still each time. Read them at logging"
+    "%s reads `progress_bar_metrics` at every step, and the host waits for the device each time. Read them at logging"
     " intervals, as polyphase.callbacks.ProgressBar does."
 )
 
@@ -40,7 +40,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
     results: _ResultCollection | None = None
     """The results that the current batch logs to; None between batches, and in Lightning's own loops."""
     padding: EvalPadding | None = None
-    """Knows which ranks have batches to evaluate, if the engine deals them; otherwise None."""
+    """Knows which ranks have batches to evaluate, if the engine splits them; otherwise None."""
     all_ranks_reach_end = True
     """Whether all ranks evaluate each loader to its end, so that they can communicate there."""
     _read_step = -1
@@ -158,13 +158,13 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """As of now."""
+        """The current values."""
         self._note_read("callback")
         return super().callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """As of now."""
+        """The current values."""
         self._note_read("log")
         return super().logged_metrics
 

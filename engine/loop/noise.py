@@ -1,4 +1,4 @@
-"""Filters of messages and warnings that Lightning gives at each start; the run's header has the same in one line.
+"""Filters of messages and warnings that Lightning prints at each start; the run's header has the facts in one line.
 
 Only messages with these texts, below the level of a warning, are hidden. If the level of the loggers
 ``lightning.pytorch`` or ``lightning.fabric`` is DEBUG, nothing is hidden.
@@ -67,7 +67,7 @@ def allow_nonempty_folder() -> Iterator[None]:
 def hide_tree_warnings() -> Iterator[None]:
     """Context manager around the creation of a `CombinedLoader`, without a warning that Lightning causes itself."""
     with warnings.catch_warnings():
-        # Lightning 2.6 calls `LeafSpec()`, which torch 2.13 deprecates; nothing a user could change.
+        # Lightning 2.6 calls `LeafSpec()`, which torch 2.13 deprecates; users can't change that.
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
         yield
 

@@ -1,8 +1,8 @@
-"""`offload="activations"`: the forward of each training step keeps what backward needs in pinned host memory.
+"""`offload="activations"`: keeps the tensors that backward needs in pinned host memory during each training step.
 
-It stands on torch's `save_on_cpu`
-(https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu). Parameters stay where they are.
-With ``activation_checkpointing="full"`` it is the inputs of blocks that wait in host memory.
+It is based on torch's `save_on_cpu`
+(https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu). Parameters stay on the device.
+With ``activation_checkpointing="full"`` only the inputs of blocks are kept, in host memory.
 """
 
 from contextlib import AbstractContextManager
@@ -17,13 +17,13 @@ __all__ = ["ActivationsOnHost", "OffloadActivations"]
 
 
 class OffloadActivations(Callback):
-    """Has training steps keep their activations in host memory while a trainer runs."""
+    """Keeps the activations of training steps in host memory while a trainer runs."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adds the hooks to the precision's context, in which each strategy runs its steps."""
         plugin, device_type = trainer.precision_plugin, trainer.strategy.root_device.type
         if device_type == "cpu":
-            rank_zero_info("offload='activations': they are in host memory as it is.")
+            rank_zero_info("offload='activations': they are in host memory already.")
             return
         inner_context = plugin.train_step_context
 
@@ -45,7 +45,7 @@ class ActivationsOnHost(save_on_cpu):
     """Context manager around a forward: tensors saved for backward are kept in host memory, except parameters.
 
     Args:
-        device_type: of the accelerator.
+        device_type: device type of the accelerator.
         inner: another context, within which this one is.
     """
 

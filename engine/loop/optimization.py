@@ -38,7 +38,7 @@ def check_may_skip(trainer: Trainer, batch_idx: int) -> None:
     if trainer.world_size > 1:
         raise RuntimeError(
             f"The train_dataloader yielded None as batch {batch_idx} of rank {trainer.global_rank}, and the other ranks"
-            " would wait in vain. Have its `collate_fn` return a batch, or leave the samples out of the data set."
+            " would wait forever. Let its `collate_fn` return a batch, or leave the samples out of the data set."
         )
 
 
@@ -78,10 +78,10 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """Runs a micro-batch as `run` does, but calls only overridden hooks.
 
         Args:
-            hooks: of this run.
+            hooks: hooks of this run.
             shortcuts: by these hooks.
             batch_idx: within the epoch.
-            arguments: of `training_step`.
+            arguments: arguments of `training_step`.
             ends_window: whether the optimizer steps after this micro-batch.
         """
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on see `Shortcuts`.
@@ -146,8 +146,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
         Args:
             in_hook: calls a function while `self.log` sees the name given as the place it is called from.
-            arguments: of `training_step`.
-            optimizer: whose gradients they are.
+            arguments: arguments of `training_step`.
+            optimizer: the optimizer whose gradients they are.
             batch_idx: within the epoch.
             ends_window: whether the optimizer steps after this batch.
         """
@@ -224,7 +224,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
 
 class _TensorResult(ClosureResult):
-    """The same of a loss alone, without the calls by which a dataclass is made."""
+    """The result for a loss only, without the cost of creating a dataclass."""
 
     def __init__(self, closure_loss: Tensor | None) -> None:
         assert closure_loss is not None
@@ -238,7 +238,7 @@ class _PaddingClosure(Closure):
 
     Args:
         closure: runs it.
-        trainer: whose batch it is.
+        trainer: the trainer of the batch.
     """
 
     def __init__(self, closure: Closure, trainer: Any) -> None:
@@ -307,7 +307,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         return result
 
     def _closure_or_recovery(self, out_of_memory: OutOfMemory) -> ClosureResult:
-        """Runs the same, and handles running out of memory."""
+        """Runs the closure, and handles running out of memory."""
         out_of_memory.begin_micro_batch()
         result = ClosureResult(None)
         try:

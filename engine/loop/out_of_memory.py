@@ -39,7 +39,7 @@ class OutOfMemory:
     """Repeats steps that run out of memory in smaller micro-batches, for `micro_batch_size="auto"`.
 
     Args:
-        trainer: whose strategy can finish the collectives of a step that has failed on this rank.
+        trainer: the trainer whose strategy can finish the collectives of a step that has failed on this rank.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -128,7 +128,7 @@ class OutOfMemory:
         size = -(-largest // 2)
         rank_zero_info(
             f"Out of memory on rank(s) {', '.join(map(str, failed_ranks))} with micro-batches of {largest}: the step is"
-            f" done again with micro-batches of at most {size}. The global batch stays. To begin with them the next"
+            f" repeated with micro-batches of at most {size}. The global batch stays. To begin with them the next"
             f" time: micro_batch_size={size}."
         )
         self.has_failed, self._error = False, None

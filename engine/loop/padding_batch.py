@@ -1,7 +1,7 @@
 """Padding batches: batches that a rank runs for their collectives only.
 
 A rank that has no samples left, while others have, repeats one of its batches: forward passes gather parameters under
-fsdp and send buffers under ddp, and the module's own collectives need all ranks. All that it changes is restored.
+fsdp and send buffers under ddp, and the module's own collectives need all ranks. All of its changes are undone.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class EvalPadding:
     """The padding batches of an evaluation on this rank.
 
     Args:
-        loaders: of a `CombinedLoader`.
+        loaders: loaders of a `CombinedLoader`.
         is_sequential: whether they are read one after the other; otherwise a batch has a part of each loader, and is
             padding if all of its parts are.
     """

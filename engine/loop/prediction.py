@@ -12,7 +12,7 @@ __all__ = ["PredictionLoop"]
 
 
 class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
-    """Lightning's prediction loop, but each rank returns the predictions of all ranks, worker processes included."""
+    """Lightning's prediction loop, but each rank returns the predictions of all ranks, also from worker processes."""
 
     _padding: EvalPadding | None = None
 
@@ -69,7 +69,7 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
 
 
 def _interleaved(outputs_by_rank: tuple[list[Any], ...]) -> list[Any]:
-    """Returns the outputs of one loader's batches: the first of each rank, then the second; some may lack the last."""
+    """Returns the outputs of one loader's batches in order: the first batch of each rank, then the second, ..."""
     rounds = itertools.zip_longest(*([(output,) for output in outputs] for outputs in outputs_by_rank), fillvalue=())
     return [output for outputs_of_round in rounds for outputs in outputs_of_round for output in outputs]
 

@@ -1,7 +1,7 @@
-"""`activation_checkpointing=`: the module's blocks recompute their activations in backward, while a trainer runs.
+"""The flag `activation_checkpointing`: the module's blocks recompute their activations in backward.
 
-Where a strategy puts something of its own around a block's forward (compilation, the cut of a pipeline), it has the
-block wrapped before that; else the blocks are wrapped once the strategy has set the module up.
+If a strategy wraps a block's forward itself (for compilation, or for a pipeline), it wraps the block for recomputation
+first; otherwise the blocks are wrapped when the strategy has set the module up.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class RecomputeBlocks(Callback):
         kind: ``"full"`` or ``"selective"``.
     """
 
-    _kept_operators = KEPT  # of the class: spawned workers are sent the callback, and can't be sent operators
+    _kept_operators = KEPT  # on the class: the callback is pickled for spawned workers, and operators can't be pickled
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -88,6 +88,6 @@ class RecomputeBlocks(Callback):
         return ", ".join(dict.fromkeys(recomputed.block_name for recomputed in self._wrapped.values()))
 
     def _detach(self, trainer: Trainer) -> None:
-        # What something else stands around is needed again by a further `fit`.
+        # Blocks inside of another wrapper are needed again by a later `fit`.
         self._wrapped = {block: wrapped for block, wrapped in self._wrapped.items() if not wrapped.detach()}
         vars(trainer.strategy).pop("recompute", None)

@@ -39,7 +39,7 @@ class _Message:
 
 
 def _is_synced(item: _ResultMetric) -> bool:
-    """Whether a value is reduced here; Lightning reduces those with a group of the user's, or of rank 0 alone."""
+    """Whether a value is reduced here; Lightning reduces values with a user's group, or of rank 0 only."""
     sync = item.meta.sync
     return bool(item.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None)
 
@@ -65,8 +65,8 @@ def reduce_results(
 
     Args:
         results: changed in place: reduced values count as computed.
-        module: whose torchmetrics objects are logged.
-        ranks: that have samples of their own.
+        module: the module whose torchmetrics objects are logged.
+        ranks: the ranks with different samples.
         is_idle: this rank has run no batch; it gets the values that it has not logged from the others.
         some_are_idle: some rank has run no batch.
 
@@ -82,22 +82,22 @@ def reduce_results(
         if item is None and is_idle:
             item = results[key] = _item_of(message, results.get(key), module)
         if item is None or message.value is None:
-            continue  # logged by this rank alone, or reduced by torchmetrics
+            continue  # logged by this rank only, or reduced by torchmetrics
         if message.is_synced or is_idle:
-            found = [messages[key] for _, messages in by_rank if key in messages] if message.is_synced else [message]
-            item._computed = _reduced(message.op, found).to(item.value)  # type: ignore[assignment]
+            logged = [messages[key] for _, messages in by_rank if key in messages] if message.is_synced else [message]
+            item._computed = _reduced(message.op, logged).to(item.value)  # type: ignore[assignment]
 
 
 def _messages_of(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[str, _Message]:
     tensors = {
         (key, name): getattr(item, name) for key, item in items.items() if item.is_tensor for name in _states(item)
     }
-    found = as_numbers(tensors)
+    numbers = as_numbers(tensors)
     return {
         key: _Message(
             op=item.meta.sync.op,  # type: ignore[arg-type]
-            value=found.get((key, "value")),
-            weight=found.get((key, "cumulated_batch_size")),
+            value=numbers.get((key, "value")),
+            weight=numbers.get((key, "cumulated_batch_size")),
             is_synced=_is_synced(item),
             meta=_fields_of(item.meta) if with_meta else None,
         )
@@ -116,7 +116,7 @@ def _fields_of(meta: _Metadata) -> dict[str, Any]:
 
 
 def _item_of(message: _Message, earlier: _ResultMetric | None, module: LightningModule) -> _ResultMetric:
-    """Returns the logged value that an idle rank would have, had it logged as the others."""
+    """Returns the logged value that an idle rank would have if it had logged like the others."""
     if earlier is not None:  # of an earlier epoch
         item = earlier
     else:
@@ -158,13 +158,13 @@ def _reduced(op: str, messages: list[_Message]) -> Tensor:
 
 
 def as_numbers(tensors: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns `tensors` with numbers in place of scalars; one read from the device for all of a device and dtype."""
-    found = dict(tensors)
+    """Returns `tensors` with numbers in place of scalars; all scalars of a device and dtype are read together."""
+    numbers = dict(tensors)
     kinds: dict[Any, list[Any]] = defaultdict(list)
     for name, value in tensors.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             kinds[value.device, value.dtype].append(name)
     for names in kinds.values():
         values = [tensors[name].detach().reshape(()) for name in names]
-        found.update(zip(names, torch.stack(values).tolist() if len(values) > 1 else [values[0].item()], strict=True))
-    return found
+        numbers.update(zip(names, torch.stack(values).tolist() if len(values) > 1 else [values[0].item()], strict=True))
+    return numbers

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
-# Lightning: its launcher that runs the script once more in each other rank, of which ours is one.
+# Lightning: its launcher that runs the script in each other rank; the base of the engine's.
 from .._compat.lightning import _SubprocessScriptLauncher
 from .._compat.torch import OptimizedModule
 from ..data import check_made_for, check_script_makes_none
@@ -63,13 +63,13 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
 
 def _check_model(command: str, model: Any) -> None:
     if isinstance(model, (LightningModule, OptimizedModule)) or (model is None and command != "fit"):
-        return  # Lightning raises the error that no former run has had a model
+        return  # Lightning raises its error that no earlier run had a model
     others = [cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule"]
     hint = f"; {command} needs one"
     if others:
         hint = f" of another package, {others[0].__module__}: import it from lightning.pytorch"
-    given = "None" if model is None else type(model).__name__
-    raise NoModuleError(f"`model` must be a `LightningModule`, got `{given}`{hint}.")
+    name = "None" if model is None else type(model).__name__
+    raise NoModuleError(f"`model` must be a `LightningModule`, got `{name}`{hint}.")
 
 
 def _check_streams(trainer: Any, loaders: Any, datamodule: LightningDataModule | None) -> None:
@@ -78,10 +78,10 @@ def _check_streams(trainer: Any, loaders: Any, datamodule: LightningDataModule |
         return  # each rank checks its loaders itself
     with hide_tree_warnings():
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    made = vars(datamodule).values() if isinstance(datamodule, LightningDataModule) else ()
+    attributes = vars(datamodule).values() if isinstance(datamodule, LightningDataModule) else ()
     if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
         check_script_makes_none(trainer.num_nodes * trainer.num_devices)
-    check_made_for([*combined.flattened, *made], trainer.data_size)
+    check_made_for([*combined.flattened, *attributes], trainer.data_size)
 
 
 def _check_data(command: str, model: LightningModule, loaders: Any, datamodule: LightningDataModule | None) -> None:
@@ -116,6 +116,6 @@ def why_empty(loader: Any, num_ranks: int = 1) -> str | None:
         ranks = f" over {num_ranks} ranks" if num_ranks > 1 else ""
         return (
             f"the {num_samples} samples of {kind}{ranks} fill no batch of {batch_size}, and drop_last=True leaves out"
-            " what does not"
+            " incomplete batches"
         )
     return f"the sampler of the DataLoader gives none of the {num_samples} samples of {kind}"

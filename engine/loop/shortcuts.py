@@ -1,11 +1,11 @@
-"""Leaves out those of Lightning's calls, on the way from the loop to torch, that only pass on to the next one.
+"""Skips Lightning's functions between the loop and torch that only call the next one.
 
-On that way are some 30 functions of the module, the strategy, the precision plugin and the wrapper of the optimizer. A
-class or an object may override any of them, and then it is called. Those that are Lightning's own (or the engine's, for
-the precision) only call the next one, and of a chain of such functions the loop calls the last.
+Between them are some 30 functions of the module, the strategy, the precision plugin and the wrapper of the optimizer.
+If a class or an object overrides one of them, it is called. Lightning's own functions (and the engine's, for the
+precision) only call the next one, so the loop calls the last one of such a chain directly.
 
-What an object gets while an epoch runs is seen at the next batch, see `Hooks.is_stale`; a class that is patched then,
-at the next epoch.
+If an object gets another method during an epoch, the next batch uses it, see `Hooks.is_stale`; if a class does, the
+next epoch.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["Shortcuts"]
 
 _STRATEGY = "lightning.pytorch.strategies.strategy"
 _DDP_STRATEGY = "lightning.pytorch.strategies.ddp"
-"""Its hooks around backward are for manual optimization alone, which does not run flat."""
+"""Its hooks around backward are for manual optimization only, which does not run in the flat loop."""
 _MODULE = "lightning.pytorch.core.module"
 _OPTIMIZER = "lightning.pytorch.core.optimizer"
 _PRECISION = "lightning.pytorch.plugins.precision.precision"
@@ -34,15 +34,15 @@ _ENGINE_PRECISION = plugins.__name__
 def _is_from(owner: Any, name: str, *modules: str) -> bool:
     """Whether a method of `owner` is code of one of `modules`, neither overridden nor wrapped."""
     function = getattr(getattr(owner, name, None), "__func__", None)
-    # By where it was compiled: `functools.wraps` copies all other signs.
+    # Compared by the file of the code: `functools.wraps` copies everything else.
     return function is not None and function.__globals__["__name__"] in modules
 
 
 class Shortcuts:
-    """The calls of a step, each as short as nobody would notice.
+    """The calls of a step, each as short as possible without a visible difference.
 
     Args:
-        hooks: of the run, whose module, strategy and precision are called.
+        hooks: hooks of the run, with its module, strategy and precision.
     """
 
     def __init__(self, hooks: Hooks) -> None:

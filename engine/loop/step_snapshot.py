@@ -1,4 +1,4 @@
-"""A snapshot of what a step may change, to undo a step that was run."""
+"""A snapshot of the state that a step may change, to undo the step."""
 
 import collections
 from typing import Any
@@ -17,16 +17,16 @@ _OF_MODULES = frozenset(nn.Module().__dict__) - {"_buffers", "training"}
 
 
 class StepSnapshot:
-    """The present attributes of some objects, and the random state.
+    """The current attributes of some objects, and the random state.
 
-    Remembered are: of a module and each module in it, its buffers and plain attributes; of any other object, its
-    attributes. Tensors among them by their values, also those that are changed in place, as states of torchmetrics are.
-    Lists, dicts and sets by what is in them, to any depth. Of tensors in containers, and of all other objects, only
-    which one it was. Parameters, gradients and optimizers are not remembered.
+    It has the buffers and plain attributes of modules and their sub-modules, and the attributes of other objects.
+    Tensor attributes are recorded by value, so that changes in place are undone, as in states of torchmetrics. Lists,
+    dicts and sets are recorded with their items, to any depth. Tensors in containers, and all other objects, are
+    recorded by identity only. Parameters, gradients and optimizers are not recorded.
 
     Args:
         owners: modules, a `_ResultCollection`, or other objects with attributes.
-        random: remember the state of the random generators too.
+        random: record the state of the random generators, too.
     """
 
     def __init__(self, *owners: Any, random: bool = True) -> None:
@@ -69,7 +69,7 @@ class StepSnapshot:
             self._remember(item)
 
     def undo(self) -> None:
-        """Restores all of it: the same objects, with their content."""
+        """Restores everything: the same objects, with their content."""
         for present, before in self._attributes:
             skipped = _OF_MODULES if "_modules" in present else frozenset()
             for name in [name for name in present if name not in before and name not in skipped]:

@@ -1,4 +1,4 @@
-"""The loop of training epochs: each runs in a short, flat loop (`flat_epoch.py`), which calls only what the run uses.
+"""The loop of training epochs: each runs in a short, flat loop (`flat_epoch.py`) that calls only what is overridden.
 
 Epochs that need more run in Lightning's own loop (see `why_not_flat`), and so does the first batch after a resumption.
 """
@@ -40,7 +40,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     data_wait_s: float | None = 0.0
     """Seconds that training has waited for batches; None after an epoch in Lightning's own loop, which has no count."""
     pending_batch_work: Literal["end", "nothing"] | None = None
-    """The work that remains for the interrupted run's last batch: ``"end"``, all that follows it; None: unknown."""
+    """The pending work for the interrupted run's last batch: ``"end"``: all work after the batch; None: unknown."""
     is_between_steps = False
     rng_state_before_validation: dict[str, Any] | None = None
     _batches_at_step = 0
@@ -139,7 +139,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.is_between_steps = False
         if self.pending_batch_work == "nothing":
             self.pending_batch_work = None
-            self.restarting = False  # Lightning: would repeat what follows the batch
+            self.restarting = False  # Lightning: would repeat the work after the batch
         callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
 

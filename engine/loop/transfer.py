@@ -1,8 +1,8 @@
-"""Brings a batch to the device, by way of the hooks a user overrode for it.
+"""Moves a batch to the device, through the hooks that a user has overridden.
 
-On an accelerator plain tensors are copied on a stream of their own. A batch is fetched while the device still computes
-the one before, and so its copy runs beside that; a copy of memory that is not pinned, for which the process waits,
-would otherwise wait for all that computing as well.
+On an accelerator plain tensors are copied on a separate stream. A batch is fetched while the device still computes the
+previous one, so the copy runs beside that. The process waits for a copy from memory that is not pinned; on the
+computing stream, it would wait for all earlier computing as well.
 """
 
 import functools

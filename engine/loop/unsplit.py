@@ -1,8 +1,8 @@
-"""The first steps of a run once more in one process: a whole copy of the module, on the batches of all ranks.
+"""Repeats the first steps of a run in one process, with a whole copy of the module and the batches of all ranks.
 
 None of this package's strategies, precisions or losses takes part: forward, backward, clipping and the optimizer's step
-are torch's. The copy's trainer is a stand-in, from which it can read and which reaches no other rank; what the copy
-logs or prints goes nowhere.
+are torch's. The copy's trainer is a read-only substitute that reaches no other rank; logs and prints of the copy are
+dropped.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 
-# Lightning: how it reads what `configure_optimizers` returns.
+# Lightning: reads the result of `configure_optimizers`.
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -79,8 +79,8 @@ class Replay:
 
     Args:
         module: an unsplit copy with the weights before the first step, which is trained.
-        trainer: of the run.
-        device: to compute on.
+        trainer: trainer of the run.
+        device: device to compute on.
         joins_batches: whether the ranks' batches are joined, rather than run one after the other.
         draws_same_numbers: whether a rank draws the same random numbers as one process with the same random state.
     """
@@ -102,7 +102,7 @@ class Replay:
         """Trains the copy.
 
         Args:
-            steps: for each step, those of all ranks with samples of their own.
+            steps: for each step, the steps of all ranks with different samples.
 
         Raises:
             UnfitError: the steps can't be repeated here, or not in a comparable way.
@@ -211,7 +211,7 @@ class Replay:
         for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
             if micro_batch.samples == 0:
                 continue
-            # Each rank begins with the same buffers (a spectral norm's vectors, say) ...
+            # Each rank begins with the same buffers (for example the vectors of a spectral norm) ...
             buffers = [(buffer, buffer.clone()) for buffer, _ in before] if rank else []
             for buffer, value in before:
                 buffer.data.copy_(value)
@@ -252,7 +252,7 @@ class Replay:
         if not (self.draws_same_numbers and not self.joins_batches) and not _are_equal_states(
             before, get_random_state()
         ):
-            raise UnfitError("its step draws random numbers, which are others where it is split")
+            raise UnfitError("its step draws random numbers, which differ in a split module")
         return output
 
     def _on_device(self, micro_batch: MicroBatch) -> Any:

@@ -44,7 +44,7 @@ class Heartbeat:
     """The position of this process in its run: phase, step and batch.
 
     Args:
-        trainer: whose counters have step and batch.
+        trainer: the trainer whose counters have step and batch.
     """
 
     clock: PhaseClock | None = None

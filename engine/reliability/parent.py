@@ -27,7 +27,7 @@ def watch_parent(rank: int, grace_s: float) -> None:
     """Starts a thread that ends this process soon after the one that has started it as a rank, if one has.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         grace_s: the time after that process has ended in which this one can report the reason.
     """
     pid, me = parent_pid(), os.getpid()

@@ -77,8 +77,8 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta, *, is_loc
     """Opens the store that rank 0 hosts; the n-th calls of all ranks get the same prefix of it.
 
     Args:
-        address: of rank 0's machine.
-        port: on which rank 0 listens.
+        address: address of rank 0's machine.
+        port: the port on which rank 0 listens.
         rank: this rank.
         timeout: the longest time to wait for rank 0.
         is_local: all ranks are on this machine; rank 0 listens on `address` alone.

@@ -27,7 +27,7 @@ class Verdict:
 
     Args:
         heartbeat: the position of this process.
-        folder: of the failure reports.
+        folder: folder of the failure reports.
         positions: returns the positions of all ranks that are known here, by rank.
     """
 
@@ -56,7 +56,7 @@ class Verdict:
 
         Args:
             peers: all ranks.
-            kind: of the failure.
+            kind: kind of the failure.
             message: about it.
             known_culprits: ranks that have ended, are lost or not connected; empty if there are none.
         """

@@ -74,7 +74,7 @@ class Watchdog:
     Args:
         heartbeat: the position of this process.
         timeout_s: the longest time at one position; None without limit.
-        folder: of the failure reports.
+        folder: folder of the failure reports.
         world_size: number of ranks.
         strategy: knows which ranks the run can continue without; None: it needs all ranks.
         answers: serves requests of `polyphase stacks`; None: no requests are served.
@@ -366,7 +366,7 @@ class Watchdog:
         """Records a failure, unless another rank has, and ends the run.
 
         Args:
-            kind: of the failure.
+            kind: kind of the failure.
             message: about it.
             culprits: ranks that have ended, are lost or not connected; empty if there are none.
         """

@@ -50,7 +50,7 @@ def check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> No
     """Checks that so many ranks can continue in an order which the saved run's ranks shared, or each had for itself.
 
     Args:
-        state: of the loader, in mid-epoch or not.
+        state: state of the loader, in mid-epoch or not.
         num_sharing: number of ranks that share the loader's order in this run.
         num_ranks: number of this run's ranks with different samples.
 

@@ -146,7 +146,7 @@ def check_may_start_afresh(folder: str | None, seen: Seen, failures: list[str]) 
     """Refuses to start a run from step 0, if its folder has checkpoints that can't be opened, or had some.
 
     Args:
-        folder: of the snapshots.
+        folder: folder of the snapshots.
         seen: its content.
         failures: a message for each candidate that could not be opened.
 

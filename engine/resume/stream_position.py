@@ -25,9 +25,9 @@ def resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int, 
     """Resumes `loader` at the position of the saved run, on all ranks, or raises on all ranks.
 
     Args:
-        loader: of this run.
-        state: of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
-        trainer: whose loader it is.
+        loader: loader of this run.
+        state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
+        trainer: the trainer whose loader it is.
         epoch: the current epoch.
         saved: number of batches of the epoch that each rank of the saved run had done.
 
@@ -60,8 +60,8 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
     """Checks that a loader without shards can continue at the position of another run.
 
     Args:
-        loader: of this run.
-        state: of the saved run's loader.
+        loader: loader of this run.
+        state: state of the saved run's loader.
         saved: number of batches of the epoch that each rank of the saved run had done.
         world_size: number of this run's ranks with different samples.
         is_alike: whether batch size and number of workers are those of the saved run.
@@ -107,7 +107,7 @@ def _resume_shards(
 
     Args:
         loader: this run's.
-        state: of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
+        state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
         is_same: the numbers of ranks and workers and the batch size are those of the saved run.
         epoch: the current epoch.
         saved: number of batches of the epoch that each rank of the saved run had done.

@@ -166,7 +166,7 @@ def merged_logs(logs: list[list[dict[str, Any]]], counts: list[int], device: tor
     Args:
         logs: for each copy, the arguments of each call by name.
         counts: the number of samples of each copy.
-        device: of the merged values.
+        device: device of the merged values.
 
     Raises:
         ValueError: the copies logged different names, or values that can't be reduced.

@@ -324,7 +324,7 @@ def register_strategy(
         >>> Engine(strategy="mine:key=2,bucket_cap_mb=10", devices=2)
 
     Args:
-        name: of the flag: small letters, digits and ``_``; ``+`` between parts.
+        name: name of the flag: small letters, digits and ``_``; ``+`` between parts.
         make: see above.
         description: a few words for the line of `polyphase strategies`.
         options: a dataclass; each field has a default and the type ``int``, ``float``, ``bool`` or ``str``, one of them

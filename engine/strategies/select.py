@@ -51,7 +51,7 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
 
     Args:
         config: the flags.
-        devices: of each node; a launcher may have set their number.
+        devices: devices of each node; a launcher may have set their number.
         num_nodes: number of nodes; a launcher may have set it.
         plugins: the user's, and the launcher's environment.
 

@@ -1,4 +1,4 @@
-"""Rules about what is between steps: hooks, loggers, saves, validation."""
+"""Rules about the time between steps: hooks, loggers, saves, validation."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from .finding import Finding, at, ms, who
 __all__ = ["checkpoint_stall", "slow_callback", "slow_logging", "slow_validation"]
 
 _SAVERS = ("ModelCheckpoint", "Snapshot", "OnExceptionCheckpoint")
-"""Callbacks whose time, beside that of saving itself, is the checkpoints'."""
+"""Callbacks whose time counts as the checkpoints' time."""
 _MIN_SAVES = 3
-"""Saves below which nothing is said of them: each run ends with one."""
+"""Number of saves below which there is no finding: each run ends with one."""
 
 
 def slow_callback(figures: Figures, threshold: float) -> Finding | None:
@@ -22,25 +22,27 @@ def slow_callback(figures: Figures, threshold: float) -> Finding | None:
         return None
 
     def share(name: str, rank: int) -> float:
-        # On accelerators hooks may be hidden behind what the device computes.
+        # On accelerators hooks may overlap with the device's computing.
         return min(by_class[rank][name] / max(figures.totals[rank].wall_s, 1e-12), figures.share("callbacks", rank))
 
-    name = max(names, key=lambda each: max(share(each, rank) for rank in by_class))
-    found = figures.outlier(lambda rank: share(name, rank))
-    if found.value < threshold:
+    name = max(names, key=lambda candidate: max(share(candidate, rank) for rank in by_class))
+    outlier = figures.outlier(lambda rank: share(name, rank))
+    if outlier.value < threshold:
         return None
-    is_one = len(figures.totals) > 1 and found.excess > found.value / 2
-    hooks = figures.totals[found.rank].by_hook
-    hook = max((each for each in hooks if each.startswith(f"{name}.")), key=lambda each: hooks[each])
-    per_step = hooks[hook] / max(figures.totals[found.rank].num_steps, 1)
-    whose = "" if len(figures.totals) == 1 else f" on {who(figures, found.rank, is_one)}"
+    is_one = len(figures.totals) > 1 and outlier.excess > outlier.value / 2
+    hooks = figures.totals[outlier.rank].by_hook
+    hook = max(
+        (candidate for candidate in hooks if candidate.startswith(f"{name}.")), key=lambda candidate: hooks[candidate]
+    )
+    per_step = hooks[hook] / max(figures.totals[outlier.rank].num_steps, 1)
+    whose = "" if len(figures.totals) == 1 else f" on {who(figures, outlier.rank, is_one)}"
     return Finding(
         cause="slow_callback",
-        evidence=f"{hook} takes {ms(per_step)} a step{whose}, {found.value:.0%} of the time",
-        numbers={"share": found.value, "others": found.others, "step_ms": 1e3 * per_step},
+        evidence=f"{hook} takes {ms(per_step)} a step{whose}, {outlier.value:.0%} of the time",
+        numbers={"share": outlier.value, "others": outlier.others, "step_ms": 1e3 * per_step},
         remedy=f"call {name} less often, or have it do its work in a thread of its own",
-        gain=found.value,
-        **at(figures, found.rank, is_one),
+        gain=outlier.value,
+        **at(figures, outlier.rank, is_one),
     )
 
 
@@ -53,17 +55,17 @@ def _by_class(by_hook: Mapping[str, float]) -> dict[str, float]:
 
 def slow_logging(figures: Figures, threshold: float) -> Finding | None:
     """The loggers take long."""
-    found = figures.outlier(lambda rank: figures.share("logging", rank))
-    if found.value < threshold:
+    outlier = figures.outlier(lambda rank: figures.share("logging", rank))
+    if outlier.value < threshold:
         return None
-    loggers = " and ".join(figures.ranks[found.rank].loggers) or "the loggers"
+    loggers = " and ".join(figures.ranks[outlier.rank].loggers) or "the loggers"
     return Finding(
         cause="slow_logging",
-        evidence=f"rank {found.rank} spends {found.value:.0%} of the time in {loggers}",
-        numbers={"share": found.value, "others": found.others},
+        evidence=f"rank {outlier.rank} spends {outlier.value:.0%} of the time in {loggers}",
+        numbers={"share": outlier.value, "others": outlier.others},
         remedy="log_every_n_steps=50 or more, or a logger that writes in the background",
-        gain=found.value,
-        **at(figures, found.rank, len(figures.totals) > 1 and found.excess > found.value / 2),
+        gain=outlier.value,
+        **at(figures, outlier.rank, len(figures.totals) > 1 and outlier.excess > outlier.value / 2),
     )
 
 
@@ -74,18 +76,18 @@ def checkpoint_stall(figures: Figures, threshold: float) -> Finding | None:
         classes = _by_class(figures.totals[rank].by_hook)
         return figures.totals[rank].seconds.get("checkpoint", 0.0) + sum(classes[name] for name in _SAVERS)
 
-    found = figures.outlier(lambda rank: seconds(rank) / max(figures.totals[rank].wall_s, 1e-12))
-    total = figures.totals[found.rank]
-    if found.value < threshold or total.num_saves < _MIN_SAVES:
+    outlier = figures.outlier(lambda rank: seconds(rank) / max(figures.totals[rank].wall_s, 1e-12))
+    total = figures.totals[outlier.rank]
+    if outlier.value < threshold or total.num_saves < _MIN_SAVES:
         return None
-    each_s = seconds(found.rank) / total.num_saves
+    each_s = seconds(outlier.rank) / total.num_saves
     return Finding(
         cause="checkpoint_stall",
-        evidence=f"{total.num_saves} saves stop training for {each_s:.3g} s each, {found.value:.0%} of the time",
-        numbers={"share": found.value, "num_saves": total.num_saves, "each_s": each_s},
+        evidence=f"{total.num_saves} saves stop training for {each_s:.3g} s each, {outlier.value:.0%} of the time",
+        numbers={"share": outlier.value, "num_saves": total.num_saves, "each_s": each_s},
         remedy="callbacks=[Snapshot()], which writes in the background; or save less often, or on a faster disk",
-        gain=found.value,
-        **at(figures, found.rank, len(figures.totals) > 1 and found.excess > found.value / 2),
+        gain=outlier.value,
+        **at(figures, outlier.rank, len(figures.totals) > 1 and outlier.excess > outlier.value / 2),
     )
 
 

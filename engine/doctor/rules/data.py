@@ -8,12 +8,12 @@ __all__ = ["padding", "slow_copy", "slow_loader", "uneven_data"]
 
 def slow_loader(figures: Figures, threshold: float) -> Finding | None:
     """The data loader of one rank, or of all, is late."""
-    found = one_or_all(figures, "data_wait", threshold)
-    if found is None:
+    outlier_or_all = one_or_all(figures, "data_wait", threshold)
+    if outlier_or_all is None:
         return None
-    outlier, is_one = found
-    here = figures.step_seconds("data_wait", outlier.rank)
-    evidence = f"{who(figures, outlier.rank, is_one)} waits {ms(here)} of each step for its data loader"
+    outlier, is_one = outlier_or_all
+    seconds = figures.step_seconds("data_wait", outlier.rank)
+    evidence = f"{who(figures, outlier.rank, is_one)} waits {ms(seconds)} of each step for its data loader"
     if is_one:
         evidence += f", the others {ms(outlier.others * figures.step_s)}"
     info = figures.ranks[outlier.rank]
@@ -27,7 +27,7 @@ def slow_loader(figures: Figures, threshold: float) -> Finding | None:
     if is_one:
         remedy += f"; if the others' data are as slow to read, look at the disk and network of {info.host}"
     gain = outlier.excess if is_one else outlier.others or outlier.value
-    numbers = {"share": outlier.value, "others": outlier.others, "step_ms": 1e3 * here}
+    numbers = {"share": outlier.value, "others": outlier.others, "step_ms": 1e3 * seconds}
     return Finding(
         cause="slow_loader", evidence=evidence, numbers=numbers, remedy=remedy, gain=gain,
         **at(figures, outlier.rank, is_one),
@@ -36,10 +36,10 @@ def slow_loader(figures: Figures, threshold: float) -> Finding | None:
 
 def slow_copy(figures: Figures, threshold: float) -> Finding | None:
     """Batches go to the device slowly."""
-    found = one_or_all(figures, "copy", threshold)
-    if found is None:
+    outlier_or_all = one_or_all(figures, "copy", threshold)
+    if outlier_or_all is None:
         return None
-    outlier, is_one = found
+    outlier, is_one = outlier_or_all
     info = figures.ranks[outlier.rank]
     remedy = "a lighter `on_after_batch_transfer`; move what it does into the data loader's workers"
     if info.device != "cpu" and not info.pins_memory:
@@ -53,8 +53,8 @@ def slow_copy(figures: Figures, threshold: float) -> Finding | None:
 
 def padding(figures: Figures, threshold: float) -> Finding | None:
     """Batches are padded much."""
-    known = [total.padding for total in figures.totals.values() if total.padding is not None]
-    share = sum(known) / len(known) if known else 0.0
+    shares = [total.padding for total in figures.totals.values() if total.padding is not None]
+    share = sum(shares) / len(shares) if shares else 0.0
     if share < threshold:
         return None
     return Finding(
@@ -68,14 +68,14 @@ def padding(figures: Figures, threshold: float) -> Finding | None:
 
 def uneven_data(figures: Figures, threshold: float) -> Finding | None:
     """Ranks run out of data before others."""
-    found = figures.outlier(lambda r: figures.totals[r].num_fillers / max(figures.totals[r].num_batches, 1))
-    if found.value < threshold:
+    outlier = figures.outlier(lambda r: figures.totals[r].num_fillers / max(figures.totals[r].num_batches, 1))
+    if outlier.value < threshold:
         return None
     return Finding(
         cause="uneven_data",
-        evidence=f"{found.value:.0%} of the batches of rank {found.rank} only keep it in step with the others",
-        numbers={"share": found.value},
+        evidence=f"{outlier.value:.0%} of the batches of rank {outlier.rank} only keep it in step with the others",
+        numbers={"share": outlier.value},
         remedy="split the data evenly over the ranks; or uneven='drop', which ends the epoch with the shortest",
-        gain=found.value,
-        **at(figures, found.rank, True),
+        gain=outlier.value,
+        **at(figures, outlier.rank, True),
     )

@@ -9,20 +9,20 @@ from .finding import Finding, at
 __all__ = ["device_reads", "full_memory", "throttled_device", "unused_memory"]
 
 _LIMITED_CLOCK = 0.9
-"""A device at its power limit is called throttled where its clock is below this part of the others': all are at it
-sometimes."""
+"""A device at its power limit counts as throttled if its clock is below this share of the others': all devices reach
+the limit sometimes."""
 _LOW_MFU = 0.3
-"""Part of the peak rate below which a device may have too little to do at a time."""
+"""Share of the peak rate below which a device may have too little work at a time."""
 
 
 def device_reads(figures: Figures, threshold: float) -> Finding | None:
-    """`training_step` reads from the device, and so waits for it."""
+    """`training_step` reads from the device, and waits for it."""
     counts = {rank: sum(total.reads.values()) for rank, total in figures.totals.items()}
-    rank = max(counts, key=lambda each: counts[each])
+    rank = max(counts, key=lambda candidate: counts[candidate])
     if counts[rank] < threshold or figures.ranks[rank].device == "cpu":
         return None
     reads = figures.totals[rank].reads
-    worst = max(reads, key=lambda each: reads[each])
+    worst = max(reads, key=lambda candidate: reads[candidate])
     return Finding(
         cause="device_reads",
         evidence=f"training_step reads from the device {counts[rank]} times: {worst}",
@@ -35,20 +35,20 @@ def full_memory(figures: Figures, threshold: float) -> Finding | None:
     """The memory of a device is nearly full: a longer batch, or a little fragmentation, ends the run."""
     used = _memory_shares(figures)
     retries = {rank: total.num_alloc_retries or 0 for rank, total in figures.totals.items()}
-    rank = max(retries, key=lambda each: (retries[each], used.get(each, 0.0)))
+    rank = max(retries, key=lambda candidate: (retries[candidate], used.get(candidate, 0.0)))
     if rank not in used or (used[rank] < threshold and not retries[rank]):
         return None
     is_one = len(used) > 1 and all(
-        share < threshold and not retries[each] for each, share in used.items() if each != rank
+        share < threshold and not retries[candidate] for candidate, share in used.items() if candidate != rank
     )
     parts = sorted(figures.totals[rank].model_mb.items(), key=lambda part: -part[1])
-    of = f": {', '.join(f'{kind} {mb:,.0f} MB' for kind, mb in parts)}" if parts else ""
+    breakdown = f": {', '.join(f'{kind} {mb:,.0f} MB' for kind, mb in parts)}" if parts else ""
     again = f"; {retries[rank]} times torch had to free what it kept in reserve" if retries[rank] else ""
     total_mb, capacity_mb = figures.totals[rank].device_mb or 0.0, figures.ranks[rank].device_capacity_mb or 0.0
     return Finding(
         cause="full_memory",
         evidence=f"rank {rank} has had {used[rank]:.0%} of its device's memory allocated: {total_mb:,.0f} of"
-        f" {capacity_mb:,.0f} MB{of}{again}",
+        f" {capacity_mb:,.0f} MB{breakdown}{again}",
         numbers={"share": used[rank], "mb": total_mb, "retries": retries[rank]},
         remedy="a smaller micro-batch with accumulate_grad_batches; activation_checkpointing; or fsdp",
         **at(figures, rank, is_one),
@@ -58,8 +58,8 @@ def full_memory(figures: Figures, threshold: float) -> Finding | None:
 def unused_memory(figures: Figures, threshold: float) -> Finding | None:
     """Much memory of the devices is free while they compute far below their peak: a larger micro-batch fits."""
     used = _memory_shares(figures)
-    known = [figures.mfu(rank) for rank in figures.totals]
-    mfu = max((each for each in known if each is not None), default=1.0)
+    rates = [figures.mfu(rank) for rank in figures.totals]
+    mfu = max((rate for rate in rates if rate is not None), default=1.0)
     if not used or max(used.values()) >= threshold or mfu >= _LOW_MFU:
         return None
     return Finding(
@@ -83,7 +83,7 @@ def throttled_device(figures: Figures, threshold: float) -> Finding | None:
     usual = median(others) if others else 1.0
     is_heat = total.throttled.get("heat", 0) >= threshold * (total.num_looks or 1)
     host = figures.ranks[worst].host
-    reason = "heat" if is_heat else max(total.throttled, key=lambda each: total.throttled[each])
+    reason = "heat" if is_heat else max(total.throttled, key=lambda candidate: total.throttled[candidate])
     watts = "" if total.power_w is None else f", {total.power_w:.0f} W"
     degrees = "" if total.temperature_c is None else f", {total.temperature_c:.0f} degrees Celsius"
     beside = f"that of the others at {usual:.0%}" if others else "which all of them do"
@@ -101,9 +101,9 @@ def throttled_device(figures: Figures, threshold: float) -> Finding | None:
 
 
 def _memory_shares(figures: Figures) -> dict[int, float]:
-    """Returns the share of each device's memory that was allocated at most; of those where both are known."""
-    known = {rank: (total.device_mb, figures.ranks[rank].device_capacity_mb) for rank, total in figures.totals.items()}
-    return {rank: used / capacity for rank, (used, capacity) in known.items() if used and capacity}
+    """Returns the largest allocated share of each device's memory, for devices where it is known."""
+    sizes = {rank: (total.device_mb, figures.ranks[rank].device_capacity_mb) for rank, total in figures.totals.items()}
+    return {rank: used / capacity for rank, (used, capacity) in sizes.items() if used and capacity}
 
 
 def _throttled_share(figures: Figures, clocks: Mapping[int, float | None], rank: int) -> float:

@@ -9,21 +9,21 @@ from .finding import Finding, at
 __all__ = ["dead_parameters", "gradient_spikes", "loss_scale_falls", "lr_stands_still", "replicas_differ"]
 
 _MIN_LOOKS = 5
-"""Gradient norms below which none is called a spike."""
+"""Number of gradient norms below which none counts as a spike."""
 _SHOWN = 4
 
 
 def replicas_differ(figures: Figures, threshold: float) -> Finding | None:
-    """Ranks that must have the same weights have others."""
+    """Ranks that must have equal weights have different ones."""
     checksums: dict[int, dict[int, float]] = {}
     for rank, intervals in figures.series.items():
-        for each in intervals:
-            if each.checksum is not None:
-                checksums.setdefault(each.checksum_step, {})[rank] = each.checksum
+        for interval in intervals:
+            if interval.checksum is not None:
+                checksums.setdefault(interval.checksum_step, {})[rank] = interval.checksum
     for step, by_rank in sorted(checksums.items()):
         middle = median(by_rank.values())
         off = {rank: abs(value - middle) / max(abs(middle), 1e-30) for rank, value in by_rank.items()}
-        # With two ranks nobody can say which one is right.
+        # With two ranks it is unknown which one is right.
         ranks = tuple(rank for rank in off if not off[rank] <= threshold) if len(by_rank) > 2 else ()
         spread = max(off.values())
         if not spread <= threshold:
@@ -43,12 +43,12 @@ def gradient_spikes(figures: Figures, threshold: float) -> Finding | None:
     """A norm of the gradients is many times the usual one."""
     worst: tuple[float, int, int] | None = None
     for rank, intervals in figures.series.items():
-        norms = [(each.grad_norm, each.step) for each in intervals if each.grad_norm is not None]
+        norms = [(interval.grad_norm, interval.step) for interval in intervals if interval.grad_norm is not None]
         if len(norms) < _MIN_LOOKS:
             continue
         usual = median(norm for norm, _ in norms)
         norm, step = max(norms)
-        # Norms that fall from their first values are how training begins.
+        # Norms usually fall from their first values when training begins.
         is_first = step == norms[0][1]
         if usual > 0.0 and norm >= threshold * usual and not is_first:
             worst = max(worst or (0.0, 0, 0), (norm / usual, -rank, step))
@@ -64,9 +64,9 @@ def gradient_spikes(figures: Figures, threshold: float) -> Finding | None:
 
 
 def loss_scale_falls(figures: Figures, threshold: float) -> Finding | None:
-    """The loss scale of float16 falls and does not come back: gradients overflow again and again."""
+    """The loss scale of float16 falls and does not recover: gradients overflow repeatedly."""
     for rank, intervals in figures.series.items():
-        scales = [each.loss_scale for each in intervals if each.loss_scale is not None]
+        scales = [interval.loss_scale for interval in intervals if interval.loss_scale is not None]
         if len(scales) > 1 and max(scales) >= threshold * scales[-1]:
             return Finding(
                 cause="loss_scale_falls",
@@ -83,12 +83,12 @@ def dead_parameters(figures: Figures, threshold: float) -> Finding | None:
     dead: list[Sequence[str]] = []
     num_looks = []
     for intervals in figures.series.values():
-        looks = [each.without_gradient for each in intervals if each.without_gradient is not None]
+        looks = [interval.without_gradient for interval in intervals if interval.without_gradient is not None]
         num_looks.append(len(looks))
         dead.append([name for name in (looks[0] if looks else []) if all(name in look for look in looks)])
     if not dead or min(num_looks) < threshold:
         return None
-    is_cut = figures.info.layout.get("pp", 1) > 1  # a rank has the parameters of its stage only
+    is_cut = figures.info.layout.get("pp", 1) > 1  # a rank has only the parameters of its stage
     names = [name for name in dict.fromkeys(n for part in dead for n in part) if is_cut or all(name in p for p in dead)]
     if not names:
         return None
@@ -102,14 +102,14 @@ def dead_parameters(figures: Figures, threshold: float) -> Finding | None:
 
 
 def lr_stands_still(figures: Figures, threshold: float) -> Finding | None:
-    """A scheduler that is to be stepped with the optimizer is not."""
+    """A scheduler is not stepped with the optimizer, though it should be."""
     rank = min(figures.series, default=0)
     every = figures.ranks[rank].lr_interval_steps if figures.series else None
-    known = [each for each in figures.series.get(rank, ()) if each.lr_steps is not None]
-    if every is None or len(known) < 2:
+    counted = [interval for interval in figures.series.get(rank, ()) if interval.lr_steps is not None]
+    if every is None or len(counted) < 2:
         return None
-    last = known[-1]
-    since = next(each for each in known if each.lr_steps == last.lr_steps)
+    last = counted[-1]
+    since = next(interval for interval in counted if interval.lr_steps == last.lr_steps)
     missed = (last.step - since.step) // every
     if missed < threshold:
         return None

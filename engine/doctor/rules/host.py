@@ -17,17 +17,17 @@ __all__ = [
 ]
 
 _OWN = 0.75
-"""Part of a host's CPUs from which on its ranks have them themselves, with all threads of theirs."""
+"""Share of a host's CPUs above which the ranks' own threads use them."""
 _MIN_INTERVALS = 5
-"""Intervals below which no growth of memory is called a leak."""
+"""Number of intervals below which growth of memory is no finding."""
 
 
 def host_bound(figures: Figures, threshold: float) -> Finding | None:
-    """Steps are as long as the host takes for the calls of their operators, which have little to compute each."""
+    """The host's calls of operators take as long as the step, since each operator has little to compute."""
     shares = {rank: share for rank in figures.totals if (share := _calling_share(figures, rank)) is not None}
     if len(shares) < len(figures.totals) or min(shares.values()) < threshold:
         return None
-    rank = min(shares, key=lambda each: shares[each])
+    rank = min(shares, key=lambda candidate: shares[candidate])
     total, operator_s = figures.totals[rank], figures.ranks[rank].operator_s or 0.0
     per_step = (total.num_operators or 0) / max(total.num_steps, 1)
     each_s = figures.step_seconds("compute", rank) / max(per_step, 1e-12)
@@ -43,21 +43,21 @@ def host_bound(figures: Figures, threshold: float) -> Finding | None:
 
 
 def _calling_share(figures: Figures, rank: int) -> float | None:
-    """Returns the share of a rank's time with a CPU that the calls of its operators take, at least; None if unknown."""
+    """Returns a lower bound of the share of a rank's CPU time that calls of operators take; None if unknown."""
     total, operator_s = figures.totals[rank], figures.ranks[rank].operator_s
     if total.num_operators is None or operator_s is None:
         return None
     calls_s = total.num_operators * operator_s
-    # Operators that were counted and are not called, since others have been compiled, say nothing.
+    # The count is useless if compiled code runs other operators.
     compute_s = total.seconds.get("compute", 0.0)
     with_cpu_s = total.wall_s - (total.runqueue_s or 0.0)
     return calls_s / max(with_cpu_s, 1e-12) if calls_s <= compute_s else None
 
 
 def thread_oversubscription(figures: Figures, threshold: float) -> Finding | None:
-    """The ranks of a host have more threads than it has CPUs, and wait for these."""
+    """The ranks of a host have more threads than it has CPUs, and wait for CPUs."""
     info = figures.info
-    wanted = info.num_threads * info.local_ranks
+    num_threads = info.num_threads * info.local_ranks
     queued = _queued_shares(figures)
     share = sum(queued) / len(queued)
     num_cpus = figures.host_cpus(info.host)
@@ -69,14 +69,14 @@ def thread_oversubscription(figures: Figures, threshold: float) -> Finding | Non
         host=info.host,
         evidence=f"{info.local_ranks} ranks of {info.num_threads} threads share {num_cpus:g} CPUs, and have none"
         f" for {share:.0%} of the time",
-        numbers={"threads": wanted, "cpus": num_cpus, "share": share},
+        numbers={"threads": num_threads, "cpus": num_cpus, "share": share},
         remedy=f"OMP_NUM_THREADS={fitting}",
         gain=share,
     )
 
 
 def cpu_shortage(figures: Figures, threshold: float) -> Finding | None:
-    """Every rank waits for a CPU, with one thread each: the ranks outnumber the CPUs, or others compute there."""
+    """Every rank, with one thread, waits for a CPU: there are more ranks than CPUs, or other processes compute."""
     info = figures.info
     share, num_cpus = min(_queued_shares(figures)), figures.host_cpus(info.host)
     if info.device != "cpu" or _has_too_many_threads(info, num_cpus) or share < threshold:
@@ -85,12 +85,12 @@ def cpu_shortage(figures: Figures, threshold: float) -> Finding | None:
     evidence = f"every rank is ready to compute, and other processes have its CPU, for {share:.0%} of the time or more"
     remedy = f"end what else computes on {info.host}, or give each rank CPUs of its own (taskset)"
     busy_cpus = sum((total.cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
-    # What their other threads compute, such as those of collectives, no neighbour does.
+    # Time of the ranks' other threads, such as those of collectives, is not a neighbour's.
     own_cpus = sum((total.process_cpu_s or 0.0) / max(total.wall_s, 1e-12) for total in figures.totals.values())
-    num_hosts = len({each.host for each in figures.ranks.values()})
+    num_hosts = len({other.host for other in figures.ranks.values()})
     if info.local_ranks <= num_cpus and own_cpus / num_hosts >= _OWN * num_cpus:
         return None
-    # Ranks that compute for less than that have lost their CPUs to somebody else.
+    # If ranks compute for less than that, other processes have their CPUs.
     if info.local_ranks > num_cpus and busy_cpus > num_cpus / 2:
         cause = "cpu_shortage"
         evidence = f"{info.local_ranks} ranks share {num_cpus:g} CPUs, and have none for {share:.0%} of the time"
@@ -109,9 +109,9 @@ def _has_too_many_threads(info: RankInfo, num_cpus: float) -> bool:
 
 
 def memory_leak(figures: Figures, threshold: float) -> Finding | None:
-    """The memory of a process grows without end."""
+    """The memory of a process grows without limit."""
     noted = {
-        rank: [(each.step, each.rss_mb) for each in intervals if each.rss_mb is not None]
+        rank: [(interval.step, interval.rss_mb) for interval in intervals if interval.rss_mb is not None]
         for rank, intervals in figures.series.items()
     }
     if min(map(len, noted.values())) < _MIN_INTERVALS:
@@ -120,14 +120,14 @@ def memory_leak(figures: Figures, threshold: float) -> Finding | None:
     for rank, series in noted.items():
         sizes = [mb for _, mb in series]
         middle = sizes[len(sizes) // 2]
-        goes_on = sizes[-1] - middle >= (middle - sizes[0]) / 2  # what is allocated once and kept does not
+        goes_on = sizes[-1] - middle >= (middle - sizes[0]) / 2  # memory that is allocated once does not grow further
         grown[rank] = (sizes[-1] - sizes[0]) / max(sizes[0], 1.0) if goes_on else 0.0
-    rank = max(grown, key=lambda each: grown[each])
+    rank = max(grown, key=lambda candidate: grown[candidate])
     if grown[rank] < threshold:
         return None
     (first_step, first_mb), *_, (last_step, last_mb) = noted[rank]
     per_step = (last_mb - first_mb) / max(last_step - first_step, 1)
-    others = median([each for other, each in grown.items() if other != rank] or [grown[rank]])
+    others = median([growth for other, growth in grown.items() if other != rank] or [grown[rank]])
     where = at(figures, rank, len(grown) > 1 and others < grown[rank] / 2)
     who = f"rank {rank}" if where else "each rank"
     return Finding(
@@ -140,17 +140,17 @@ def memory_leak(figures: Figures, threshold: float) -> Finding | None:
 
 
 def full_shared_memory(figures: Figures, threshold: float) -> Finding | None:
-    """A host's `/dev/shm`, through which loader workers hand over batches, is nearly full."""
+    """A host's `/dev/shm`, through which loader workers pass batches, is nearly full."""
     capacities = {rank: figures.ranks[rank].shm_capacity_mb for rank in figures.totals}
     used = {rank: (figures.totals[rank].shm_mb or 0.0) / capacity for rank, capacity in capacities.items() if capacity}
-    rank = max(used, key=lambda each: used[each], default=0)
+    rank = max(used, key=lambda candidate: used[candidate], default=0)
     if not used or used[rank] < threshold:
         return None
     host = figures.ranks[rank].host
-    there = tuple(each for each in figures.totals if figures.ranks[each].host == host)
+    neighbours = tuple(candidate for candidate in figures.totals if figures.ranks[candidate].host == host)
     return Finding(
         cause="full_shared_memory",
-        ranks=() if len(there) == len(figures.totals) else there,
+        ranks=() if len(neighbours) == len(figures.totals) else neighbours,
         host=host,
         evidence=f"/dev/shm of {host} was {used[rank]:.0%} full: {figures.totals[rank].shm_mb:,.0f} of"
         f" {capacities[rank]:,.0f} MB; a loader's worker that finds no room ends in a bus error",
@@ -167,14 +167,14 @@ def swapping(figures: Figures, threshold: float) -> Finding | None:
     if rates[worst] < threshold:
         return None
     host = figures.ranks[worst].host
-    there = tuple(rank for rank in rates if figures.ranks[rank].host == host)
-    swapped_mb = {rank: figures.totals[rank].swapped_mb or 0.0 for rank in there}
+    neighbours = tuple(rank for rank in rates if figures.ranks[rank].host == host)
+    swapped_mb = {rank: figures.totals[rank].swapped_mb or 0.0 for rank in neighbours}
     most = max(swapped_mb, key=lambda rank: swapped_mb[rank])
     others = "its ranks have nothing there, so it is another process's"
     whose = others if not swapped_mb[most] else f"rank {most} has {swapped_mb[most]:,.0f} MB there"
     return Finding(
         cause="swapping",
-        ranks=() if len(there) == len(rates) else there,
+        ranks=() if len(neighbours) == len(rates) else neighbours,
         host=host,
         evidence=f"{host} reads {rates[worst]:.3g} MB/s back from swap while it trains; {whose}",
         numbers={"mb_per_s": rates[worst], "swapped_mb": swapped_mb[most]},
@@ -190,7 +190,7 @@ def unused_parameter_search(figures: Figures, threshold: float) -> Finding | Non
         info.flags.get("strategy")
     )
     looks = [
-        [each.without_gradient for each in intervals if each.without_gradient is not None]
+        [interval.without_gradient for interval in intervals if interval.without_gradient is not None]
         for intervals in figures.series.values()
     ]
     if not is_on or len(figures.totals) < 2 or min(map(len, looks)) < threshold or any(map(any, looks)):

@@ -1,4 +1,4 @@
-"""Rules about what carries the gradients: its use, compression that does not pay, a slow link between two hosts."""
+"""Rules about the network: its use, compression that saves no time, a slow link between two hosts."""
 
 import math
 from collections import Counter
@@ -20,23 +20,23 @@ __all__ = [
 
 _NEEDED = {"compress_s", "wire_s", "sent_mb", "plain_mb"}
 _QUICK_QUANTILE = 0.75
-"""The link to which others are compared: of three ranks, all four links of one slow rank are slower than that."""
+"""The quantile of links with which others are compared: of three ranks, all four links of a slow rank are slower."""
 _MIN_RANKS = 3
-"""Ranks below which there is no other link to compare with."""
+"""Number of ranks below which there is no other link to compare with."""
 _MIN_LATER_S, _MESSAGE_MB = 0.01, 2.0
-"""A message of this size must be later than through that link by so much."""
+"""A message of this size must take longer than on that link by this time."""
 
 
 UNDERUSED = 0.6
-"""The part of the rate of a large all-reduce below which collectives that are exposed don't use what carries them."""
+"""The share of the rate of a large all-reduce below which exposed collectives underuse the network."""
 _SYNCHRONOUS = ("ddp", "zero1", "fsdp", "hsdp", "tp")
-"""Strategies that wait for their collectives when they communicate: not a pipeline's bubble, nor a server's answer."""
+"""Strategies whose waits are for collectives, not for a pipeline's bubble or a server's answer."""
 
 
 def link_use(figures: Figures) -> dict[str, float]:
-    """Returns how much of what carries it exposed communication uses; empty if unknown.
+    """Returns the use of the network by exposed communication; empty if unknown.
 
-    That is at most what it uses: of collectives that are hidden in part, all bytes count.
+    It is an upper bound: all bytes of partly hidden collectives count.
 
     Returns:
         ``used_mb_per_s`` and ``mb_per_s``, that of a large all-reduce, of each rank; ``use``, their ratio; ``call_mb``,
@@ -55,25 +55,25 @@ def link_use(figures: Figures) -> dict[str, float]:
 
 
 def compression_cost(figures: Figures) -> dict[str, float]:
-    """Returns how much longer gradients take with the compression than without, in a step; empty if unknown.
+    """Returns the time of a step's gradients with the compression and without; empty if unknown.
 
-    With it, they take what the rank takes that waits least for others; without, what an all-reduce took in the end.
-    None is known where gradients are not sent in each step.
+    With the compression it is the time of the rank that waits least for others; without, the time of an all-reduce at
+    the end of training. It is unknown if gradients are not sent in each step.
     """
-    known = [total.compression for total in figures.totals.values()]
+    costs = [total.compression for total in figures.totals.values()]
     rates = [total.all_reduce_mb_per_s for total in figures.totals.values()]
     is_each_step = not figures.info.strategy.startswith(("local_sgd", "diloco"))
-    if not known or not is_each_step or None in rates or not all(each.keys() >= _NEEDED for each in known):
+    if not costs or not is_each_step or None in rates or not all(cost.keys() >= _NEEDED for cost in costs):
         return {}
-    sent_mb, plain_mb = (mean(each[name] for each in known) for name in ("sent_mb", "plain_mb"))
-    rate = mean(each for each in rates if each is not None)
-    takes_s, plain_s = min(each["compress_s"] + each["wire_s"] for each in known), plain_mb / max(rate, 1e-9)
+    sent_mb, plain_mb = (mean(cost[name] for cost in costs) for name in ("sent_mb", "plain_mb"))
+    rate = mean(measured for measured in rates if measured is not None)
+    takes_s, plain_s = min(cost["compress_s"] + cost["wire_s"] for cost in costs), plain_mb / max(rate, 1e-9)
     share = (takes_s - plain_s) / max(figures.step_s, 1e-12)
     return {"share": share, "takes_s": takes_s, "plain_s": plain_s, "sent_mb": sent_mb, "plain_mb": plain_mb}
 
 
 def costly_compression(figures: Figures, threshold: float) -> Finding | None:
-    """Compressing gradients takes longer than what it saves on the wire."""
+    """Compressing gradients takes longer than it saves in communication."""
     cost = compression_cost(figures)
     if not cost or cost["share"] < threshold:
         return None
@@ -89,7 +89,7 @@ def costly_compression(figures: Figures, threshold: float) -> Finding | None:
 
 
 def slow_link(figures: Figures, threshold: float) -> Finding | None:
-    """The link between two ranks on different hosts, or all those of one rank, is much slower than the others."""
+    """The link between two ranks on different hosts, or all links of one rank, are much slower than the others."""
     rates = _rates(figures)
     usual, slow = slow_links(rates, threshold)
     if not slow:
@@ -112,33 +112,33 @@ def slow_link(figures: Figures, threshold: float) -> Finding | None:
         f" {usual:,.0f} MB/s",
         numbers={"mb_per_s": slow[worst], "others_mb_per_s": usual, "links": len(slow)},
         remedy=f"{remedy}; or leave that host out",
-        gain=share * (1.0 - slow[worst] / usual),  # a ring is as quick as its slowest link
+        gain=share * (1.0 - slow[worst] / usual),  # a ring is as fast as its slowest link
     )
 
 
 def _rates(figures: Figures) -> dict[tuple[int, int], float]:
-    """Returns the rates between hosts by source and target; none where not all ranks have measured.
+    """Returns the rates between hosts by source and target; empty if not all ranks have measured.
 
-    Within a host a message is as quick as its memory and its CPUs are free.
+    Within a host the rate depends on the load of memory and CPUs.
     """
-    known = {rank: total.links for rank, total in figures.totals.items() if total.links}
-    if len(known) < figures.info.world_size:
+    links_of_ranks = {rank: total.links for rank, total in figures.totals.items() if total.links}
+    if len(links_of_ranks) < figures.info.world_size:
         return {}
-    hosts = {rank: figures.ranks[rank].host for rank in known}
+    hosts = {rank: figures.ranks[rank].host for rank in links_of_ranks}
     return {
         (source, target): links[source]
-        for target, links in known.items()
-        for source in known
+        for target, links in links_of_ranks.items()
+        for source in links_of_ranks
         if hosts[source] != hosts[target]
     }
 
 
 def slow_links(rates: Mapping[tuple[int, int], float], threshold: float) -> tuple[float, dict[tuple[int, int], float]]:
-    """Returns the rate of quick links, and those links that carry at most `threshold` of it; none of two ranks.
+    """Returns the rate of fast links, and the links with at most `threshold` of it; empty for two ranks.
 
     Args:
         rates: in MB/s, by source and target.
-        threshold: a part of the rate of quick links, 0 to 1.
+        threshold: share of the rate of fast links, 0 to 1.
     """
     if len({rank for pair in rates for rank in pair}) < _MIN_RANKS:
         return 0.0, {}
@@ -151,7 +151,7 @@ def _is_slow(rate: float, quick: float, threshold: float) -> bool:
 
 
 def culprits(slow: Mapping[tuple[int, int], float]) -> tuple[int, ...]:
-    """Returns the rank that all slow links have in common; both where there is one pair; else all of them."""
+    """Returns the rank that all slow links share; both ranks if there is one pair; otherwise all ranks."""
     counts = Counter(rank for pair in slow for rank in pair)
     pairs = {frozenset(pair) for pair in slow}
     common = [rank for rank in counts if counts[rank] == len(slow)]

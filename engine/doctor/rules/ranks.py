@@ -1,4 +1,4 @@
-"""Rules about what one rank computes beside the others, and how ranks wait for each other."""
+"""Rules about ranks that compute longer than others, and about waits between ranks."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -10,47 +10,53 @@ from .network import UNDERUSED, compression_cost, link_use
 __all__ = ["exposed_communication", "few_micro_batches", "slow_rank", "unequal_stages", "varying_steps"]
 
 _SYNCS_A_STEP = 1.5
-"""Averaged backwards for each optimizer step from which on some of them are not needed."""
+"""Number of averaged backwards per optimizer step from which on some are unnecessary."""
 _SMALL_BUCKET_MB = 1.0
-"""The size that torch has for its first bucket."""
+"""The size of torch's first bucket."""
 _TIMES_ON_CPUS = 3
-"""On CPUs collectives wait for a CPU as well, and so are exposed for longer in a run that nothing is wrong with."""
+"""On CPUs collectives also wait for a CPU, so they are exposed for longer even in a healthy run."""
 _SMALL_MESSAGE_MB, _MANY_CALLS = 1.0, 8
-"""Collectives of a step are many and small from so many on, below that mean size: a link has started when they end."""
+"""Number in a step and mean size of small collectives, which end before a link reaches its rate."""
 _MICRO_BATCHES_A_STAGE = 2
-"""The number of `pp` where the flag has none."""
+"""The default number of `pp`."""
 
 
 def slow_rank(figures: Figures, threshold: float) -> Finding | None:
-    """One rank computes longer than the others, by more samples, for want of a CPU, or for itself."""
+    """One rank computes longer than the others: it has more samples, lacks a CPU, or is slow itself."""
     if len(figures.totals) < 2 or figures.info.layout.get("pp", 1) > 1:
         return None
-    found = figures.outlier(lambda rank: figures.step_seconds("compute", rank))
-    share = found.excess / max(figures.step_s, 1e-12)
-    if share < threshold or found.value < RATIO * found.others:
+    outlier = figures.outlier(lambda rank: figures.step_seconds("compute", rank))
+    share = outlier.excess / max(figures.step_s, 1e-12)
+    if share < threshold or outlier.value < RATIO * outlier.others:
         return None
-    host = figures.ranks[found.rank].host
-    evidence = f"rank {found.rank} ({host}) computes for {ms(found.value)} a step, the others for {ms(found.others)}"
-    cause, why, remedy = _why_slow(figures, found)
-    numbers = {"step_ms": 1e3 * found.value, "others_ms": 1e3 * found.others, "share": share}
+    host = figures.ranks[outlier.rank].host
+    evidence = (
+        f"rank {outlier.rank} ({host}) computes for {ms(outlier.value)} a step, the others for {ms(outlier.others)}"
+    )
+    cause, why, remedy = _why_slow(figures, outlier)
+    numbers = {"step_ms": 1e3 * outlier.value, "others_ms": 1e3 * outlier.others, "share": share}
     return Finding(
-        cause=cause, ranks=(found.rank,), host=host, evidence=f"{evidence}; {why}", numbers=numbers, remedy=remedy,
+        cause=cause, ranks=(outlier.rank,), host=host, evidence=f"{evidence}; {why}", numbers=numbers, remedy=remedy,
         gain=share,
     )  # fmt: skip
 
 
-def _why_slow(figures: Figures, found: Outlier) -> tuple[str, str, str]:
-    """Returns the cause's name, what shows it, and what mends it."""
-    rank = found.rank
-    samples = figures.outlier(lambda each: figures.totals[each].num_samples or 0)
-    if samples.rank == rank and samples.others and samples.excess / samples.others * found.others > found.excess / 2:
+def _why_slow(figures: Figures, outlier: Outlier) -> tuple[str, str, str]:
+    """Returns the cause's name, the evidence, and the remedy."""
+    rank = outlier.rank
+    samples = figures.outlier(lambda other: figures.totals[other].num_samples or 0)
+    if (
+        samples.rank == rank
+        and samples.others
+        and samples.excess / samples.others * outlier.others > outlier.excess / 2
+    ):
         why = f"it has {samples.value / samples.others:.2g} times as many samples"
         return "uneven_data", why, "deal the samples evenly: leave the distributed sampler to the engine"
-    queued = _excess_per_step(figures, (rank,), lambda each: figures.totals[each].runqueue_s)
-    busy = _excess_per_step(figures, (rank,), lambda each: figures.totals[each].cpu_s)
-    if queued is not None and queued > found.excess / 2:
+    queued = _excess_per_step(figures, (rank,), lambda other: figures.totals[other].runqueue_s)
+    busy = _excess_per_step(figures, (rank,), lambda other: figures.totals[other].cpu_s)
+    if queued is not None and queued > outlier.excess / 2:
         return _busy_neighbour(queued, figures.ranks[rank].host)
-    if busy is not None and busy < found.excess / 2 and figures.ranks[rank].device == "cpu":
+    if busy is not None and busy < outlier.excess / 2 and figures.ranks[rank].device == "cpu":
         why = f"its thread computes for {ms(max(busy, 0.0))} more than the others, and else waits for something"
         return "slow_rank", why, "look for reads of files, locks and sleeps in `training_step` on this rank"
     remedy = f"compare clock, temperature and other users of the device on {figures.ranks[rank].host}; or leave it out"
@@ -63,11 +69,11 @@ def _busy_neighbour(queued_s: float, host: str) -> tuple[str, str, str]:
 
 
 def _excess_per_step(figures: Figures, ranks: Sequence[int], seconds: Callable[[int], float | None]) -> float | None:
-    """Returns by how many seconds a step `ranks` have more than the others, by medians; None if not known."""
-    if any(seconds(each) is None for each in figures.totals):
+    """Returns the excess seconds per step of `ranks` over the others, by medians; None if unknown."""
+    if any(seconds(rank) is None for rank in figures.totals):
         return None
-    per_step = {each: (seconds(each) or 0.0) / max(figures.totals[each].num_steps, 1) for each in figures.totals}
-    return median(per_step[each] for each in ranks) - median(per_step[each] for each in per_step if each not in ranks)
+    per_step = {rank: (seconds(rank) or 0.0) / max(figures.totals[rank].num_steps, 1) for rank in figures.totals}
+    return median(per_step[rank] for rank in ranks) - median(per_step[rank] for rank in per_step if rank not in ranks)
 
 
 def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
@@ -87,10 +93,10 @@ def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
     if share < threshold or means[slowest] < RATIO * mean:
         return None
     ranks = tuple(rank for rank in figures.totals if rank // per_stage == slowest)
-    each = ", ".join(ms(means[stage]) for stage in range(num_stages))
+    by_stage = ", ".join(ms(means[stage]) for stage in range(num_stages))
     host = figures.ranks[ranks[0]].host
     cause = "unequal_stages"
-    evidence = f"stage {slowest} computes for {ms(means[slowest])} a step, the mean is {ms(mean)} ({each})"
+    evidence = f"stage {slowest} computes for {ms(means[slowest])} a step, the mean is {ms(mean)} ({by_stage})"
     remedy = f"move layers away from stage {slowest}: `pipeline_stages()` of the module says where it is cut"
     queued = _excess_per_step(figures, ranks, lambda rank: figures.totals[rank].runqueue_s)
     excess = means[slowest] - median(means[stage] for stage in means if stage != slowest)
@@ -98,8 +104,8 @@ def unequal_stages(figures: Figures, threshold: float) -> Finding | None:
         cause, why, remedy = _busy_neighbour(queued, host)
         evidence += f"; {why}"
     numbers = {"step_ms": 1e3 * means[slowest], "mean_ms": 1e3 * mean, "stage": slowest, "share": share}
-    # A step takes the slowest stage's time for all micro-batches, and the other stages' for one. Stages that are alike
-    # shorten the former by the excess over the mean, and lengthen the latter by one micro-batch's part of that.
+    # A step takes the slowest stage's time for all micro-batches, and the other stages' time for one. Equal stages
+    # shorten the former by the excess over the mean, and lengthen the latter by one micro-batch's part of it.
     num_micro_batches = _num_micro_batches(figures)
     gain = share * (1.0 - 1.0 / num_micro_batches)
     return Finding(cause=cause, ranks=ranks, host=host, evidence=evidence, numbers=numbers, remedy=remedy, gain=gain)
@@ -127,7 +133,7 @@ def few_micro_batches(figures: Figures, threshold: float) -> Finding | None:
 
 
 def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
-    """Collectives are not hidden behind computing."""
+    """Collectives do not overlap with computing."""
     if len(figures.totals) < 2:
         return None
     shares = [figures.share("communication", rank) for rank in figures.totals]
@@ -135,7 +141,7 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
     if share < threshold * (_TIMES_ON_CPUS if figures.info.device == "cpu" else 1):
         return None
     if compression_cost(figures).get("share", 0.0) >= COSTLY_COMPRESSION:
-        return None  # that is the cause, and has a finding of its own
+        return None  # another cause, with its own finding
     more = _why_exposed(figures, share)
     if more is not None:
         return more
@@ -174,7 +180,7 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
 
 
 def _why_exposed(figures: Figures, share: float) -> Finding | None:
-    """Returns the more precise cause, if there is one: averages that are not needed, small buckets or units."""
+    """Returns a more precise cause, if there is one: unnecessary averages, small buckets or units."""
     total = figures.totals[min(figures.totals)]
     if total.num_syncs is not None and total.num_syncs >= _SYNCS_A_STEP * total.num_steps:
         syncs = total.num_syncs / max(total.num_steps, 1)
@@ -199,7 +205,7 @@ def _why_exposed(figures: Figures, share: float) -> Finding | None:
 
 
 def _small_units(figures: Figures, share: float) -> Finding | None:
-    """The units that `fsdp` and `hsdp` gather one by one are small."""
+    """The units that `fsdp` and `hsdp` gather separately are small."""
     use, gathers = link_use(figures), figures.totals[min(figures.totals)].collectives.get("all_gather", {})
     calls = gathers.get("calls", 0.0)
     size_mb = gathers.get("sent_mb", 0.0) / max(calls, 1e-12)
@@ -219,7 +225,7 @@ def _small_units(figures: Figures, share: float) -> Finding | None:
 
 
 def varying_steps(figures: Figures, threshold: float) -> Finding | None:
-    """Ranks wait for each other in turn, and none of them is slow by itself."""
+    """Ranks wait for each other in turn, and no single rank is slow."""
     shares = [figures.share("waiting", rank) for rank in figures.totals]
     share = min(shares)
     if len(shares) < 2 or share < threshold:

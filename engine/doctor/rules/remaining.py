@@ -1,4 +1,4 @@
-"""The rule for what the others leave: little of the time is computing, and no single cause stands out."""
+"""The last rule: little of the time is computing, and no single cause stands out."""
 
 from ...phases import PHASES
 from ..figures import Figures
@@ -8,7 +8,7 @@ __all__ = ["low_compute"]
 
 _USEFUL = ("compute", "optimizer")
 _APART = ("validation", "checkpoint")
-"""Phases that are no part of a step."""
+"""Phases outside of a step."""
 _SHOWN, _NUM_SHOWN = 0.02, 3
 _REMEDIES = {
     "data_wait": "more loader workers: num_workers, persistent_workers, prefetch_factor",

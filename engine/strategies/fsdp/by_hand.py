@@ -35,7 +35,7 @@ class ByHand:
     """Gathers and frees a module's parameters while its step calls forward, backward and optimizers in any order.
 
     Args:
-        model: whose units and root are sharded by `fully_shard` and freed after their forward.
+        model: the model whose units and root are sharded by `fully_shard` and freed after their forward.
         optimizers: the optimizers that the step calls.
     """
 

@@ -28,7 +28,7 @@ class ReplicaAverage:
 
     Args:
         hook: a comm hook whose group is the replicas.
-        index: of the unit.
+        index: index of the unit.
         members: the unit's shards of parameters, in the order in which FSDP2 reduces them.
     """
 

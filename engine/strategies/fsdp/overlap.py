@@ -23,7 +23,7 @@ def overlap_more(model: nn.Module, units: Sequence[nn.Module], timeout: timedelt
     Args:
         model: sharded by `fully_shard`, as its units are; all ranks call it.
         units: in the order in which they run, without the rest of the model.
-        timeout: of collectives over these connections.
+        timeout: timeout of collectives over these connections.
     """
     assert isinstance(model, FSDPModule)
     parts: list[Any] = [model, *units]

@@ -150,7 +150,7 @@ def gather_rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
 
     Args:
         model: sharded by `fully_shard`; no block is running.
-        dtype: of autocast.
+        dtype: dtype of autocast.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule) and unit is not model:

@@ -42,7 +42,7 @@ class UnitSteps(MeshStrategy):
         """Wraps the steps of a module that was just sharded.
 
         Args:
-            model: whose steps are replaced.
+            model: the model whose steps are replaced.
             hooks_before: the ids of the forward hooks that it had before it was sharded.
         """
         # Lightning calls these, not `forward`, whose hooks gather the parameters.

@@ -76,9 +76,9 @@ class AttributeGuard:
 
         Args:
             step: its name.
-            stage: that wrote.
+            stage: the stage that wrote.
             written: attributes.
-            num_stages: of the pipeline.
+            num_stages: number of stages of the pipeline.
 
         Raises:
             CutError: several stages write the same state, so no stage has the value of one process.

@@ -62,8 +62,8 @@ class Calls:
         """Counts a call, if it returned tensors.
 
         Args:
-            name: of the called function or unit.
-            tensors: that it returned.
+            name: name of the called function or unit.
+            tensors: the tensors that it returned.
         """
         if not tensors:
             return

@@ -14,7 +14,7 @@ def describe_failure(error: Exception, stage: int, micro_batch: str) -> str:
 
     Args:
         error: with its traceback.
-        stage: that ran the step.
+        stage: the stage that ran the step.
         micro_batch: the micro-batch in words, for the message.
     """
     if isinstance(error, CutError):  # its message is complete

@@ -36,7 +36,7 @@ class StageGradients:
         group: process group of the ranks of this pipeline.
         hosts: the same ranks, for plain values.
         wires: for each set of ranks that hold a parameter together, the group of these ranks of this pipeline.
-        device: of this rank's parameters.
+        device: device of this rank's parameters.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class StageGradients:
         """Returns the 2-norm of the gradients of all stages, a 0-d tensor.
 
         Args:
-            parameters: of this rank, whose gradients count.
+            parameters: parameters of this rank, whose gradients count.
         """
         norm = norm_of([parameter for parameter in parameters if parameter in self._counted])
         # In one dtype on all stages, also on a stage without gradients; a square may leave the range of 16 bit.

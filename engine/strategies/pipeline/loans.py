@@ -27,7 +27,7 @@ class BorrowedParameters:
     """Parameters of other ranks that this rank has for the time of a batch; at other times they are shapes.
 
     Args:
-        module: whose parameters are replaced.
+        module: the module whose parameters are replaced.
         allowed: whether parameters may be borrowed.
     """
 
@@ -73,7 +73,7 @@ class Loan:
     Args:
         holder: rank within the pipeline that has the parameters.
         borrower: rank within the pipeline that needs them.
-        parameters: of one dtype; on the borrower, their shapes.
+        parameters: parameters of one dtype; on the borrower, their shapes.
     """
 
     def __init__(self, holder: int, borrower: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -85,10 +85,10 @@ def loans_between(module: nn.Module, plan: StagePlan, borrowed: dict[int, list[s
     """Returns the loans of a batch, in the same order on all ranks.
 
     Args:
-        module: whose parameters they are.
+        module: the module whose parameters they are.
         plan: says which stages hold a parameter.
         borrowed: the names of the parameters that each stage borrows.
-        num_ranks: of the pipeline; stage s is on rank s modulo that.
+        num_ranks: number of ranks of the pipeline; stage s is on rank s modulo that.
     """
     parameters = dict(module.named_parameters())
     pairs: dict[tuple[int, int, str], dict[str, nn.Parameter]] = defaultdict(dict)

@@ -41,7 +41,7 @@ class StepLog:
     """Replaces `log` of a module while micro-batches run.
 
     Args:
-        module: whose `log` is replaced.
+        module: the module whose `log` is replaced.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -192,8 +192,8 @@ def idle_text(
 
     Args:
         schedule: name of the flag.
-        num_ranks: of one pipeline.
-        num_micro_batches: of a full batch.
+        num_ranks: number of ranks of one pipeline.
+        num_micro_batches: number of micro-batches of a full batch.
         batch_size: samples of a rank's full batch.
         per_rank: stages on each rank.
         idle: the measured idle share of a full batch's time, 0 to 1.

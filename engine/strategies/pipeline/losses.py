@@ -19,7 +19,7 @@ class Losses:
 
     Args:
         weigh: maps a micro-batch's weight to the factor on its loss; None maps to the factor on the batch's mean loss.
-        number: of micro-batches.
+        number: number of micro-batches.
     """
 
     def __init__(self, weigh: Callable[[Any], Tensor], number: int) -> None:
@@ -31,7 +31,7 @@ class Losses:
         """Adds a micro-batch; returns the scalar to run backward on.
 
         Args:
-            output: of `training_step`.
+            output: output of `training_step`.
 
         Raises:
             ValueError: it has no loss; or some micro-batches have a weight, and others have none.

@@ -31,8 +31,8 @@ def batch_norm_warning(module: nn.Module, number: int, size: int) -> str | None:
     """Returns a warning about BatchNorm layers in training mode; None without them, or with one micro-batch.
 
     Args:
-        module: whose sub-modules are searched.
-        number: of micro-batches.
+        module: the module whose sub-modules are searched.
+        number: number of micro-batches.
         size: samples of the batch.
     """
     names = [
@@ -53,9 +53,9 @@ def buffers_warning(module: nn.Module, written: Iterable[Key], number: int) -> s
     """Returns a warning about buffers that a step writes, except those of BatchNorm; None without such buffers.
 
     Args:
-        module: whose buffers they are.
+        module: the module whose buffers they are.
         written: the attributes that a step writes.
-        number: of micro-batches.
+        number: number of micro-batches.
     """
     parts = dict(module.named_modules())
     names = [
@@ -83,7 +83,7 @@ def loss_warning(stage: StageModule, step: Callable[[Any], Any], batch: Any, num
         stage: the last stage, after a trial run.
         step: runs the module's step on a batch.
         batch: the whole batch.
-        number: of micro-batches.
+        number: number of micro-batches.
 
     Returns:
         A warning; None if the loss is the mean, or if this can't be tested: the activations do not have one row for

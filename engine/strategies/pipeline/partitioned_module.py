@@ -31,7 +31,7 @@ class StepJob:
         resume: called with i and the stage where the stage's own part begins.
         finish: turns the step's output for micro-batch i into the scalar that the schedule uses as a loss.
         context: entered around each micro-batch.
-        shapes: of this kind of micro-batch; a trial run fills them in.
+        shapes: shapes of this kind of micro-batch; a trial run fills them in.
         micro_batch: a micro-batch in words, for messages.
         trial_has_last_stage: whether the trial run includes the last stage's part; not if it is known what that uses.
     """
@@ -51,8 +51,8 @@ class PartitionedModule:
 
     Args:
         module: changed in place.
-        plan: of its stages.
-        device: of this rank's parameters.
+        plan: plan of its stages.
+        device: device of this rank's parameters.
         own_stages: the stages of this rank.
         lends: whether stages may use parameters that other stages hold.
     """
@@ -104,7 +104,7 @@ class PartitionedModule:
 
         Args:
             held: for each name the rank that holds the buffer, which counts unless a stage writes it.
-            num_ranks: of the pipeline.
+            num_ranks: number of ranks of the pipeline.
         """
         return held | {name: stage % num_ranks for name, stage in self.buffer_stages.items()}
 

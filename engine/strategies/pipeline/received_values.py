@@ -61,7 +61,7 @@ class ReceivedValues:
         stage: number of the stage.
         filled: filled tensors of the module.
         borrowed: borrowed parameters of the module.
-        device: of the stage.
+        device: device of the stage.
         plan: says which stages hold a parameter.
     """
 
@@ -82,7 +82,7 @@ class ReceivedValues:
         """Called when the stage begins a micro-batch.
 
         Args:
-            shapes: of this kind of micro-batch.
+            shapes: shapes of this kind of micro-batch.
             is_trial: whether this is a trial run.
         """
         self._shapes, self._is_trial = shapes, is_trial
@@ -190,8 +190,8 @@ class ReceivedValues:
 
         Args:
             func: one of `remote_values._OF_GRAPHS`.
-            args: of the call.
-            kwargs: of the call.
+            args: arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Raises:
             CutError: an input was computed before this stage's part, or several stages hold it, so that a part of its

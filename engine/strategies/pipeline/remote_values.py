@@ -114,7 +114,7 @@ class RemoteValueMode(TorchFunctionMode):
     """A mode in which operations on absent values return absent values.
 
     Args:
-        device: of this stage.
+        device: device of this stage.
         is_buffer: whether a tensor is a buffer of the module. A write of an absent value into a buffer is ignored: the
             stage that holds the module does it.
         content: supplies the values that this stage's own part has received from others.
@@ -163,8 +163,8 @@ class RemoteValueMode(TorchFunctionMode):
 
         Args:
             func: the operation.
-            args: of the call.
-            kwargs: of the call.
+            args: arguments of the call.
+            kwargs: keyword arguments of the call.
             absent: one of its absent arguments.
             real: one of its real arguments; None if it has none.
         """

@@ -45,11 +45,11 @@ class _Work:
     """The micro-batches of one batch: runs the step on them, and collects outputs or losses on the last stage.
 
     Args:
-        runner: that runs it.
-        name: of the step.
+        runner: the runner that runs it.
+        name: name of the step.
         context: entered around the step.
-        arguments: of the step, the batch first.
-        weigh: of `Losses`; None for forward only.
+        arguments: arguments of the step, the batch first.
+        weigh: `Losses.weigh`; None for forward only.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Runner:
     """Runs the steps of a module on the stages of this rank.
 
     Args:
-        module: whose steps are run.
+        module: the module whose steps are run.
         partitioned: the same module, partitioned into stages.
-        stages: of this rank.
+        stages: stages of this rank.
         group: the ranks of this pipeline.
         hosts: a gloo group of the same ranks.
         schedule: name of the flag.
-        num_micro_batches: of a batch, if this divides its size.
+        num_micro_batches: number of micro-batches of a batch, if this divides its size.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class Runner:
         """Runs a step of the module, and logs its values.
 
         Args:
-            name: of the step.
+            name: name of the step.
             context: entered around it.
-            arguments: of the step, the batch first.
-            weigh: of `Losses`, to run backward too; None for forward only.
+            arguments: arguments of the step, the batch first.
+            weigh: `Losses.weigh`, to run backward too; None for forward only.
 
         Returns:
             The step's merged output for the whole batch; or with `weigh` the batch's mean loss, and the weight that the
@@ -215,8 +215,8 @@ class Runner:
         """Broadcasts from the last stage: the result, the logged values, a warning, the attributes that were written.
 
         Args:
-            work: that is done.
-            warning: of the last stage, shown on rank 0.
+            work: the work that is done.
+            warning: warning of the last stage, shown on rank 0.
 
         Returns:
             The result, on all ranks.

@@ -33,9 +33,9 @@ def make_schedule(name: str, stages: Sequence["Stage"], num_micro_batches: int, 
     """Returns the schedule of that name; for a short batch, the nearest one that can run so few micro-batches.
 
     Args:
-        name: of the flag.
-        stages: of this rank.
-        num_micro_batches: of the batch.
+        name: name of the flag.
+        stages: stages of this rank.
+        num_micro_batches: number of micro-batches of the batch.
         trains: whether backward runs as well.
     """
     num_ranks = stages[0].group_size
@@ -58,7 +58,7 @@ class Clock:
     """Measures how long this rank computes, and how long its schedules take.
 
     Args:
-        device: that computes.
+        device: the device that computes.
         steps: the range of the measured schedules: the first one, and the one after the last.
     """
 

@@ -187,10 +187,10 @@ class StageModule(nn.Module):
 
         Args:
             unit: the sub-module.
-            stage: that the unit belongs to.
+            stage: the stage that the unit belongs to.
             forward: the unit's own forward.
-            args: of the call.
-            kwargs: of the call.
+            args: arguments of the call.
+            kwargs: keyword arguments of the call.
         """
         job = self.partitioned.job
         assert job is not None

@@ -34,7 +34,7 @@ def gather_state(
         owners: for each name the rank of the pipeline that has the values; names that are missing are the first's.
         group: the ranks of this pipeline.
         sends: whether this pipeline gathers its tensors: one of several pipelines does.
-        device: on which tensors are sent.
+        device: the device on which tensors are sent.
     """
     rank, whole = dist.get_rank(group), {}
     for name, value in state.items():

@@ -52,7 +52,7 @@ class Pipeline(MeshStrategy):
     """Stages on a mesh with the axes `pp` and, where there are several pipelines, `replicate` or `shard`.
 
     Args:
-        options: of the flag; their class says which of the three strategies it is.
+        options: options of the flag; their class says which of the three strategies it is.
         launcher: suffix of the flag, see `flags.LAUNCHERS`.
         comm_hook: how `pp+ddp` averages gradients over the pipelines.
     """
@@ -312,7 +312,7 @@ class Pipeline(MeshStrategy):
         """Runs forward and backward of a batch.
 
         Args:
-            arguments: of `training_step`.
+            arguments: arguments of `training_step`.
             weigh: see `Losses`.
             synchronises: whether this batch ends its accumulation window, so that gradients are summed and averaged.
 

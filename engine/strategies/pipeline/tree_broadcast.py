@@ -51,7 +51,7 @@ class TreeBroadcast:
         group: the ranks, which all call it together.
         hosts: a gloo group of the same ranks.
         source: the rank within the group that has the values.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, group: Any, hosts: Any, source: int, device: torch.device) -> None:

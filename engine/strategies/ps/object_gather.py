@@ -89,7 +89,7 @@ class SurvivingRanks(ObjectGroup):
     """Object collectives of all ranks but those that were lost, for one thread of each rank.
 
     Args:
-        name: of the thread; the n-th calls of the ranks' threads of this name are one gather.
+        name: name of the thread; the n-th calls of the ranks' threads of this name are one gather.
     """
 
     def __init__(self, name: str) -> None:

@@ -157,7 +157,7 @@ class Server:
 
         Args:
             optimizer_index: position of the optimizer in the trainer's list.
-            rank: of the worker.
+            rank: rank of the worker.
             scale: factor on the gradients of a step that was held.
             patient: wait for the step that has the worker's last gradient, or for `release_early`.
 
@@ -176,8 +176,8 @@ class Server:
         """Ends the patience of a worker's pull: it is answered as soon as the staleness bound allows it.
 
         Args:
-            rank: of the worker.
-            number: of its pushes so far. This message may overtake the last of them.
+            rank: rank of the worker.
+            number: number of its pushes so far. This message may overtake the last of them.
         """
         with self._lock:
             self._released[rank] = number

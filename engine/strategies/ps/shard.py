@@ -86,8 +86,8 @@ class Shard:
     """A server's copies of some of an optimizer's parameters, on the CPU, with an optimizer of the same class for them.
 
     Args:
-        optimizer: of the module; its state of these parameters is copied.
-        parameters: of the shard, as the module has them.
+        optimizer: optimizer of the module; its state of these parameters is copied.
+        parameters: parameters of the shard, as the module has them.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
@@ -126,7 +126,7 @@ class Shard:
         """Does one step of the optimizer.
 
         Args:
-            settings: of the groups of the worker's optimizer, see `settings_of`.
+            settings: settings of the groups of the worker's optimizer, see `settings_of`.
             scale: factor on the gradients, to clip them by their norm.
         """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]

@@ -52,7 +52,7 @@ class Worker:
 
     Args:
         connection: to the other ranks.
-        optimizers: of the module: their parameters, settings and state.
+        optimizers: optimizers of the module: their parameters, settings and state.
         num_servers: ranks 0 to ``num_servers - 1`` serve the parameters.
         patience: how long to wait for the step that has the pushed gradient, as a share of the time that the gradient
             took to compute; after that, older parameters are taken.

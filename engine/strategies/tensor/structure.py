@@ -77,7 +77,7 @@ def derive_entries(module: nn.Module, options: PlanOptions) -> tuple[tuple[Entry
 
     Args:
         module: the whole module, not yet split.
-        options: of the plan.
+        options: options of the plan.
 
     Raises:
         ValueError: the number of ranks does not divide the heads of an attention.
