@@ -36,8 +36,7 @@ class Capabilities:
     steps_alone: bool = False
     """Whether ranks step without averaging gradients for a part of the run: no step has a global batch then."""
     averages_on_request: bool = False
-    """Whether only `manual_backward` averages gradients, while the strategy averages any
-    (`EngineStrategy.averages_gradients`); a tensor's own `backward` leaves the rank's gradients."""
+    """Whether only `manual_backward` averages gradients (where any are), and a tensor's own `backward` does not."""
     unsupported_counting: str | None = "is not the engine's own"
     """Counting the bytes that are sent for gradients and parameters."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"
