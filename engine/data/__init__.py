@@ -8,6 +8,7 @@ from .epoch_position import EpochPosition, controlling_sampler, order_of, tell_b
 from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
 from .global_batches import FlattenedBatchSampler, GlobalBatches
 from .global_order import GlobalOrder, Samples
+from .kept_states import KeptStates
 from .length_bucketing import LengthBucketing
 from .own_generators import OwnGenerators, set_own_states, states_of_own
 from .packing import PackSequences, block_diagonal_mask, cu_seqlens
@@ -45,6 +46,7 @@ __all__ = [
     "FlattenedBatchSampler",
     "GlobalBatches",
     "GlobalOrder",
+    "KeptStates",
     "LengthBucketing",
     "OwnGenerators",
     "PackSequences",

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from ..data import (
     EpochPosition,
+    KeptStates,
     ShardedLoader,
     StateTrackingLoader,
     UnevenTrainLoader,
@@ -25,6 +26,7 @@ from ..data import (
     Workers,
     check_trained_side_by_side,
     controlling_sampler,
+    is_stateful,
     order_of,
     restore_sampler,
     state_of_seed,
@@ -74,6 +76,9 @@ class DataPosition:
         self._seeds_samples = seeds_samples
         self._resumed_positions: dict[DataLoader, EpochPosition] = {}
         self._watched: dict[DataLoader, Watched] = {}
+        self._kept_states: dict[int, KeptStates] = {}
+        self._pass_starts: dict[int, dict[str, Any] | None] = {}
+        """Of loaders of other classes than `DataLoader`, which may be unhashable, by their identity."""
         self._num_passes: dict[DataLoader, int] = {}
         self._worker_states: dict[DataLoader, Any] = {}
         self._epoch_starts: list[tuple[DataLoader, dict[str, Any]]] = []
@@ -148,9 +153,21 @@ class DataPosition:
         self._watched = watched
         combined_watched: Any = combined
         combined_watched.__class__ = WatchedLoaders
-        # Loaders of other classes may be unhashable.
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        self._kept_states = {
+            id(loader): KeptStates(
+                loader,
+                lambda: self.epoch,
+                lambda: progress.current.ready,
+                self.num_kept,
+                self._pass_starts.pop(id(loader), None),
+            )
+            for loader in combined.flattened
+            if not isinstance(loader, DataLoader) and is_stateful(loader)
+        }
         combined_watched.watched = [
-            watched.get(loader, loader) if isinstance(loader, DataLoader) else loader for loader in combined.flattened
+            watched.get(loader, loader) if isinstance(loader, DataLoader) else self._kept_states.get(id(loader), loader)
+            for loader in combined.flattened
         ]
 
     def size_of_batch(self, loader: Any, index: int) -> int | None:
@@ -203,6 +220,8 @@ class DataPosition:
         if isinstance(loader, StateTrackingLoader):
             shards = {"shards": loader.shards_state()} if isinstance(loader, ShardedLoader) else {}
             return {**stateful(loader), "state": loader.state_after(epoch, batches), **shards}
+        if id(loader) in self._kept_states:
+            return {**stateful(loader), **self._kept_states[id(loader)].state_after(epoch, batches)}
         if tracks_own_position(loader):
             return {**stateful(loader), "state": loader.state_dict()}
         if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
@@ -282,6 +301,8 @@ class DataPosition:
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
             self._epoch_starts.append((loader, order))  # the seed of its workers was drawn before
         if state["unit"] == "stateful":
+            if not isinstance(loader, DataLoader):
+                self._pass_starts[id(loader)] = KeptStates.resume(loader, state)
             self._set_progress(resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
         elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
             self._resume_order(loader, order.num_replicas, state)

@@ -6,6 +6,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,8 +21,6 @@ EPOCHS = 4
 COLUMNS = ["two ranks", "resumed with 2", "with 1", "with 3"]
 _DISTRIBUTIONS = {"streaming": "mosaicml-streaming"}
 _EACH = Counter(range(SIZE))
-_REFUSED = ("RefusedError:", "ValueError:")
-"""The engine's own, and that of a library."""
 _PATIENCE_S = 300
 
 
@@ -66,9 +65,13 @@ def _refusal(finished: Finished, folder: Path, library: str) -> str | None:
     """
     if finished.returncode == 0:
         return None
-    if list(folder.glob("rank*")) or not any(name in finished.output for name in _REFUSED):
+    traceback, is_refusal, _ = finished.output.partition("\nValueError: ")
+    if not is_refusal:
+        traceback, is_refusal, _ = finished.output.partition("RefusedError: ")
+    if not is_refusal or list(folder.glob("rank*")):
         raise RuntimeError(finished.output)
-    return "refused" if "RefusedError:" in finished.output else f"refused by {library}"
+    *_, raised_in = re.findall(r'File "([^"]+)"', traceback)
+    return f"refused by {library}" if f"/{library}/" in raised_in else "refused"
 
 
 def row(name: str, folder: Path) -> list[str]:

@@ -1,0 +1,80 @@
+"""Keeps the states of a loader that is no `DataLoader`, such as one of torchdata's nodes, after each of its batches.
+
+Such a loader's state may leave out the generators that its order is drawn from: torchdata's nodes make the iterator of
+a sampler again, and skip what was read. So the states of the generators when the pass began are kept as well.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..checkpoint.rng import set_random_state
+from .own_generators import OwnGenerators, set_own_states, set_state_here
+
+__all__ = ["KeptStates"]
+
+
+class KeptStates:
+    """Iterates a loader with `state_dict`, and keeps its states after its latest batches.
+
+    Lightning fetches one batch ahead where it does not know which batch is the last: the loader's own state is then
+    after that batch, on which nothing was trained yet.
+
+    Args:
+        loader: the user's.
+        epoch: returns the number of the current epoch.
+        num_done: returns the number of batches of the epoch that were done before a pass.
+        num_kept: returns the number of latest states that are kept.
+        start: the states of the generators at the start of the pass that is resumed; None for a new one.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        epoch: Callable[[], int],
+        num_done: Callable[[], int],
+        num_kept: Callable[[], int],
+        start: dict[str, Any] | None = None,
+    ) -> None:
+        self.loader = loader
+        self._epoch, self._num_done, self._num_kept = epoch, num_done, num_kept
+        self._states: dict[int, Any] = {}
+        self._epoch_of_states = -1
+        self._resumed, self._start = start, start
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, None
+        here = OwnGenerators(self.loader).state_here()
+        self._start = resumed or here
+        self._states.clear()
+        self._epoch_of_states = self._epoch()
+        if resumed is None:
+            return self._batches(iter(self.loader), self._num_done())
+        set_state_here(self.loader, resumed)
+        batches = iter(self.loader)
+        first = list(itertools.islice(batches, 1))  # with which some draw their order
+        set_random_state(here)
+        return self._batches(itertools.chain(first, batches), self._num_done())
+
+    def _batches(self, batches: Iterator[Any], done: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, done + 1):
+            self._states[number] = copy.deepcopy(self.loader.state_dict())
+            self._states.pop(number - self._num_kept(), None)
+            yield batch
+
+    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Returns the state after a number of batches of an epoch, and those of generators."""
+        if epoch == self._epoch_of_states and batches in self._states:
+            return {"state": self._states[batches], "pass_start": self._start}
+        return {"state": self.loader.state_dict(), "generators_now": OwnGenerators(self.loader).states()}
+
+    @staticmethod
+    def resume(loader: Any, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Resumes the generators of a loader at a `state_after`; returns their states at the start of its pass."""
+        set_own_states(loader, state.get("generators_now", {}))
+        start: dict[str, Any] | None = state.get("pass_start")
+        return start
