@@ -11,8 +11,8 @@ __all__ = ["HostUse", "num_cpus", "own_cpus", "rss_mb"]
 
 _PAGE_BYTES = mmap.PAGESIZE
 _EVERY_BATCHES = (4, 16)
-"""Of the first batches of an interval, as many as the second number says, each fourth one is measured; then each
-sixteenth: two reads take as long as all else that is done in a step."""
+"""Batches from one that is measured to the next: among the first sixteen of an interval, and after these. Two reads
+take as long as all else that is done in a step."""
 
 
 class HostUse:

@@ -14,17 +14,27 @@ class Notes:
 
     Args:
         folder: folder of the file ``rank_<r>.jsonl``; the file of an earlier run is renamed to
-            ``rank_<r>.jsonl.before``. None: nothing is written.
+            ``rank_<r>.jsonl.before``. None: nothing is written before `open`.
         info: information about this rank.
     """
 
     def __init__(self, folder: str | None, info: RankInfo) -> None:
         self.info = info
         self.intervals: list[Interval] = []
-        self._path = None if folder is None else os.path.join(folder, f"rank_{info.rank}.jsonl")
+        self._path: str | None = None
         self._file: TextIO | None = None
-        if self._path is not None:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        self.open(folder)
+
+    @property
+    def has_file(self) -> bool:
+        """Whether they are written."""
+        return self._path is not None
+
+    def open(self, folder: str | None) -> None:
+        """Writes all that was noted, and what follows; nothing if `folder` is None."""
+        if folder is not None:
+            self._path = os.path.join(folder, f"rank_{self.info.rank}.jsonl")
+            os.makedirs(folder, exist_ok=True)
             with suppress(FileNotFoundError):
                 os.replace(self._path, f"{self._path}.before")
             self._write_all()
@@ -38,6 +48,12 @@ class Notes:
         elif self._file is not None:
             self._file.write(f"{interval.line()}\n")
             self._file.flush()
+
+    def write(self, intervals: list[Interval]) -> None:
+        """Writes these, and nothing more."""
+        self.intervals = intervals
+        self._write_all()
+        self.close()
 
     def close(self) -> None:
         """Closes the file."""

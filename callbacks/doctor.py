@@ -71,6 +71,9 @@ class Doctor(Callback):
             begins.
     """
 
+    _writes_at_once = True
+    """Whether there is a file before there is anything to note."""
+
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
         self.last: dict[str, float] = {}
@@ -111,7 +114,7 @@ class Doctor(Callback):
         self._folder = folder
         can = capabilities_of(trainer.strategy)
         self._may_gather = can.keeps_step
-        self._notes = Notes(folder, self._describe(trainer))
+        self._notes = Notes(folder if self._writes_at_once else None, self._describe(trainer))
         self._first_step = self._step = self._noted_step = trainer.global_step
         self._run, self.last = None, {}
         self._every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
@@ -305,10 +308,10 @@ class Doctor(Callback):
         if trainer.is_global_zero:
             parts = [(RankInfo(**info), [Interval(**each) for each in intervals]) for info, intervals in told]
             self._run = Run({info.rank: info for info, _ in parts}, {info.rank: notes for info, notes in parts})
-            self._write_far(parts)
+            self._write_others(parts)
             self._boards.verdict(self._run, self._step)
 
-    def _write_far(self, parts: list[tuple[RankInfo, list[Interval]]]) -> None:
+    def _write_others(self, parts: list[tuple[RankInfo, list[Interval]]]) -> None:
         """Writes what ranks have noted whose files this host can't see."""
         for info, intervals in parts:
             path = os.path.join(self._folder or "", f"rank_{info.rank}.jsonl")

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from polyphase.engine.doctor import RankInfo, judge
+from polyphase.engine.doctor import Interval, RankInfo, judge
 from polyphase.engine.run_info import log_folder, shown_path
 
 from ._clocks import Measured
+from ._notes import Notes
 from ._tensorboard import Boards
 from ._waits import mark_end_of_backward
 from .doctor import WARMUP_STEPS, Doctor, describe
@@ -31,8 +32,11 @@ class LightDoctor(Doctor):
     """`Doctor` in the form that an engine adds to a run by itself: see its argument `enable_doctor`.
 
     It says something at the end only where a finding has cost 3 seconds or more, in at most five lines; it logs
-    nothing. The notes of the ranks are in the folder of the logs, and nowhere where no logger has one.
+    nothing. The notes of the ranks are in the folder of the logs, and nowhere where no logger has one, or where
+    training took less than 3 seconds and 256 steps.
     """
+
+    _writes_at_once = False
 
     def __init__(self) -> None:
         super().__init__(_INTERVAL_STEPS)
@@ -77,7 +81,10 @@ class LightDoctor(Doctor):
         if self._step == self._noted_step:
             return  # in the middle of a step
         self._count_batches(trainer)
-        self._note(trainer, is_warmup=self._noted_step == self._first_step)
+        is_warmup = self._noted_step == self._first_step
+        self._note(trainer, is_warmup=is_warmup)
+        if not is_warmup and not self._notes.has_file:
+            self._notes.open(self._folder)
         self._length = self._left = _INTERVAL_STEPS * self._window
 
     def _count_batches(self, trainer: Any) -> None:
@@ -102,6 +109,14 @@ class LightDoctor(Doctor):
         self._step = trainer.global_step
         self._count_batches(trainer)
         super().on_train_end(trainer, pl_module)
+
+    def _write_others(self, parts: list[tuple[RankInfo, list[Interval]]]) -> None:
+        """Writes what ranks have noted that have no file: those of far hosts, and all of a run of one interval."""
+        if self._notes.has_file:
+            super()._write_others(parts)
+        elif self._folder is not None and sum(interval.wall_s for interval in self._notes.intervals) >= _WORTH_S:
+            for info, intervals in parts:
+                Notes(self._folder, info).write(intervals)
 
     def summary(self) -> list[str]:
         """The lines of the verdict on rank 0, at most five; none where nothing has cost much."""

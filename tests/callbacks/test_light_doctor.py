@@ -110,6 +110,20 @@ def test_what_has_cost_less_is_not_said(tmp_path, capfd):
     assert "doctor" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_written"), [({}, False), ({"_WORTH_S": 0.1}, True), ({"_INTERVAL_STEPS": 10}, True)]
+)
+def test_short_runs_leave_no_file(tmp_path, monkeypatch, settings, is_written):
+    for name, value in settings.items():
+        monkeypatch.setattr(light_doctor, name, value)
+    fit(tmp_path, Slow())
+    files = list(tmp_path.glob("**/rank_0.jsonl"))
+    assert len(files) == is_written
+    if is_written:
+        intervals = read_run(str(files[0].parent)).intervals[0]
+        assert sum(interval.num_steps for interval in intervals) == STEPS
+
+
 def test_without_a_folder_of_logs_nothing_is_written(tmp_path):
     _, doctors = fit(tmp_path, logger=False)
     assert len(doctors) == 1

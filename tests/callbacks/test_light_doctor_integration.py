@@ -23,7 +23,8 @@ def fit(folder, module, *callbacks, **flags):
     trainer.fit(module, DataLoader(Rows(), batch_size=4))
 
 
-def test_the_slow_rank_is_found(tmp_path):
+def test_the_slow_rank_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(light_doctor, "_WORTH_S", 0.1)
     fit(tmp_path, SlowBlocks(1))
     noted = read_run(str(tmp_path / "lightning_logs" / "version_0"))
     assert sorted(noted.intervals) == [0, 1]
