@@ -133,7 +133,7 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path):
     newest = tmp_path / "snapshots" / "step=10-v1"
     shards = next(newest.glob("*.safetensors"))
     shards.write_bytes(shards.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match=r"step=10-v1 is damaged: .*safetensors has .* An older one is taken"):
+    with pytest.warns(UserWarning, match=r"step=10-v1 is damaged: .*safetensors has .* An older one is used"):
         again, _ = resumed(tmp_path)
     assert again == whole
     assert read_manifest(newest).step == 10

@@ -153,7 +153,7 @@ def emptied(folder: Path) -> None:
     folder.mkdir()
 
 
-@pytest.mark.filterwarnings("ignore:.*An older one is taken", "ignore:.*It is skipped")
+@pytest.mark.filterwarnings("ignore:.*An older one is used", "ignore:.*It is skipped")
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -198,7 +198,7 @@ def test_a_stream_is_gone_on_with(tmp_path):
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_but_not_where_a_rank_was_through(step, tmp_path):
-    with pytest.raises(ProcessRaisedException, match=r"saved when rank(\(s\) \[1\] were| 1 was) through with"):
+    with pytest.raises(ProcessRaisedException, match=r"saved when rank\(s\) \[1\] had finished"):
         resumed(tmp_path, step)
 
 
@@ -219,7 +219,7 @@ class Words(Parts):
 
 def test_a_batch_whose_size_can_not_be_seen(tmp_path):
     loader = DataLoader(Words([3, 3]), batch_size=BATCH, collate_fn=lambda words: {"words": words})
-    with pytest.raises(ProcessRaisedException, match=r"can't be seen(.|\n)*weight"):
+    with pytest.raises(ProcessRaisedException, match=r"is unknown: the batch has no tensor(.|\n)*weight"):
         Engine(strategy="ddp_fork", devices=2, max_epochs=1, **QUIET).fit(Strange(tmp_path), loader)
 
 
