@@ -1,9 +1,9 @@
-"""`Doctor`: where each step of each rank goes, noted while it trains, and what costs most of it when it ends.
+"""`Doctor`: records where the time of each rank's steps goes, and names the largest costs at the end.
 
 Phases of an interval's end, on all ranks:
 1. each rank reads its clock (no collective, no wait for the device);
-2. one gather on the hosts' group: 12 numbers, and two for each step: its time, and that in collectives. What a rank has
-   waited longer in a step than the rank that has waited least is the wait for slower ranks;
+2. one gather on the hosts' group: 12 numbers, and two for each step: its time, and that in collectives. The time
+   by which a rank waits longer in a step than the rank that waits least is the wait for slower ranks;
 3. each rank appends a line to its own file, and rank 0 logs the mean shares.
 """
 
@@ -41,23 +41,23 @@ from ._watches import Watches
 __all__ = ["WARMUP_STEPS", "Doctor", "describe"]
 
 WARMUP_STEPS = 3
-"""Optimizer steps that are an interval of their own."""
+"""Number of first optimizer steps that form a separate interval."""
 _INTERVAL_STEPS = 50
-"""Optimizer steps between two notes where `log_every_n_steps=0` says that nothing is logged."""
+"""Optimizer steps between two records if `log_every_n_steps=0` turns logging off."""
 _NUM_SENT, _NUM_SENT_FAR = 8, 64
-"""Intervals that a rank tells rank 0 as training ends: on its host, which has the files as well, and elsewhere."""
+"""Number of intervals that a rank sends to rank 0 at the end: from the same host, which has the files, or another."""
 
 
 class Doctor(Callback):
-    """Divides the wall time of each rank into phases, and says in the end what costs most of it and what mends that.
+    """Divides the wall time of each rank into phases, and names the largest costs and their remedies at the end.
 
-    The phases add up to the wall time: waiting for data, copies to the device, forward and backward, communication that
-    nothing hides, waiting for slower ranks, optimizer, callbacks, loggers, validation, saves, and the engine itself. On
-    accelerators they are the compute stream's, by events that are read an interval later.
+    The phases add up to the wall time: waiting for data, copies to the device, forward and backward, exposed
+    communication, waiting for slower ranks, optimizer, callbacks, loggers, validation, saves, and the engine itself. On
+    accelerators they are measured on the compute stream, by events that are read an interval later.
 
     Each rank appends a line an interval to ``doctor/rank_<r>.jsonl`` in the run's folder of logs; rank 0 logs
-    ``doctor/<phase>``, the shares of the time, mean over ranks. The lines at the end of the run say what stands out;
-    ``polyphase doctor RUN_DIR`` says all of it. See docs/doctor.md.
+    ``doctor/<phase>``, the shares of the time, mean over ranks. The lines at the end of the run show the main findings;
+    ``polyphase doctor RUN_DIR`` shows all of them. See docs/doctor.md.
 
     Args:
         every_n_steps: optimizer steps of an interval; None for the trainer's `log_every_n_steps`.
@@ -67,8 +67,8 @@ class Doctor(Callback):
 
     Raises:
         ValueError: `every_n_steps` is no positive whole number.
-        MisconfigurationException: at the start of `fit`, if the trainer is not an `Engine`, whose loops say which phase
-            begins.
+        MisconfigurationException: at the start of `fit`, if the trainer is not an `Engine`, whose loops announce the
+            phases.
     """
 
     _writes_at_once = True
@@ -91,7 +91,7 @@ class Doctor(Callback):
         self.last = state["last"]
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Checks that there is somebody to listen to."""
+        """Checks that the trainer is an engine."""
         if not hasattr(trainer, "heartbeat"):
             raise MisconfigurationException(
                 f"Doctor listens to the loops of a polyphase Engine, but the trainer is a {type(trainer).__name__}: use"
@@ -99,7 +99,7 @@ class Doctor(Callback):
             )
 
     def notes_folder(self, trainer: Any) -> str | None:
-        """Returns the folder of the ranks' files; None where nothing is written."""
+        """Returns the folder of the ranks' files; None if nothing is written."""
         if trainer.fast_dev_run:
             return None
         logs = log_folder(trainer) or trainer.default_root_dir
@@ -108,7 +108,7 @@ class Doctor(Callback):
     # --- while training
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Begins to listen; tells all ranks where rank 0's logs are."""
+        """Begins to listen; broadcasts the folder of rank 0's logs."""
         self._end()
         folder, self._host = trainer.all_ranks.broadcast_object((self.notes_folder(trainer), socket.gethostname()))
         self._folder = folder
@@ -125,7 +125,7 @@ class Doctor(Callback):
         self._attach(trainer)
 
     def _begin_watches(self, trainer: Any) -> Watches | None:
-        """Returns what is looked at beside the clock; None for nothing."""
+        """Returns the measurements besides the clock; None for none."""
         return Watches(trainer)
 
     def _describe(self, trainer: Any) -> RankInfo:
@@ -185,7 +185,7 @@ class Doctor(Callback):
             )
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Marks where the last gradient is there, after which only the other ranks are waited for."""
+        """Marks the last gradient of backward, after which the rank only waits for others."""
         if self._watches is not None:
             self._watches.begin_backward(trainer.strategy.model)
         if self._marks_backward and self._clock is not None and loss.requires_grad:
@@ -199,7 +199,7 @@ class Doctor(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts, without reading from the device, and notes an interval where it is over."""
+        """Counts, without reading from the device, and records an interval when it is over."""
         clock, watches = self._clock, self._watches
         if clock is None or watches is None:
             return
@@ -235,7 +235,7 @@ class Doctor(Callback):
         if self._samples is not None:
             try:
                 self._samples += count_samples(batch)
-            except ValueError:  # a batch of a kind that does not show how many it has
+            except ValueError:  # a batch that does not show its number of samples
                 self._samples = None
 
     def _note(self, trainer: Any, *, is_warmup: bool = False, is_last: bool = False) -> None:
@@ -268,34 +268,34 @@ class Doctor(Callback):
         self._begin()
 
     def _watched(self, trainer: Any, is_warmup: bool, is_last: bool) -> dict[str, Any]:
-        """Returns what the watches found, by the names of an `Interval`."""
+        """Returns the measurements, by the field names of an `Interval`."""
         watches = self._watches
         if watches is None:
             return {}
         if not is_warmup and self._may_gather:
             watches.note_communication(self.last["doctor/communication"])
         num_batches = self._batches - self._fillers
-        found = watches.take(trainer, is_warmup=is_warmup, num_batches=num_batches, num_samples=self._samples)
-        return found | (watches.take_last(trainer) if is_last else {})
+        figures = watches.take(trainer, is_warmup=is_warmup, num_batches=num_batches, num_samples=self._samples)
+        return figures | (watches.take_last(trainer) if is_last else {})
 
     def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> list[dict[str, float]]:
-        """Tells waits for slower ranks from communication: one gather. Returns the steps that are to be shown."""
+        """Separates waits for slower ranks from communication, by one gather. Returns the steps to show."""
         clock = self._clock
         assert clock is not None
         if not self._may_gather or is_warmup:
             clock.forget_all_steps()
             return []
         ranks = trainer.all_ranks
-        told = ranks.all_gather_object((measured.seconds, clock.by_step, clock.walls()))
-        num_steps = measured.tell_waits([(seconds, by_step) for seconds, by_step, _ in told], ranks.rank)
-        steps = shown_steps(clock, [walls for _, _, walls in told], measured.shortest, self._step)
+        times_of_ranks = ranks.all_gather_object((measured.seconds, clock.by_step, clock.walls()))
+        num_steps = measured.tell_waits([(seconds, by_step) for seconds, by_step, _ in times_of_ranks], ranks.rank)
+        steps = shown_steps(clock, [walls for _, _, walls in times_of_ranks], measured.shortest, self._step)
         clock.forget_steps(num_steps)
         return steps
 
     # --- when it is over
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Notes the rest, and has rank 0 know what all ranks noted: one gather."""
+        """Records the rest, and sends all records to rank 0, by one gather."""
         if self._clock is None:
             return
         self._note(trainer, is_warmup=self._noted_step == self._first_step, is_last=True)
@@ -304,32 +304,32 @@ class Doctor(Callback):
         kept = self._notes.intervals
         while len(kept) > (_NUM_SENT if self._host == socket.gethostname() else _NUM_SENT_FAR):
             kept = compact(kept)
-        told = trainer.all_ranks.gather_object((vars(self._notes.info), [vars(interval) for interval in kept]))
+        records = trainer.all_ranks.gather_object((vars(self._notes.info), [vars(interval) for interval in kept]))
         if trainer.is_global_zero:
-            parts = [(RankInfo(**info), [Interval(**each) for each in intervals]) for info, intervals in told]
+            parts = [(RankInfo(**info), [Interval(**fields) for fields in intervals]) for info, intervals in records]
             self._run = Run({info.rank: info for info, _ in parts}, {info.rank: notes for info, notes in parts})
             self._write_others(parts)
             self._boards.verdict(self._run, self._step)
 
     def _write_others(self, parts: list[tuple[RankInfo, list[Interval]]]) -> None:
-        """Writes what ranks have noted whose files this host can't see."""
+        """Writes the records of ranks whose files are not visible on this host."""
         for info, intervals in parts:
             path = os.path.join(self._folder or "", f"rank_{info.rank}.jsonl")
             if self._folder is not None and info.host != self._host and not os.path.exists(path):
                 write_rank(path, info, intervals)
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves everything as it was; what was noted stays."""
+        """Detaches everything; the records stay."""
         self._end()
         if hasattr(self, "_notes"):
             self._notes.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves everything as it was."""
+        """Detaches everything."""
         self._end()
 
     def summary(self) -> list[str]:
-        """The lines of the verdict on the run that has ended, on rank 0; none elsewhere, and none before."""
+        """Returns the lines of the verdict after the run, on rank 0; otherwise none."""
         if self._run is None:
             return []
         lines = judge(self._run).lines()

@@ -1,8 +1,8 @@
 """`LightDoctor`: the shares of a run's time at half the cost of `Doctor`.
 
-What `Doctor` has and this one does not: waits for slower ranks step by step (here they are told by interval, when the
-notes are read), the CPU time of the thread, reads of the device, padding, the slowest step; logged shares. There is no
-collective but one broadcast at the start and one gather at the end.
+In contrast to `Doctor` it separates waits for slower ranks by interval, not by step, when the records are read. It does
+not measure the CPU time of the thread, reads of the device, padding or the slowest step, and it logs nothing. Its only
+collectives are one broadcast at the start and one gather at the end.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ __all__ = ["LightDoctor"]
 
 _INTERVAL_STEPS = 256
 _WORTH_S = 3.0
-"""Seconds that a finding must have cost in the run to be said: tiny runs are not worth the reading."""
+"""Seconds that a finding must have cost in the run to be printed, since short runs need no advice."""
 
 
 class LightDoctor(Doctor):
     """`Doctor` in the form that an engine adds to a run by itself: see its argument `enable_doctor`.
 
-    It says something at the end only where a finding has cost 3 seconds or more, in at most five lines; it logs
-    nothing. The notes of the ranks are in the folder of the logs, and nowhere where no logger has one, or where
-    training took less than 3 seconds and 256 steps.
+    It prints at the end only if a finding has cost 3 seconds or more, at most five lines; it logs nothing. The records
+    of the ranks are in the folder of the logs. Nothing is written without such a folder, or if training took less than
+    3 seconds and 256 steps.
     """
 
     _writes_at_once = False
@@ -46,7 +46,7 @@ class LightDoctor(Doctor):
         self.last = state["last"]
 
     def notes_folder(self, trainer: Any) -> str | None:
-        """Returns the folder of the ranks' files; None where nothing is written."""
+        """Returns the folder of the ranks' files; None if nothing is written."""
         logs = log_folder(trainer)
         return None if logs is None or "://" in logs else super().notes_folder(trainer)
 
@@ -59,7 +59,7 @@ class LightDoctor(Doctor):
         self._counted: int | None = 0
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Marks where the last gradient is there, after which only the other ranks are waited for."""
+        """Marks the last gradient of backward, after which the rank only waits for others."""
         if self._clock is not None and loss.requires_grad:
             mark_end_of_backward(loss, self._clock)
 
@@ -69,7 +69,7 @@ class LightDoctor(Doctor):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts, and notes an interval where it is over."""
+        """Counts, and records an interval when it is over."""
         if self._has_fillers and trainer.is_filler(batch_idx):
             self._fillers += 1
         self._left -= 1
@@ -89,7 +89,7 @@ class LightDoctor(Doctor):
 
     def _count_batches(self, trainer: Any) -> None:
         self._batches = self._length - self._left
-        # The summary counts samples in any case.
+        # The summary counts samples anyway.
         counts = [c.num_samples for c in trainer.callbacks if isinstance(c, RunSummary)]
         before, self._counted = self._counted, counts[0] if counts else None
         self._samples = None if self._counted is None or before is None else self._counted - before
@@ -105,7 +105,7 @@ class LightDoctor(Doctor):
         """Returns none."""
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Notes the rest, and has rank 0 know what all ranks noted: one gather."""
+        """Records the rest, and sends all records to rank 0, by one gather."""
         self._step = trainer.global_step
         self._count_batches(trainer)
         super().on_train_end(trainer, pl_module)
@@ -119,7 +119,7 @@ class LightDoctor(Doctor):
                 Notes(self._folder, info).write(intervals)
 
     def summary(self) -> list[str]:
-        """The lines of the verdict on rank 0, at most five; none where nothing has cost much."""
+        """Returns the lines of the verdict on rank 0, at most five; none if nothing has cost much."""
         if self._run is None:
             return []
         verdict = judge(self._run)

@@ -1,4 +1,4 @@
-"""Keeps the states of a loader that is no `DataLoader`, such as one of torchdata's nodes, after each of its batches.
+"""Keeps the states of a loader that is not a `DataLoader`, such as a node of torchdata, after each of its batches.
 
 Such a loader's state may leave out the generators that its order is drawn from: torchdata's nodes make the iterator of
 a sampler again, and skip what was read. So the states of the generators when the pass began are kept as well.
@@ -18,11 +18,11 @@ __all__ = ["KeptStates"]
 class KeptStates:
     """Iterates a loader with `state_dict`, and keeps its states after its latest batches.
 
-    Lightning fetches one batch ahead where it does not know which batch is the last: the loader's own state is then
+    Lightning fetches one batch ahead if it does not know which batch is the last: the loader's own state is then
     after that batch, on which nothing was trained yet.
 
     Args:
-        loader: the user's.
+        loader: the user's loader.
         epoch: returns the number of the current epoch.
         num_done: returns the number of batches of the epoch that were done before a pass.
         num_kept: returns the number of latest states that are kept.
@@ -48,16 +48,16 @@ class KeptStates:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        here = OwnGenerators(self.loader).state_here()
-        self._start = resumed or here
+        current = OwnGenerators(self.loader).state_here()
+        self._start = resumed or current
         self._states.clear()
         self._epoch_of_states = self._epoch()
         if resumed is None:
             return self._batches(iter(self.loader), self._num_done())
         set_state_here(self.loader, resumed)
         batches = iter(self.loader)
-        first = list(itertools.islice(batches, 1))  # with which some draw their order
-        set_random_state(here)
+        first = list(itertools.islice(batches, 1))  # some loaders draw their order with it
+        set_random_state(current)
         return self._batches(itertools.chain(first, batches), self._num_done())
 
     def _batches(self, batches: Iterator[Any], done: int) -> Iterator[Any]:

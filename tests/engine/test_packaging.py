@@ -273,25 +273,26 @@ def test_no_docstring_begins_with_what_of_or_by(files):
     ]
 
 
-VAGUE = {"each", "everyones", "found", "given", "known", "mine", "ours", "which"}
-"""Names that say nothing of a parameter's content."""
+VAGUE = {"each", "everyones", "found", "given", "here", "known", "mine", "ours", "there", "which"}
+"""Names that say nothing of a variable's content."""
 
 
-def test_no_parameter_of_a_public_function_has_a_vague_name():
+def test_no_variable_of_a_function_has_a_vague_name():
     paths = [path for folder in ("engine", "callbacks", "models") for path in sorted((ROOT / folder).rglob("*.py"))]
-    found = {
-        (path.relative_to(ROOT).as_posix(), argument.arg)
+    assert not {
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
         for path in paths
         for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_public(function.name)
-        for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-        if argument.arg in VAGUE
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        if (name := _name_of_variable(node)) in VAGUE
     }
-    assert not found
 
 
-def _is_public(name: str) -> bool:
-    return not name.startswith("_") or name == "__init__"
+def _name_of_variable(node: ast.AST) -> str | None:
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None
 
 
 def _docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
