@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..checkpoint.rng import set_random_state
-from .own_generators import OwnGenerators, set_own_states, set_state_here
+from .own_generators import OwnGenerators, set_state_here
 
 __all__ = ["KeptStates"]
 
@@ -27,6 +27,7 @@ class KeptStates:
         num_done: returns the number of batches of the epoch that were done before a pass.
         num_kept: returns the number of latest states that are kept.
         start: the states of the generators at the start of the pass that is resumed; None for a new one.
+        is_over: the saved run had done the last batch of the first pass, which yields nothing.
     """
 
     def __init__(
@@ -36,17 +37,22 @@ class KeptStates:
         num_done: Callable[[], int],
         num_kept: Callable[[], int],
         start: dict[str, Any] | None = None,
+        *,
+        is_over: bool = False,
     ) -> None:
         self.loader = loader
         self._epoch, self._num_done, self._num_kept = epoch, num_done, num_kept
         self._states: dict[int, Any] = {}
         self._epoch_of_states = -1
-        self._resumed, self._start = start, start
+        self._resumed, self._start, self._is_over = start, start, is_over
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_over:
+            self._is_over = False
+            return iter(())
         resumed, self._resumed = self._resumed, None
         current = OwnGenerators(self.loader).state_here()
         self._start = resumed or current
@@ -67,14 +73,10 @@ class KeptStates:
             yield batch
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns the state after a number of batches of an epoch, and those of generators."""
-        if epoch == self._epoch_of_states and batches in self._states:
-            return {"state": self._states[batches], "pass_start": self._start}
-        return {"state": self.loader.state_dict(), "generators_now": OwnGenerators(self.loader).states()}
-
-    @staticmethod
-    def resume(loader: Any, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Resumes the generators of a loader at a `state_after`; returns their states at the start of its pass."""
-        set_own_states(loader, state.get("generators_now", {}))
-        start: dict[str, Any] | None = state.get("pass_start")
-        return start
+        """Returns the state after a number of batches of an epoch, with those of generators at its start and now."""
+        is_kept = epoch == self._epoch_of_states and batches in self._states
+        return {
+            "state": self._states[batches] if is_kept else self.loader.state_dict(),
+            "pass_start": self._start,
+            "generators_now": OwnGenerators(self.loader).states(),
+        }

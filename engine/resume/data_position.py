@@ -29,6 +29,7 @@ from ..data import (
     is_stateful,
     order_of,
     restore_sampler,
+    set_own_states,
     state_of_seed,
     tracks_own_position,
 )
@@ -161,6 +162,7 @@ class DataPosition:
                 lambda: progress.current.ready,
                 self.num_kept,
                 self._pass_starts.pop(id(loader), None),
+                is_over=self._is_resuming and self._saved_batches > 0 and not self._is_in_mid_epoch,
             )
             for loader in combined.flattened
             if not isinstance(loader, DataLoader) and is_stateful(loader)
@@ -301,8 +303,12 @@ class DataPosition:
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
             self._epoch_starts.append((loader, order))  # the seed of its workers was drawn before
         if state["unit"] == "stateful":
-            if not isinstance(loader, DataLoader):
-                self._pass_starts[id(loader)] = KeptStates.resume(loader, state)
+            if not isinstance(loader, DataLoader) and self._is_in_mid_epoch:
+                self._pass_starts[id(loader)] = state.get("pass_start")
+            elif not isinstance(loader, DataLoader):
+                # It begins an epoch, as a new loader does.
+                set_own_states(loader, state.get("generators_now", {}))
+                state = {**state, "state": None}
             self._set_progress(resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
         elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
             self._resume_order(loader, order.num_replicas, state)

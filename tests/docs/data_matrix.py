@@ -287,6 +287,10 @@ that it draws the same order. If it draws from global generators between its sam
 training draws from them, too, a warning says that other samples may come. If it yields other batches than before, as
 webdataset's `shuffle` without a seed does, that is an error.
 
+**Other loaders.** A loader of another class than `DataLoader` that has a `state_dict`, such as torchdata's
+`nodes.Loader`, continues on as many ranks. Each of several ranks reads all of it, with a warning, unless it divides
+itself among them (`shards_itself = True`). Without a `state_dict` it is refused in mid-epoch.
+
 **Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
 and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn
 for it; without a `state_dict` it is read again up to there, and if it yields other samples each time, that is an error.

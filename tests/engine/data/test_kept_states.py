@@ -24,10 +24,9 @@ class Counts:
     at = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.at < 5:
-            self.at += 1
-            yield torch.tensor([self.at])
-        self.at = 0
+        for number in range(self.at % 5, 5):
+            self.at = number + 1
+            yield torch.tensor([number])
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -61,8 +60,8 @@ LOADERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize(
     ("at", "flags"),
-    [(2, {}), (7, {}), (4, {"accumulate_grad_batches": 3}), (1, {"hook": "on_train_epoch_end"})],
-    ids=["first epoch", "second epoch", "a window", "between epochs"],
+    [(2, {}), (7, {}), (4, {"accumulate_grad_batches": 3}), (5, {}), (1, {"hook": "on_train_epoch_end"})],
+    ids=["first epoch", "second epoch", "a window", "last batch", "between epochs"],
 )
 def test_goes_on(name, at, flags, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, **flags)
