@@ -79,7 +79,7 @@ class DataPosition:
         self._watched: dict[DataLoader, Watched] = {}
         self._kept_states: dict[int, KeptStates] = {}
         self._pass_starts: dict[int, dict[str, Any] | None] = {}
-        """Of loaders of other classes than `DataLoader`, which may be unhashable, by their identity."""
+        """Loaders of other classes than `DataLoader` may be unhashable: both are by identity."""
         self._num_passes: dict[DataLoader, int] = {}
         self._worker_states: dict[DataLoader, Any] = {}
         self._epoch_starts: list[tuple[DataLoader, dict[str, Any]]] = []
