@@ -45,7 +45,7 @@ _EPOCH = 10
 """Batches of an epoch in which a rank has fewer."""
 _MORE_GRADIENT = 1e-6
 """Of each of the parameters that are there to be averaged: one of zero would be a fault of its own."""
-_LATE_S = 40.0
+_LATE_S = 80.0
 """After which a rank that still runs writes its stack."""
 _RUNNING_S = 0.1
 """Between two pauses."""

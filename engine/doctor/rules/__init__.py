@@ -45,7 +45,8 @@ RULES = (
     Rule(cause="slow_logging", threshold=0.05, find=slow_logging, of="share of the time in loggers"),
     Rule(cause="checkpoint_stall", threshold=0.05, find=checkpoint_stall, of="share of the time in saves"),
     Rule(cause="exposed_communication", threshold=0.05, find=exposed_communication,
-         of="share of the time in exposed communication, mean over ranks (on CPUs 0.15); called"
+         of="share of the time in exposed communication, mean over ranks (on CPUs 0.15, and as many times"
+            " that as ranks outnumber them); called"
             " sync_while_accumulating if gradients are averaged 1.5 times or more for an optimizer step, small_buckets"
             " below bucket_cap_mb=1, small_units if fsdp or hsdp gather 8 times a step or more, less than 1 MB each,"
             " and underused_link below 0.6 of the rate of a large all-reduce"),

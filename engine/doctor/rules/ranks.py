@@ -138,7 +138,7 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         return None
     shares = [figures.share("communication", rank) for rank in figures.totals]
     share = sum(shares) / len(shares)
-    if share < threshold * (_TIMES_ON_CPUS if figures.info.device == "cpu" else 1):
+    if share < threshold * _times_on_cpus(figures):
         return None
     if compression_cost(figures).get("share", 0.0) >= COSTLY_COMPRESSION:
         return None  # another cause, with its own finding
@@ -177,6 +177,14 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         remedy=remedy,
         gain=gain,
     )
+
+
+def _times_on_cpus(figures: Figures) -> float:
+    """Returns by how much more communication may be exposed: on CPUs, and most where ranks outnumber them."""
+    info = figures.info
+    if info.device != "cpu":
+        return 1.0
+    return _TIMES_ON_CPUS * max(1.0, info.local_ranks / max(figures.host_cpus(info.host), 1.0))
 
 
 def _why_exposed(figures: Figures, share: float) -> Finding | None:

@@ -349,6 +349,15 @@ def test_communication_says_where_ranks_outnumber_the_cpus():
     assert only(run).remedy.startswith("no more ranks on a host than CPUs: 4 share 2 here; or ")
 
 
+def test_ranks_that_outnumber_the_cpus_communicate_for_longer():
+    """Collectives wait for a CPU as well: of four ranks on two CPUs twice as long is allowed."""
+    for num_cpus, communication, is_found in ((4.0, 2.0, True), (2.0, 2.0, False), (2.0, 5.0, True)):
+        run = run_of(*[interval(communication=communication)] * 4)
+        for info in run.ranks.values():
+            info.num_cpus = num_cpus
+        assert [finding.cause for finding in judge(run).findings] == ["exposed_communication"] * is_found
+
+
 def test_exposed_communication_by_small_buckets():
     finding = only(exposed())
     assert (finding.cause, finding.numbers["bucket_mb"]) == ("small_buckets", 0.1)
