@@ -8,8 +8,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from polyphase.callbacks import Doctor, LightDoctor, light_doctor
-from polyphase.engine.config import EngineConfig
-from polyphase.engine.default_callbacks import default_doctor
 from polyphase.engine.doctor import Interval, RankInfo, Run, judge, read_run
 from polyphase.engine.phases import PHASES
 from tests.engine.loop.costs import Costs
@@ -46,28 +44,8 @@ def test_it_is_there_while_it_trains(tmp_path):
     assert trainer.heartbeat.clock is None
 
 
-def test_it_is_there_by_itself(tmp_path):
-    assert [type(doctor) for doctor in fit(tmp_path, enable_doctor=None)[1]] == [LightDoctor]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"enable_doctor": False},
-        {"enable_doctor": None, "logger": False, "enable_progress_bar": False},
-        {"enable_doctor": None, "fast_dev_run": True},
-    ],
-    ids=["flag", "silent", "fast_dev_run"],
-)
-def test_it_is_not_there_where_it_is_not_wanted(tmp_path, flags):
-    assert fit(tmp_path, **flags)[1] == []
-
-
-@pytest.mark.parametrize(("flag", "is_there"), [(None, False), (True, True)])
-def test_on_accelerators_it_is_there_by_the_flag_alone(flag, is_there):
-    config = EngineConfig(enable_doctor=flag)
-    assert (default_doctor(config, [], is_on_cpu=False) is not None) == is_there
-    assert default_doctor(config, [], is_on_cpu=True) is not None
+def test_it_is_not_there_where_it_is_not_wanted(tmp_path):
+    assert fit(tmp_path, enable_doctor=False)[1] == []
 
 
 def test_it_is_not_there_beside_another_one(tmp_path):
