@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import multiprocessing as launchers
 from lightning.pytorch.trainer.states import TrainerFn
@@ -159,15 +159,6 @@ def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
         torchs.setLevel(level)
 
 
-def _renew_thread_pool() -> None:
-    """Makes torch's pool of threads anew, of which a fork has none.
-
-    If the parent has set the number of threads, each thread that begins to compute would do so, and where two of them
-    begin at once, torch ends the process ("Invalid thread pool"): autograd begins with one for each device.
-    """
-    torch.set_num_threads(torch.get_num_threads())
-
-
 @contextmanager
 def _fork_allowed(strategy: Any) -> Iterator[None]:
     """Lets Lightning fork workers without a GPU, also in a process that was forked itself.
@@ -301,8 +292,6 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             faulthandler.enable(file=2)
         if _before:  # a fork of the parent
             _restore_sigterm()
-        if self._start_method == "fork" and not isinstance(self._strategy.accelerator, CPUAccelerator):
-            _renew_thread_pool()
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SIGTERMException:

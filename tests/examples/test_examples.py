@@ -42,6 +42,7 @@ def test_digits_reach_their_accuracy():
     assert re.search(r"epoch \d+/15  step 50/255  train/loss", finished.output), "progress as plain lines"
 
 
+@pytest.mark.nightly
 def test_gpt_on_one_node_needs_no_devices_flag():
     flags = ["--strategy", "fsdp", "--accelerator", "cpu", "--max_steps", "10"]
     finished = run_command(["env", HERE, EXAMPLES / "torchrun.sh", *flags])

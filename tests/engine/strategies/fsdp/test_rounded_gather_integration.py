@@ -280,7 +280,7 @@ def check_odd_blocks(rank: int) -> None:
     for kind, name in ((Clamps, "1.first.weight"), (Scales, "1.second.bias")):
         with pytest.raises(RuntimeError, match=f"writes into '{name}' while its block runs"):
             train_pair(rank, kind, torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"the address of '1\.first\.weight' was asked for"):
+    with pytest.raises(RuntimeError, match=r"the address of '1\.first\.weight' was requested"):
         train_pair(rank, Addresses, torch.bfloat16)
 
 
