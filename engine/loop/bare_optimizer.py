@@ -21,8 +21,7 @@ def zero_grad(optimizer: Any) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad = None
+            parameter.grad = None  # without a look: what a pipeline's stage does not have refuses to show its gradient
 
 
 class BareStep:
