@@ -6,11 +6,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
+from .loop.test_shortcuts import Net
 from .tiny import engine
 
 NUM_BATCHES = 6
@@ -18,18 +19,6 @@ BEGINS_AT = 2
 LOADER = "enumerate(DataLoader)#_{}ProcessDataLoaderIter.__next__"
 OF_STEP = ("Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad")
 OF_DDP = "DistributedDataParallel.forward"
-
-
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def data(num_workers=0):
