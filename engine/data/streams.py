@@ -1,7 +1,8 @@
 """Splits streams (loaders of an `IterableDataset`) over the ranks, and ends them together in evaluation.
 
 The contract of a data set: a method ``shard(num_shards, index)`` that returns a data set of that part, as those of
-Hugging Face have; or an attribute ``shards_itself = True`` if its iterator finds the rank and reads its own part.
+Hugging Face have; or an attribute ``shards_itself``: True if its iterator finds the rank and reads its own part, False
+if each rank is to read all of it.
 """
 
 import gc
@@ -23,6 +24,7 @@ __all__ = [
     "UnevenEvalLoader",
     "as_uneven_eval",
     "check_made_for",
+    "check_not_read_whole",
     "check_own_part",
     "check_script_makes_none",
     "naming_foreign_ranks",
@@ -61,6 +63,27 @@ _AMONG_ALL = """\
 {name} splits itself over all {num_ranks} ranks, but the samples of this run are split over {num_parts}: ranks that
 compute together read the same ones. Give it a method `shard(num_shards, index)` that returns a data set of one part,
 instead of detecting the rank; or set `shards_itself = False` on it if every rank reads all of it."""
+
+
+_READ_WHOLE = """\
+Each of the {num_ranks} ranks would read all of {name}, so that its samples would count {num_ranks} times: {remedy}.
+Or set an attribute on it: `shards_itself = True` if it reads a part of its own on each rank, `shards_itself = False` if
+each rank is to read all of it."""
+
+
+def check_not_read_whole(data: object, num_parts: int, remedy: str) -> None:
+    """Checks that several ranks don't read the same samples, unless the user has said so.
+
+    Args:
+        data: a data set or loader that the engine can't split over ranks.
+        num_parts: number of ranks with different samples.
+        remedy: how it can be split.
+
+    Raises:
+        ValueError: there are several ranks, and `data` has no ``shards_itself``.
+    """
+    if num_parts > 1 and not isinstance(getattr(data, "shards_itself", None), bool):
+        raise ValueError(_READ_WHOLE.format(num_ranks=num_parts, name=type(data).__name__, remedy=remedy))
 
 
 def check_own_part(loader: Any, num_parts: int, part: int, num_ranks: int) -> None:
@@ -177,7 +200,7 @@ def _shards_itself(data: Any) -> bool:
 
 
 def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | None:
-    """Returns a loader of one rank's part of the stream; None if every rank would read all of it.
+    """Returns a loader of one rank's part of the stream; None if every rank reads all of it.
 
     Args:
         loader: the user's; it is returned if its data set shards itself.

@@ -31,6 +31,7 @@ from ..data import (
     as_uneven_train,
     check_length,
     check_loader,
+    check_not_read_whole,
     check_own_part,
     check_seedable,
     clone_loader,
@@ -79,7 +80,6 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         self.data_position = DataPosition(trainer, sizes, self._brings_own_sampler, seeds_samples=seeds_samples)
         self._seeds_samples = seeds_samples
         self._num_training_loaders = 0
-        self._has_warned_of_streams = False
 
     # --- which loader is used
 
@@ -99,8 +99,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             check_seedable(dataloader)
         self._check_replicas(dataloader)
         check_own_part(dataloader, self.trainer.data_size, self.trainer.data_rank, self.trainer.world_size)
-        if not isinstance(dataloader, DataLoader) and not getattr(dataloader, "shards_itself", False):
-            self._warn_of_unsharded(dataloader, "which is no DataLoader", "a DataLoader around it")
+        if not isinstance(dataloader, DataLoader):
+            self._check_not_read_whole(dataloader, "put a DataLoader around it")
         if mode == RunningStage.TRAINING:
             self.data_position.begin()
             prepared = self._prepare_training(dataloader)
@@ -274,18 +274,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _shard(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         part = shard_of(dataloader, num_replicas, rank)
         if part is None:
-            remedy = "a method `shard(num_shards, index)` that returns a data set of one part"
-            self._warn_of_unsharded(dataloader.dataset, "an IterableDataset", remedy)
+            remedy = "give it a method `shard(num_shards, index)` that returns a data set of one part"
+            self._check_not_read_whole(dataloader.dataset, remedy)
         return dataloader if part is None else part
 
-    def _warn_of_unsharded(self, data: object, kind: str, remedy: str) -> None:
-        ranks = self.trainer.data_size
-        if ranks > 1 and not self._has_warned_of_streams:
-            self._has_warned_of_streams = True
-            rank_zero_warn(
-                f"Each of the {ranks} ranks reads all of {type(data).__name__}, {kind}: give it {remedy}, or an"
-                " attribute `shards_itself = True` if it already reads its own part."
-            )
+    def _check_not_read_whole(self, data: object, remedy: str) -> None:
+        # Lightning: holds the use_distributed_sampler flag; without it, no loader is changed.
+        if self.trainer._accelerator_connector.use_distributed_sampler:
+            check_not_read_whole(data, self.trainer.data_size, remedy)
 
 
 def _order_of(dataloader: DataLoader) -> Any:

@@ -288,8 +288,8 @@ training draws from them, too, a warning says that other samples may come. If it
 webdataset's `shuffle` without a seed does, that is an error.
 
 **Other loaders.** A loader of another class than `DataLoader` that has a `state_dict`, such as torchdata's
-`nodes.Loader`, continues on as many ranks. Each of several ranks reads all of it, with a warning, unless it divides
-itself among them (`shards_itself = True`). Without a `state_dict` it is refused in mid-epoch.
+`nodes.Loader`, continues on as many ranks. With several ranks it has to say whether it divides itself among them
+(`shards_itself = True`) or each rank reads all of it (`False`). Without a `state_dict` it is refused in mid-epoch.
 
 **Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
 and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn

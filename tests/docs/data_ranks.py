@@ -8,8 +8,8 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,18 @@ def _run(make: Callable[[], Any], folder: Path, ranks: int, checkpoint: Path | N
     for old in folder.glob("trained*"):
         old.unlink()
     seed_everything(7 if checkpoint is None else 8, verbose=False)
-    with _warnings_in(folder / "warned"):
-        trainer = engine(max_epochs=EPOCHS, limit_val_batches=0, default_root_dir=folder, **strategy, **flags)
-        trainer.fit(_Notes(folder, make), ckpt_path=checkpoint)
+    trainer = engine(max_epochs=EPOCHS, limit_val_batches=0, default_root_dir=folder, **strategy, **flags)
+    trainer.fit(_Notes(folder, make), ckpt_path=checkpoint)
     return [json.loads((folder / f"trained{rank}").read_text()) for rank in range(ranks)]
 
 
 def _evaluate(make: Callable[[], Any], folder: Path) -> Counter[int]:
-    with _warnings_in(folder / "warned"):
-        trainer = engine(strategy="ddp_fork", devices=RANKS, default_root_dir=folder)
-        trainer.validate(_Notes(folder, make), verbose=False)
+    trainer = engine(strategy="ddp_fork", devices=RANKS, default_root_dir=folder)
+    trainer.validate(_Notes(folder, make), verbose=False)
     return Counter(i for rank in range(RANKS) for i in json.loads((folder / f"evaluated{rank}").read_text()))
 
 
-def _verdict(check: Callable[[], bool], folder: Path) -> str:
-    (folder / "warned").unlink(missing_ok=True)
+def _verdict(check: Callable[[], bool]) -> str:
     try:
         if check():
             return "yes"
@@ -84,23 +81,7 @@ def _verdict(check: Callable[[], bool], folder: Path) -> str:
         if not any(name in f"{type(error).__name__}: {error}" for name in REFUSED):
             raise
         return "refused"
-    warned = folder / "warned"
-    says_so = warned.exists() and "ranks reads all of" in warned.read_text()
-    return "no: each rank reads all, with a warning" if says_so else "SILENTLY WRONG"
-
-
-@contextmanager
-def _warnings_in(path: Path) -> Iterator[None]:
-    """Those of this process and its forks are written to a file."""
-
-    def write(message: Any, *_: Any, **__: Any) -> None:
-        with path.open("a") as file:
-            file.write(f"{message}\n")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = write
-        yield
+    return "SILENTLY WRONG"
 
 
 def rank_row(make: Callable[[int], Any], batch_size: int, each: Counter[int], folder: Path) -> list[str]:
@@ -117,12 +98,12 @@ def rank_row(make: Callable[[int], Any], batch_size: int, each: Counter[int], fo
         found["whole"] = _run(load, folder, RANKS, callbacks=[SavesIn("on_train_batch_end", STOP, saved)])
         return is_once([item for rank in found["whole"] for item in rank])
 
-    cells = [_verdict(once, folder), _verdict(lambda: _evaluate(load, folder) == each, folder)]
+    cells = [_verdict(once), _verdict(lambda: _evaluate(load, folder) == each)]
     if not found:
         return [*cells, "-", "-"]
     whole, done = found["whole"], [item for rank in found["whole"] for item in rank[:STOP]]
-    cells.append(_verdict(lambda: _run(load, folder, RANKS, saved) == [rank[STOP:] for rank in whole], folder))
-    cells.append(_verdict(lambda: is_once(done + _run(load, folder, 1, saved)[0]), folder))
+    cells.append(_verdict(lambda: _run(load, folder, RANKS, saved) == [rank[STOP:] for rank in whole]))
+    cells.append(_verdict(lambda: is_once(done + _run(load, folder, 1, saved)[0])))
     return cells
 
 

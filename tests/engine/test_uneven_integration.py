@@ -169,14 +169,25 @@ def test_a_stream_that_can_be_shared_out_is(num_workers, tmp_path):
     assert seen == sorted([*range(20)] * 2)
 
 
-def test_of_a_stream_that_all_ranks_read_whole_there_is_a_warning(tmp_path):
-    class Whole(Sharded):
-        shard = None
+class Whole(Sharded):
+    shard = None  # type: ignore[assignment]
 
-    with pytest.raises(ProcessRaisedException, match=r"Each of the 2 ranks reads all of Whole"):
+
+def test_a_stream_that_all_ranks_would_read_whole_is_refused(tmp_path):
+    with pytest.raises(ProcessRaisedException, match=r"Each of the 2 ranks would read all of Whole.*`shard\("):
         Engine(strategy="ddp_fork", devices=2, max_epochs=1, **QUIET).fit(
             Fits(tmp_path), DataLoader(Whole(list(range(8))), batch_size=BATCH)
         )
+
+
+def test_it_is_read_whole_if_the_user_says_so(tmp_path):
+    stream = Whole(list(range(8)))
+    stream.shards_itself = False
+    Engine(strategy="ddp_fork", devices=2, max_epochs=1, **QUIET).fit(
+        Fits(tmp_path), DataLoader(stream, batch_size=BATCH)
+    )
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text())[0] for rank in range(2)]
+    assert [sorted(i for numbers in rank.values() for i in numbers) for rank in ranks] == [list(range(8))] * 2
 
 
 def resumed(folder: Path, step: int) -> list[list[int]]:

@@ -118,14 +118,21 @@ def test_a_stream_is_sharded_as_its_data_set_can():
     assert rank_0_of_2(itself, RunningStage.VALIDATING).dataset is itself.dataset
 
 
-def test_a_stream_that_cannot_be_sharded_is_named_once(recwarn):
-    connector = engine(strategy="ddp", devices=2)._data_connector
-    for _ in range(2):
-        connector._prepare_dataloader(DataLoader(Stream(6)), shuffle=False, mode=RunningStage.VALIDATING)
-    said = [str(w.message) for w in recwarn if "IterableDataset" in str(w.message)]
-    assert len(said) == 1
-    assert "all of Stream, an IterableDataset: give it a method `shard(num_shards, index)`" in said[0]
-    assert "`shards_itself = True`" in said[0]
+@pytest.mark.parametrize("mode", [RunningStage.TRAINING, RunningStage.VALIDATING])
+def test_a_stream_that_cannot_be_sharded_is_refused_with_remedies(mode):
+    with pytest.raises(
+        ValueError, match=r"read all of Stream,.*: give it a method `shard\(num_shards, index\)`"
+    ) as error:
+        rank_0_of_2(DataLoader(Stream(6)), mode)
+    assert "`shards_itself = True`" in str(error.value)
+
+
+def test_without_the_engines_samplers_each_rank_reads_what_its_loader_has():
+    connector = engine(strategy="ddp", devices=2, use_distributed_sampler=False)._data_connector
+    loader = DataLoader(Stream(6))
+    assert connector._prepare(loader, shuffle=False, mode=RunningStage.VALIDATING).dataset is loader.dataset
+    batches = Batches()
+    assert connector._prepare(batches, shuffle=False, mode=RunningStage.VALIDATING) is batches
 
 
 @pytest.mark.parametrize(
@@ -153,9 +160,12 @@ def test_a_distributed_sampler_is_left_alone():
     assert rank_0_of_2(loader) is loader
 
 
-def test_what_is_no_loader_cannot_be_dealt_and_is_told():
+def test_what_is_no_loader_cannot_be_dealt_and_is_refused_unless_each_rank_is_to_read_it():
     batches = Batches()
-    with pytest.warns(UserWarning, match="Each of the 2 ranks reads all of Batches, which is no DataLoader"):
+    with pytest.raises(ValueError, match=r"Each of the 2 ranks would read all of Batches,.*: put a DataLoader"):
+        rank_0_of_2(batches)
+    for shards_itself in (True, False):
+        batches.shards_itself = shards_itself
         assert rank_0_of_2(batches) is batches
 
 
