@@ -5,8 +5,9 @@
 
 Contestants: Engine as `Snapshot` saves, in the background, and by `save_checkpoint`, which waits; Lightning's Trainer
 with its `.ckpt`; Lightning's ModelParallelStrategy with its sharded directory; `torch.distributed.checkpoint.save` by
-hand. Each saves the weights of a stack of linear layers and AdamW's two moments, several times in a run; the first save
-also makes room for the copies. "total" is the time until all is on the disk.
+hand, alone and followed by a checksum of the tensors, which only the Engine's checkpoints have. Each saves the weights
+of a stack of linear layers and AdamW's two moments, several times in a run; the first save also makes room for the
+copies. "total" is the time until all is on the disk.
 
 "memory" is what a process has more than before its first save: the copies, and memory that was freed and that glibc
 keeps, some 150 MB whatever the size of the state. Where glibc gives each tensor pages of its own
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from report import Table, about, write_report
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
@@ -131,8 +134,8 @@ def fit(make: Callable[[], Trainer], module: LightningModule, folder: Path, **ar
     return {"blocked": saves.blocked, "total": saves.total, "memory": saves.memory}
 
 
-def by_hand(mib: int, folder: Path) -> dict[str, Any]:
-    """`dcp.save` of the same tensors, sharded where there are several processes."""
+def by_hand(mib: int, folder: Path, *, adds_checksum: bool = False) -> dict[str, Any]:
+    """`dcp.save` of the same tensors, sharded where there are several processes; and then a checksum of its bytes."""
     module = Stack(mib)
     if dist.is_initialized():
         for layer in module.layers:
@@ -149,6 +152,9 @@ def by_hand(mib: int, folder: Path) -> dict[str, Any]:
         warm_page_cache(folder, rank, state_bytes(module) // size)
         began = time.perf_counter()
         dcp.save(state, checkpoint_id=path)
+        if adds_checksum:
+            for tensor in (*module.parameters(), *(t for values in optimizer.state.values() for t in values.values())):
+                zlib.crc32((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().numpy())
         times.append(time.perf_counter() - began)
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(path)
@@ -167,6 +173,7 @@ def contestants(mib: int, processes: int, folder: Path) -> dict[str, Callable[[]
         "Engine, in the background": lambda: fit(lambda: Engine(**common, **mine), Stack(mib), folder, kind="snapshot"),
         "Engine, save_checkpoint": lambda: fit(lambda: Engine(**common, **mine), Stack(mib), folder),
         "dcp.save by hand": lambda: by_hand(mib, folder),
+        "dcp.save by hand, then a checksum": lambda: by_hand(mib, folder, adds_checksum=True),
     }
     if single:
         found["Trainer, .ckpt"] = lambda: fit(lambda: Trainer(**common), Stack(mib), folder)
