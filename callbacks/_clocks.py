@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from polyphase.engine.devices import module_of, wait_for
-from polyphase.engine.phases import PHASES, PhaseClock, exposed_s, phase_of_activity, tell_wait
+from polyphase.engine.phases import (
+    PHASES,
+    SEALED,
+    UNMEASURED,
+    PhaseClock,
+    exposed_s,
+    phase_of_activity,
+    tell_wait,
+)
 
 __all__ = ["DeviceClock", "HostClock", "Measured", "make_clock", "shown_steps"]
 
@@ -31,10 +39,11 @@ class Measured:
     """The measurements of a clock since they were last taken.
 
     Args:
-        seconds: by phase.
+        seconds: by phase. Those of pauses are divided among the phases of steps as the measured ones are.
         num_steps: optimizer steps that ended.
 
     Attributes:
+        scale: the seconds of steps, over the measured ones of them: 1 without pauses.
         shortest: the shortest time that a rank was in collectives in each step, once waits are separated.
     """
 
@@ -42,6 +51,7 @@ class Measured:
     num_steps: int
 
     def __post_init__(self) -> None:
+        self.scale = _fill_pauses(self.seconds)
         self._by_rank = [self.seconds]
         self.shortest: list[float] = []
 
@@ -83,6 +93,20 @@ class Measured:
             phase: sum(seconds[phase] / wall for seconds, wall in zip(self._by_rank, walls, strict=True)) / len(walls)
             for phase in PHASES
         }
+
+
+def _fill_pauses(seconds: dict[str, float]) -> float:
+    """Divides the unmeasured seconds among the phases of steps; returns what those were multiplied by."""
+    unmeasured_s = seconds.pop(UNMEASURED, 0.0)
+    of_steps = [phase for phase in seconds if phase not in SEALED]
+    measured_s = sum(seconds[phase] for phase in of_steps)
+    if not measured_s:
+        seconds["engine"] += unmeasured_s
+        return 1.0
+    scale = 1.0 + unmeasured_s / measured_s
+    for phase in of_steps:
+        seconds[phase] *= scale
+    return scale
 
 
 class HostClock(PhaseClock):
@@ -151,7 +175,7 @@ class HostClock(PhaseClock):
         """
         now, before = self.read(), self._taken
         self._taken, num_steps, self._num_steps = now, self._num_steps, 0
-        return Measured({phase: now[phase] - before[phase] for phase in PHASES}, num_steps)
+        return Measured({phase: now_s - before.get(phase, 0.0) for phase, now_s in now.items()}, num_steps)
 
 
 class DeviceClock(HostClock):
@@ -235,8 +259,8 @@ class DeviceClock(HostClock):
                 self._in_step = dict.fromkeys(PHASES, 0.0)
                 continue
             took_s = self._last.elapsed_time(event) / 1e3
-            seconds[phase] += took_s
-            self._in_step[phase] += took_s
+            seconds[phase] = seconds.get(phase, 0.0) + took_s
+            self._in_step[phase] = self._in_step.get(phase, 0.0) + took_s
             self._spare.append(self._last)
             self._last = event
         del self._marks[:num_read]

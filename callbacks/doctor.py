@@ -254,7 +254,7 @@ class Doctor(Callback):
             is_warmup=is_warmup,
             slowest_step_s=self._slowest_step_s,
             steps=steps,
-            by_hook=slowest_hooks(clock.by_hook, {name: -seconds for name, seconds in self._hooks.items()}),
+            by_hook=self._slowest_hooks(measured.scale),
             num_saves=clock.num_saves - self._saves,
             num_batches=self._batches,
             num_fillers=self._fillers,
@@ -266,6 +266,12 @@ class Doctor(Callback):
         self._notes.add(interval)
         self._noted_step = self._step
         self._begin()
+
+    def _slowest_hooks(self, scale: float) -> dict[str, float]:
+        """Returns the interval's seconds by hook, multiplied by `scale`."""
+        assert self._clock is not None
+        sums = slowest_hooks(self._clock.by_hook, {name: -seconds for name, seconds in self._hooks.items()})
+        return {name: scale * seconds for name, seconds in sums.items()}
 
     def _watched(self, trainer: Any, is_warmup: bool, is_last: bool) -> dict[str, Any]:
         """Returns the measurements, by the field names of an `Interval`."""

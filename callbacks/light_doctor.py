@@ -1,8 +1,10 @@
-"""`LightDoctor`: the shares of a run's time at half the cost of `Doctor`.
+"""`LightDoctor`: the shares of a run's time for a few microseconds of a step.
 
-In contrast to `Doctor` it separates waits for slower ranks by interval, not by step, when the records are read. It does
-not measure the CPU time of the thread, reads of the device, padding or the slowest step, and it logs nothing. Its only
-collectives are one broadcast at the start and one gather at the end.
+In contrast to `Doctor` it measures the first 32 steps of an interval of 256, and takes the others for equal to them;
+validations and saves are always measured. If the others were quicker or slower by more than a quarter, the next
+interval is measured as a whole. It separates waits for slower ranks by interval, not by step, when the records are
+read. It does not measure the CPU time of the thread, reads of the device, padding or the slowest step, and it logs
+nothing. Its only collectives are one broadcast at the start and one gather at the end.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from polyphase.engine.doctor import Interval, RankInfo, judge
+from polyphase.engine.phases import SEALED
 from polyphase.engine.run_info import log_folder, shown_path
 
 from ._clocks import Measured
@@ -21,9 +24,13 @@ from ._waits import mark_end_of_backward
 from .doctor import WARMUP_STEPS, Doctor, describe
 from .run_summary import RunSummary
 
-__all__ = ["LightDoctor"]
+__all__ = ["INTERVAL_STEPS", "MEASURED_STEPS", "LightDoctor"]
 
-_INTERVAL_STEPS = 256
+INTERVAL_STEPS = 256
+MEASURED_STEPS = 32
+"""Number of first steps of an interval that are measured."""
+_UNEVEN = 1.25
+"""How much longer a batch of the others may take on average, or of the measured ones, without being measured."""
 _WORTH_S = 3.0
 """Seconds that a finding must have cost in the run to be printed, since short runs need no advice."""
 
@@ -39,7 +46,7 @@ class LightDoctor(Doctor):
     _writes_at_once = False
 
     def __init__(self) -> None:
-        super().__init__(_INTERVAL_STEPS)
+        super().__init__(INTERVAL_STEPS)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]  # in another process nothing is under way
@@ -55,12 +62,23 @@ class LightDoctor(Doctor):
         super().on_train_start(trainer, pl_module)
         self._boards = Boards([], 1)
         self._window = trainer.accumulate_grad_batches
-        self._length = self._left = WARMUP_STEPS * self._window
         self._counted: int | None = 0
+        self._measures_all = True
+        self._begin_interval(WARMUP_STEPS)
+
+    def _begin_interval(self, num_steps: int) -> None:
+        self._length = self._left = num_steps * self._window
+        self._left_at_pause = max(0, num_steps - MEASURED_STEPS) * self._window
+        self._marks_s = [self._steps_s()]
+
+    def _steps_s(self) -> float:
+        """Returns the seconds of training so far, without validations and saves."""
+        assert self._clock is not None
+        return sum(seconds for phase, seconds in self._clock.read().items() if phase not in SEALED)
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Marks the last gradient of backward, after which the rank only waits for others."""
-        if self._clock is not None and loss.requires_grad:
+        if self._clock is not None and self._clock.is_open and loss.requires_grad:
             mark_end_of_backward(loss, self._clock)
 
     on_train_batch_start = Callback.on_train_batch_start
@@ -69,23 +87,50 @@ class LightDoctor(Doctor):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts, and records an interval when it is over."""
+        """Counts; pauses, or records an interval when it is over."""
         if self._has_fillers and trainer.is_filler(batch_idx):
             self._fillers += 1
         self._left -= 1
-        if self._left <= 0 and self._clock is not None:
+        if self._left <= 0:
             self._end_interval(trainer)
+        elif self._left == self._left_at_pause:
+            self._end_measured_part(trainer)
+
+    def _end_measured_part(self, trainer: Any) -> None:
+        if self._clock is None:
+            return
+        self._marks_s.append(self._steps_s())
+        if not self._measures_all:
+            self._pause(trainer)
+
+    def _pause(self, trainer: Any) -> None:
+        assert self._clock is not None
+        self._clock.pause()
+        trainer.heartbeat.listen(self._clock, is_paused=True)
+
+    def _is_even(self) -> bool:
+        """Whether the batches after the first part of the interval took about as long as those in it."""
+        if len(self._marks_s) < 2 or self._left == self._left_at_pause:
+            return False
+        start_s, middle_s = self._marks_s
+        first_s = (middle_s - start_s) / (self._length - self._left_at_pause)
+        others_s = (self._steps_s() - middle_s) / (self._left_at_pause - self._left)
+        return others_s < _UNEVEN * first_s and first_s < _UNEVEN * others_s
 
     def _end_interval(self, trainer: Any) -> None:
-        self._step = trainer.global_step
-        if self._step == self._noted_step:
-            return  # in the middle of a step
+        self._step, clock = trainer.global_step, self._clock
+        if clock is None or self._step == self._noted_step:  # in the middle of a step
+            return
         self._count_batches(trainer)
+        self._measures_all = not self._is_even()
         is_warmup = self._noted_step == self._first_step
         self._note(trainer, is_warmup=is_warmup)
         if not is_warmup and not self._notes.has_file:
             self._notes.open(self._folder)
-        self._length = self._left = _INTERVAL_STEPS * self._window
+        if not clock.is_open:
+            clock.resume()
+            trainer.heartbeat.listen(clock)
+        self._begin_interval(INTERVAL_STEPS)
 
     def _count_batches(self, trainer: Any) -> None:
         self._batches = self._length - self._left

@@ -42,10 +42,20 @@ def default_run_summary(config: EngineConfig, callbacks: Sequence[Callback]) -> 
     return _run_summary() if is_wanted and not has_one else None
 
 
-def default_doctor(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
-    """Returns the doctor of a run; None if the flags turn it off, or the user has given one."""
+def default_doctor(config: EngineConfig, callbacks: Sequence[Callback], *, is_on_cpu: bool) -> Callback | None:
+    """Returns the doctor of a run; None if the flags turn it off, or the user has passed one.
+
+    Args:
+        config: the flags.
+        callbacks: the user's.
+        is_on_cpu: whether the run computes on CPUs. What it costs on accelerators was not measured: there it is on by
+            the flag alone.
+    """
+    is_wanted = config.enable_doctor
+    if is_wanted is None:
+        is_wanted = is_on_cpu and not config.is_silent and not config.trainer.get("fast_dev_run")
     has_one = any(hasattr(callback, "notes_folder") for callback in callbacks)
-    return _light_doctor() if config.enable_doctor and not has_one else None
+    return _light_doctor() if is_wanted and not has_one else None
 
 
 def _progress_bar() -> Callback:

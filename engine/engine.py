@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
@@ -147,7 +147,8 @@ class Engine(TrainerBase):
         enable_run_summary: print one line about the run when training begins, and the places of its results at the end.
             None: unless `barebones`, or neither a logger nor a progress bar is wanted.
         enable_doctor: add a `LightDoctor` if there is no `Doctor`: it measures where the time of each rank goes, and at
-            the end prints the causes of lost time, the seconds that they cost, and remedies.
+            the end prints the causes of lost time, the seconds that they cost, and remedies. None: on CPUs, unless
+            `barebones`, `fast_dev_run`, or neither a logger nor a progress bar is wanted.
         global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
         micro_batch_size: largest number of these samples that a rank processes at once. None: the DataLoader's
@@ -224,7 +225,7 @@ class Engine(TrainerBase):
         seed_samples: bool = False,
         name: str | None = None,
         enable_run_summary: bool | None = None,
-        enable_doctor: bool = False,
+        enable_doctor: bool | None = None,
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
@@ -281,7 +282,8 @@ class Engine(TrainerBase):
         )
         use_own_device(self, config.strategy)
         self._save_memory(config, compiles=mode is not None)
-        summary, doctor = default_run_summary(config, users), default_doctor(config, users)
+        summary = default_run_summary(config, users)
+        doctor = default_doctor(config, users, is_on_cpu=isinstance(self.accelerator, CPUAccelerator))
         install_loops(self, config, watch, default_bar, summary, doctor)
         check_cuda_graphs(mode, self.layout)
         self._check_batches(config)

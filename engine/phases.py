@@ -16,6 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 __all__ = [
     "EXPOSED",
     "PHASES",
+    "SEALED",
+    "UNMEASURED",
     "PhaseClock",
     "counts_as_communication",
     "exposed_s",
@@ -47,6 +49,12 @@ PHASES = {
 
 EXPOSED = ("bubble", "communication")
 """The phases of which a part may be waiting for slower ranks, those first whose waits are longest."""
+
+SEALED = ("checkpoint", "validation")
+"""The phases that are measured though a clock pauses: rare parts of a run, each announced as a whole."""
+
+UNMEASURED = "unmeasured"
+"""In place of a phase: the time in which a clock pauses, without the sealed phases in it."""
 
 _ANNOUNCED = {
     "fetch": "data_wait",
@@ -80,7 +88,7 @@ class PhaseClock:
     Attributes:
         now: the same.
         note: appends to the notes, an activity and then the time at which it begins.
-        is_open: whether activities are entered; not in a sealed one.
+        is_open: whether activities are entered; not in a sealed one, nor in a pause.
         num_saves: how often the phase "checkpoint" was entered.
     """
 
@@ -110,10 +118,11 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds by phase, up to the last change."""
+        """The seconds by phase, up to the last change; those of pauses are `UNMEASURED`."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for activity, sum_s in self.sums().items():
-            seconds[phase_of_activity(activity)] += sum_s
+            phase = phase_of_activity(activity)
+            seconds[phase] = seconds.get(phase, 0.0) + sum_s
         return seconds
 
     @property
@@ -145,6 +154,16 @@ class PhaseClock:
         finally:
             self.is_open = was_open
             self._change(outer)
+
+    def pause(self) -> None:
+        """Measures nothing until `resume`, but sealed parts."""
+        self._change(UNMEASURED)
+        self.is_open = False
+
+    def resume(self) -> None:
+        """Ends the pause."""
+        self.is_open = True
+        self._change("engine")
 
     def read(self) -> dict[str, float]:
         """Returns the seconds by phase up to this moment."""
@@ -198,7 +217,7 @@ def _add_up(activities: list[str], began: list[float], sums: dict[str, float]) -
 
 def phase_of_activity(activity: str) -> str:
     """The phase that an activity belongs to: ``"fetch"`` -> ``"data_wait"``, a hook's -> ``"callbacks"``."""
-    if activity in PHASES:
+    if activity in PHASES or activity == UNMEASURED:
         return activity
     return "callbacks" if "." in activity else _ANNOUNCED.get(activity, "engine")
 
@@ -281,7 +300,7 @@ def counts_as_communication(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(function)
     def wait(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         clock = _clocks[-1] if _clocks else None
-        if clock is None or not clock.is_here:
+        if clock is None or not clock.is_open or not clock.is_here:
             return function(*args, **kwargs)
         outer = clock.enter(_phase_of_waits[-1])
         try:

@@ -55,7 +55,7 @@ class Hooks:
         self._states = [vars(owner) for owner in owners]
         self._num_attributes = list(map(len, self._states))
         self._by_name: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
-        self._clock: PhaseClock | None = self.trainer.heartbeat.clock
+        self._heartbeat: Any = self.trainer.heartbeat
         self._activities: dict[str, list[str]] = {}
         self.present = frozenset(name for name in _STEP_HOOKS if any(self._look_up(name)))
         """The overridden hooks of a training step; calls of the others would take time without any effect."""
@@ -82,8 +82,9 @@ class Hooks:
         state = self.module.__dict__
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name
-        if self._clock is not None:
-            result = self._call_timed(self._clock, overridden_hooks, self._activities[name], *arguments)
+        clock: PhaseClock | None = self._heartbeat.clock
+        if clock is not None:
+            result = self._call_timed(clock, overridden_hooks, self._activities[name], *arguments)
         else:
             for hook in callback_hooks:
                 hook(self.trainer, self.module, *arguments)

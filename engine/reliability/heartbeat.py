@@ -48,7 +48,7 @@ class Heartbeat:
     """
 
     clock: PhaseClock | None = None
-    """The clock that measures the phases; None if none does."""
+    """The clock that measures the phases; None if none does, or while it pauses."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -57,19 +57,28 @@ class Heartbeat:
         backward), ``"optimizer"``, ``"log"``, ``"batch"`` (around these), ``"validate"``, ``"save"``, ...: set by the
         loops."""
         self._thread = 0
+        self._paused: PhaseClock | None = None
         self.positions_of_all: Callable[[], dict[int, dict[str, Any]]] | None = None
         """Returns the positions of all ranks that are known here, by rank; None while no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "positions_of_all": None, "clock": None}  # a copied trainer takes part in no run
+        # A copied trainer takes part in no run.
+        return {**vars(self), "positions_of_all": None, "clock": None, "_paused": None}
 
-    def listen(self, clock: PhaseClock | None) -> None:
-        """Announces each phase to `clock` from now on; None: to no clock."""
+    def listen(self, clock: PhaseClock | None, *, is_paused: bool = False) -> None:
+        """Announces each phase to `clock` from now on; None: to no clock.
+
+        Args:
+            clock: measures the phases.
+            is_paused: announce only the parts that `within` has, such as a validation or a save.
+        """
         phase = self.phase
-        self.clock = clock
+        self.clock, self._paused = (None, clock) if is_paused else (clock, None)
         # Another class, so that assigning a phase costs nothing more while no clock listens.
         if clock is None:
             self.__class__ = Heartbeat
+        elif is_paused:
+            self.__class__ = _Paused
         else:
             self.__class__ = _Noting if type(clock).enter is PhaseClock.enter else _Announcing
         self.phase = phase
@@ -188,6 +197,16 @@ class _Noting(_Announcing):
             note = clock.note
             note(phase)
             note(clock.now())
+
+
+class _Paused(Heartbeat):
+    """Announces the parts of a run that count as a whole, and nothing else."""
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Context manager around a phase that is a part of another one."""
+        with nullcontext() if self._paused is None else self._paused.sealed(phase), super().within(phase):
+            yield
 
 
 def stack_of(thread: int) -> list[Call]:

@@ -8,9 +8,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from polyphase.callbacks import Doctor, LightDoctor, light_doctor
+from polyphase.engine.config import EngineConfig
+from polyphase.engine.default_callbacks import default_doctor
 from polyphase.engine.doctor import Interval, RankInfo, Run, judge, read_run
 from polyphase.engine.phases import PHASES
-from tests.engine.loop.costs import Costs
+from tests.engine.loop.costs import CallCount, Costs
 from tests.engine.tiny import Regression, engine, rows
 
 STEPS = 24
@@ -44,8 +46,28 @@ def test_it_is_there_while_it_trains(tmp_path):
     assert trainer.heartbeat.clock is None
 
 
-def test_it_is_not_there_where_it_is_not_wanted(tmp_path):
-    assert fit(tmp_path, enable_doctor=False)[1] == []
+def test_it_is_there_by_itself(tmp_path):
+    assert [type(doctor) for doctor in fit(tmp_path, enable_doctor=None)[1]] == [LightDoctor]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"enable_doctor": False},
+        {"enable_doctor": None, "logger": False, "enable_progress_bar": False},
+        {"enable_doctor": None, "fast_dev_run": True},
+    ],
+    ids=["flag", "silent", "fast_dev_run"],
+)
+def test_it_is_not_there_where_it_is_not_wanted(tmp_path, flags):
+    assert fit(tmp_path, **flags)[1] == []
+
+
+@pytest.mark.parametrize(("flag", "is_there"), [(None, False), (True, True)])
+def test_on_accelerators_it_is_there_by_the_flag_alone(flag, is_there):
+    config = EngineConfig(enable_doctor=flag)
+    assert (default_doctor(config, [], is_on_cpu=False) is not None) == is_there
+    assert default_doctor(config, [], is_on_cpu=True) is not None
 
 
 def test_it_is_not_there_beside_another_one(tmp_path):
@@ -59,7 +81,7 @@ def test_it_is_not_there_beside_another_one(tmp_path):
 
 
 def test_what_it_notes(tmp_path, monkeypatch):
-    monkeypatch.setattr(light_doctor, "_INTERVAL_STEPS", 10)
+    monkeypatch.setattr(light_doctor, "INTERVAL_STEPS", 10)
     fit(tmp_path, Slow(), accumulate_grad_batches=2, steps=STEPS)
     run = read_run(str(tmp_path / "lightning_logs" / "version_0"))
     intervals = run.intervals[0]
@@ -89,7 +111,7 @@ def test_what_has_cost_less_is_not_said(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_written"), [({}, False), ({"_WORTH_S": 0.1}, True), ({"_INTERVAL_STEPS": 10}, True)]
+    ("settings", "is_written"), [({}, False), ({"_WORTH_S": 0.1}, True), ({"INTERVAL_STEPS": 10}, True)]
 )
 def test_short_runs_leave_no_file(tmp_path, monkeypatch, settings, is_written):
     for name, value in settings.items():
@@ -121,6 +143,89 @@ def test_weights_are_those_of_a_run_without_it(tmp_path):
         fit(tmp_path, module=module, enable_doctor=wanted)
         weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert torch.equal(*weights)
+
+
+class PausesSeen(Callback):
+    """The batches after which the clock pauses, and those whose hooks it times."""
+
+    def __init__(self, slow_from=None, pause_s=0.005):
+        self.paused = []
+        self.slow_from, self.pause_s = slow_from, pause_s
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        is_slow = self.slow_from is not None and batch_idx >= self.slow_from
+        time.sleep(self.pause_s * (10 if is_slow else 1))
+
+    def on_before_zero_grad(self, trainer, *args):
+        if trainer.heartbeat.clock is None:
+            self.paused.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
+
+
+def intervals_of(folder):
+    return read_run(str(folder / "lightning_logs" / "version_0")).intervals[0]
+
+
+def in_short_intervals(monkeypatch):
+    monkeypatch.setattr(light_doctor, "INTERVAL_STEPS", 12)
+    monkeypatch.setattr(light_doctor, "MEASURED_STEPS", 4)
+    monkeypatch.setattr(light_doctor, "_UNEVEN", 3.0)  # a few short steps are less even than 256
+
+
+def test_of_an_even_interval_the_first_steps_are_measured(tmp_path, monkeypatch):
+    in_short_intervals(monkeypatch)
+    seen = PausesSeen(pause_s=0.01)
+    fit(tmp_path, seen, steps=3 + 2 * 12 + 6)
+    # The warm-up has steps 0 to 2. The interval of 3 to 14 is measured as a whole, and finds the steps even.
+    assert seen.paused == [*range(19, 27), 31, 32]
+    for interval in intervals_of(tmp_path):
+        assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=1e-4)
+        hook_s = interval.by_hook["PausesSeen.on_train_batch_end"]
+        assert 0.0099 * interval.num_steps <= hook_s <= interval.seconds["callbacks"] + 1e-5
+
+
+def test_an_interval_after_an_uneven_one_is_measured_as_a_whole(tmp_path, monkeypatch):
+    in_short_intervals(monkeypatch)
+    seen = PausesSeen(slow_from=3 + 12 + 6)
+    fit(tmp_path, seen, steps=3 + 4 * 12)
+    # Batch 21, in the pause of the second interval, begins to be slow; the third one finds all of its steps slow.
+    assert seen.paused == [*range(19, 27), *range(43, 51)]
+
+
+def test_validations_and_saves_are_measured_in_a_pause_too(tmp_path, monkeypatch):
+    in_short_intervals(monkeypatch)
+
+    class Validates(Regression):
+        def validation_step(self, batch, batch_idx):
+            time.sleep(0.05)
+
+    module, steps = Validates(), 3 + 2 * 12
+    seen = PausesSeen()
+    trainer = engine(
+        callbacks=[seen], max_steps=steps, max_epochs=-1, default_root_dir=tmp_path, logger=CSVLogger(tmp_path),
+        enable_doctor=True, val_check_interval=steps - 2, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, rows(4 * steps), rows(8))
+    assert steps - 3 in seen.paused, "the validation after that batch is in a pause"
+    validated_s = [interval.seconds["validation"] for interval in intervals_of(tmp_path)]
+    assert validated_s[:2] == [0.0, 0.0]
+    assert 0.1 <= validated_s[2] < 0.2
+
+
+def test_a_pause_calls_nothing_in_a_step_but_its_own_hook(tmp_path, monkeypatch):
+    monkeypatch.setattr(light_doctor, "INTERVAL_STEPS", 40)
+    monkeypatch.setattr(light_doctor, "MEASURED_STEPS", 4)
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            counted.tick()
+
+    calls = {}
+    for wanted in (False, True):
+        counted = CallCount(3 + 40 + 8, 3 + 40 + 38)  # in the pause of the second interval
+        monkeypatch.setattr(light_doctor, "_UNEVEN", 1e9)
+        fit(tmp_path, Counts(), steps=3 + 80, enable_doctor=wanted)
+        calls[wanted] = counted.per_step
+    assert calls[True] - calls[False] == 1
 
 
 def told(communication, **given):

@@ -37,7 +37,7 @@ def test_the_slow_rank_is_found(tmp_path, monkeypatch):
 
 def test_nothing_is_sent_or_read_while_it_trains(tmp_path, monkeypatch):
     """The same run without it has as many collectives and reads in each step, where its intervals end, too."""
-    monkeypatch.setattr(light_doctor, "_INTERVAL_STEPS", 4)
+    monkeypatch.setattr(light_doctor, "INTERVAL_STEPS", 4)
     counts = []
     for wanted in (False, True):
         folder = tmp_path / str(wanted)

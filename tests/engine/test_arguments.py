@@ -25,7 +25,7 @@ OURS = {
     "offload": None,
     "name": None,
     "enable_run_summary": None,
-    "enable_doctor": False,
+    "enable_doctor": None,
     "async_checkpoints": True,
     "check_first_steps": "auto",
     "checkpoint_format": "auto",

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
-from polyphase.callbacks import Doctor
+from polyphase.callbacks import Doctor, LightDoctor, light_doctor
 from polyphase.engine import Engine
 from polyphase.engine.doctor import judge, read_run
 from tests.engine.tiny import QUIET
@@ -79,6 +79,22 @@ def test_phases_of_the_device_add_up_and_nothing_is_read(tmp_path: Path) -> None
     assert more <= ends, (without, reads)
     assert {interval.padding for interval in run.intervals[0]} <= {None, 0.25}
     assert any(interval.padding == 0.25 for interval in run.intervals[0])
+
+
+def _train_lightly(folder: Path) -> list[int]:
+    light_doctor.INTERVAL_STEPS, light_doctor.MEASURED_STEPS, light_doctor._UNEVEN = 8, 2, 1e9
+    return _train(folder, False, Slow(), LightDoctor())
+
+
+def test_pauses_of_the_light_form_are_counted_as_the_measured_steps(tmp_path: Path) -> None:
+    reads = in_a_child(_train_lightly, tmp_path)
+    run = read_run(str(tmp_path))
+    assert [interval.num_steps for interval in run.intervals[0]] == [3, 8, 8, 5]
+    for interval in run.intervals[0]:
+        assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=0.01)
+    assert sum(interval.seconds["callbacks"] for interval in run.intervals[0]) >= 0.9 * STEPS * PAUSE_S
+    assert judge(run).findings[0].cause == "slow_callback"
+    assert len(set(reads)) == 1, "nothing is read, at the end of an interval either"
 
 
 def test_a_read_in_the_step_is_found_by_its_line(tmp_path: Path) -> None:
