@@ -1,6 +1,6 @@
 """`LightDoctor`: the shares of a run's time for a few microseconds of a step.
 
-In contrast to `Doctor` it measures the first 32 steps of an interval of 256, and takes the others for equal to them;
+In contrast to `Doctor` it measures the first 32 steps of an interval of 512, and takes the others for equal to them;
 validations and saves are always measured. If the others were quicker or slower by more than a quarter, the next
 interval is measured as a whole. It separates waits for slower ranks by interval, not by step, when the records are
 read. It does not measure the CPU time of the thread, reads of the device, padding or the slowest step, and it logs
@@ -26,7 +26,7 @@ from .run_summary import RunSummary
 
 __all__ = ["INTERVAL_STEPS", "MEASURED_STEPS", "LightDoctor"]
 
-INTERVAL_STEPS = 256
+INTERVAL_STEPS = 512
 MEASURED_STEPS = 32
 """Number of first steps of an interval that are measured."""
 _UNEVEN = 1.25
@@ -40,7 +40,7 @@ class LightDoctor(Doctor):
 
     It prints at the end only if a finding has cost 3 seconds or more, at most five lines; it logs nothing. The records
     of the ranks are in the folder of the logs. Nothing is written without such a folder, or if training took less than
-    3 seconds and 256 steps.
+    3 seconds and 512 steps.
     """
 
     _writes_at_once = False

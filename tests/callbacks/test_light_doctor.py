@@ -168,7 +168,7 @@ def intervals_of(folder):
 def in_short_intervals(monkeypatch):
     monkeypatch.setattr(light_doctor, "INTERVAL_STEPS", 12)
     monkeypatch.setattr(light_doctor, "MEASURED_STEPS", 4)
-    monkeypatch.setattr(light_doctor, "_UNEVEN", 3.0)  # a few short steps are less even than 256
+    monkeypatch.setattr(light_doctor, "_UNEVEN", 3.0)  # a few short steps are less even than 512
 
 
 def test_of_an_even_interval_the_first_steps_are_measured(tmp_path, monkeypatch):
