@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
 # Lightning: rebuilds a DataLoader with another sampler; everything else stays the user's.
@@ -279,8 +279,10 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return dataloader if part is None else part
 
     def _check_not_read_whole(self, data: object, remedy: str) -> None:
+        # Without a run, a loader is prepared to be looked at.
+        is_read = self.trainer.state.status == TrainerStatus.RUNNING
         # Lightning: holds the use_distributed_sampler flag; without it, no loader is changed.
-        if self.trainer._accelerator_connector.use_distributed_sampler:
+        if is_read and self.trainer._accelerator_connector.use_distributed_sampler:
             check_not_read_whole(data, self.trainer.data_size, remedy)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -119,19 +119,37 @@ def test_a_stream_is_sharded_as_its_data_set_can():
 
 
 @pytest.mark.parametrize("mode", [RunningStage.TRAINING, RunningStage.VALIDATING])
-def test_a_stream_that_cannot_be_sharded_is_refused_with_remedies(mode):
-    with pytest.raises(
-        ValueError, match=r"read all of Stream,.*: give it a method `shard\(num_shards, index\)`"
-    ) as error:
-        rank_0_of_2(DataLoader(Stream(6)), mode)
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (DataLoader(Stream(6)), r"read all of Stream,.*: give it a method `shard\(num_shards, index\)`"),
+        (Batches(), "read all of Batches,.*: put a DataLoader around it"),
+    ],
+    ids=["stream", "batches"],
+)
+def test_what_each_rank_would_read_whole_is_refused_in_a_run_with_remedies(loader, message, mode):
+    connector = engine(strategy="ddp", devices=2)._data_connector
+    connector.trainer.state.status = TrainerStatus.RUNNING
+    with pytest.raises(ValueError, match=f"Each of the 2 ranks would {message}") as error:
+        connector._prepare_dataloader(loader, shuffle=False, mode=mode)
     assert "`shards_itself = True`" in str(error.value)
 
 
-def test_without_the_engines_samplers_each_rank_reads_what_its_loader_has():
-    connector = engine(strategy="ddp", devices=2, use_distributed_sampler=False)._data_connector
-    loader = DataLoader(Stream(6))
-    assert connector._prepare(loader, shuffle=False, mode=RunningStage.VALIDATING).dataset is loader.dataset
+@pytest.mark.parametrize("flags", [{"use_distributed_sampler": False}, {"strategy": "single", "devices": 1}])
+def test_it_is_read_whole_in_one_process_and_without_the_engines_samplers(flags):
+    connector = engine(**{"strategy": "ddp", "devices": 2} | flags)._data_connector
+    connector.trainer.state.status = TrainerStatus.RUNNING
+    for loader in (DataLoader(Stream(6)), Batches()):
+        prepared = connector._prepare(loader, shuffle=False, mode=RunningStage.VALIDATING)
+        assert getattr(prepared, "dataset", prepared) is getattr(loader, "dataset", loader)
+
+
+@pytest.mark.parametrize("shards_itself", [True, False])
+def test_it_is_if_the_user_says_so(shards_itself):
+    connector = engine(strategy="ddp", devices=2)._data_connector
+    connector.trainer.state.status = TrainerStatus.RUNNING
     batches = Batches()
+    batches.shards_itself = shards_itself
     assert connector._prepare(batches, shuffle=False, mode=RunningStage.VALIDATING) is batches
 
 
@@ -158,15 +176,6 @@ def test_of_a_batch_sampler_of_the_users_own_whole_batches_are_dealt(sampler):
 def test_a_distributed_sampler_is_left_alone():
     loader = DataLoader(Positions(SIZE), sampler=DistributedSampler(Positions(SIZE), num_replicas=2, rank=0))
     assert rank_0_of_2(loader) is loader
-
-
-def test_what_is_no_loader_cannot_be_dealt_and_is_refused_unless_each_rank_is_to_read_it():
-    batches = Batches()
-    with pytest.raises(ValueError, match=r"Each of the 2 ranks would read all of Batches,.*: put a DataLoader"):
-        rank_0_of_2(batches)
-    for shards_itself in (True, False):
-        batches.shards_itself = shards_itself
-        assert rank_0_of_2(batches) is batches
 
 
 def test_several_ranks_have_the_attributes_of_the_users_sampler_and_refuse_another_batch_size():
