@@ -88,5 +88,5 @@ def _markdown(run: Run) -> list[str]:
     lines += [f"*{caveat}*" for caveat in verdict.caveats]
     for number, finding in enumerate(verdict.findings, start=1):
         gain = "" if finding.gain is None else f" (up to {finding.gain:.0%} less time)"
-        lines += [f"{number}. **{finding.cause}**{gain}: {finding.evidence}", f"    - try {finding.remedy}"]
+        lines += [f"{number}. **{finding.cause}**{gain}: {finding.evidence}", f"    - remedy: {finding.remedy}"]
     return lines if verdict.findings or verdict.caveats else [*lines, "nothing stands out"]

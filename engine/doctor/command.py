@@ -163,7 +163,7 @@ def show(verdict: Verdict, console: Console) -> None:
         gain = "" if finding.gain is None else f" [green](up to {finding.gain:.0%} less time)[/]"
         console.print(f"\n[bold red]{number}. {finding.cause}[/]{gain}", highlight=False)
         console.print(f"   {finding.evidence}", highlight=False, markup=False)
-        console.print(f"   try {finding.remedy}", highlight=False, markup=False, style="bold")
+        console.print(f"   remedy: {finding.remedy}", highlight=False, markup=False, style="bold")
     if not verdict.findings and not verdict.caveats:
         console.print("\n[green]Nothing stands out.[/]")
     console.print()

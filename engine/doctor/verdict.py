@@ -39,7 +39,7 @@ class Verdict:
         lines = [f"doctor: a step takes {1e3 * self.figures.step_s:.3g} ms{rate}: {', '.join(shares[:5])}"]
         for finding in self.findings[:_NUM_FINDINGS]:
             gain = "" if finding.gain is None else f" (up to {finding.gain:.0%} less time)"
-            lines += [f"  {finding.cause}: {finding.evidence}", f"    try {finding.remedy}{gain}"]
+            lines += [f"  {finding.cause}: {finding.evidence}", f"    remedy: {finding.remedy}{gain}"]
         if not self.findings:
             lines.append(f"  {self.caveats[0]}" if self.caveats else "  nothing stands out")
         return lines
