@@ -190,8 +190,8 @@ Each row is a kind of training data, each column a question. A cell is what was 
 - *no: ...*: it runs, but not so; what happens is in the cell.
 - *-*: the question does not arise, since the run was refused before.
 
-`python -m tests.docs.data_matrix` writes this page, and `make nightly` compares it with what is found again; tables of
-public libraries with those that are installed. The rules behind them: [checkpoints.md](checkpoints.md).
+`python -m tests.docs.data_matrix` writes this page, and `make nightly` compares it with what is found again, except for
+libraries that are not installed. Rows of those stay as they are. The rules behind them: [checkpoints.md](checkpoints.md).
 
 ## One process
 
@@ -257,7 +257,8 @@ after an epoch's last batch; with other data sets than `StreamingDataset` it is 
 compute together need the same samples: a data set that divides itself among all ranks is refused there.
 
 `pip install "polyphase[data]"` installs `datasets` and `webdataset`. It does not install `litdata`, which requires
-torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch.
+torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch. Its rows, and those of
+`mosaicml-streaming`, were found in an environment of their own.
 """
 _PROMISES = """
 ## What is promised
