@@ -214,6 +214,8 @@ class Rows(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """An epoch of ten batches, and of fewer on one rank."""
 
+    shards_itself = True
+
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
