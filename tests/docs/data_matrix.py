@@ -191,7 +191,8 @@ Each row is a kind of training data, each column a question. A cell is what was 
 - *-*: the question does not arise, since the run was refused before.
 
 `python -m tests.docs.data_matrix` writes this page, and `make nightly` compares it with what is found again, except for
-libraries that are not installed. Rows of those stay as they are. The rules behind them: [checkpoints.md](checkpoints.md).
+libraries that are not installed. Rows of those stay as they are. The rules behind them:
+[checkpoints.md](checkpoints.md).
 
 ## One process
 
