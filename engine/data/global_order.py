@@ -130,6 +130,8 @@ class GlobalOrder(DistributedSamplerWrapper):
         """Called when the iterator of a resumed epoch exists: if the epoch was at its end, no more is drawn for it."""
         if self.passes.latest is not None:
             self.passes.latest.settle()
+            # Where `drop_last` leaves out the rest of the order, nothing is read of the epoch.
+            self.passes.latest.go_on()
             if self._at_end is not None:
                 self.passes.latest.end_with(self._at_end)
         self._at_end = None

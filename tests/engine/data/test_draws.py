@@ -60,6 +60,9 @@ FOUND = {
         stop_after=5,
         later_num_workers=1,
     ),
+    "an epoch was over before the samples that drop_last leaves out": replace(
+        _TWO_RANKS, kind="shuffle, own generator", num_samples=5, drop_last=True, stop_after=4
+    ),
 }
 """Draws that were wrong, made small."""
 
