@@ -36,14 +36,10 @@ IGNORED = (
 
 
 ALONE = (
-    "benchmarks/test_overhead.py",
-    "benchmarks/test_strategies.py",
-    "callbacks/test_communication_integration.py",
     "callbacks/test_doctor.py",
     "callbacks/test_doctor_integration.py",
-    "engine/doctor/test_trial_integration.py",
 )
-"""Files whose tests measure seconds, or count what the machine as a whole does."""
+"""Files whose tests measure seconds."""
 
 DEADLINES = (
     "callbacks/test_notebook_integration.py",
@@ -55,6 +51,7 @@ DEADLINES = (
     "docs/test_howto_integration.py",
     "engine/checkpoint/test_killed_integration.py",
     "engine/doctor/test_stacks_integration.py",
+    "engine/doctor/test_trial_integration.py",
     "engine/launch/test_agent_integration.py",
     "engine/launch/test_command_integration.py",
     "engine/launch/test_process_launchers_integration.py",

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback
 
 from polyphase.engine.doctor import judge
-from tests.callbacks.test_doctor_integration import STEPS, run
+from tests.callbacks.doctor_runs import STEPS, run
 from tests.callbacks.test_health import HEALTH
 
 

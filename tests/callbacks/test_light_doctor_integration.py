@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from polyphase.callbacks import light_doctor
 from polyphase.engine import Engine
 from polyphase.engine.doctor import judge, read_run
-from tests.callbacks.test_doctor_integration import STEPS, Blocks, Rows, SlowBlocks
+from tests.callbacks.doctor_runs import STEPS, Blocks, Rows, SlowBlocks
 from tests.engine.loop.costs import Costs
 from tests.engine.tiny import QUIET
 

@@ -1,6 +1,5 @@
 """Runs on the device as users have them: evaluated, stopped and resumed, pinned, too large for its memory."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies.fsdp.rounded_gather import Rounded
+from tests.distributed import run_command
 from tests.engine.parity import QUIET
 from tests.engine.strategies.fsdp.test_rounded_gather_integration import InFloat32
 
@@ -80,7 +80,9 @@ def _fit(flag: str, devices: int, steps: int, folder: Path, opens: Path | None =
 def _opens_without_the_device(path: Path) -> str:
     code = "state = torch.load(sys.argv[1], map_location='cpu', weights_only=True)['state_dict']"
     code = f"import sys, torch; {code}; print({{value.device.type for value in state.values()}})"
-    return subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True, text=True).stdout.strip()
+    finished = run_command([sys.executable, "-c", code, path])
+    assert finished.returncode == 0, finished.output
+    return finished.output.strip()
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,8 @@ if __name__ == "__main__":
 """
 
 
-def test_an_error_that_many_meet_has_its_remedy(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "known.py").write_text(KNOWN)
+def test_an_error_that_many_meet_has_its_remedy(tmp_path):
+    (tmp_path / "known.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{KNOWN}")
     finished = run_command([sys.executable, tmp_path / "known.py"], timeout_s=60)
     assert finished.returncode not in (0, None)
     assert ". What to do: `ulimit -n 65536`" in finished.output, finished.output
