@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 
 from polyphase.engine.doctor import judge
+from tests.pairs import nightly
 
 from .doctor_runs import FAULT_S, STEPS, Blocks, SlowBlock, SlowBlocks, check_sums, run
 
@@ -53,7 +54,7 @@ def check_steps(noted):
 SYNCHRONOUS = ["ddp_fork", "zero1_fork", "fsdp_fork", "local_sgd_fork:sync_every=2", "ps_fork"]
 
 
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("strategy", [*SYNCHRONOUS[::2], *nightly(*SYNCHRONOUS[1::2])])
 def test_slow_rank(tmp_path, strategy):
     noted = run(tmp_path, strategy, module=SlowBlocks(1))
     check_sums(noted, tmp_path)
@@ -65,7 +66,7 @@ def test_slow_rank(tmp_path, strategy):
         check_steps(noted)
 
 
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("strategy", [*SYNCHRONOUS[1::2], *nightly(*SYNCHRONOUS[::2])])
 def test_slow_loader(tmp_path, strategy):
     noted = run(tmp_path, strategy, slow_s=FAULT_S / 4)
     check_sums(noted, tmp_path)

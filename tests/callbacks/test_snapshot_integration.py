@@ -12,6 +12,7 @@ import torch
 from polyphase.engine.checkpoint import find, load_checkpoint
 
 from ..distributed import Finished, run_command
+from ..pairs import nightly
 
 SCRIPT = """
 import os, signal, sys, time
@@ -83,8 +84,8 @@ def undisturbed(strategy: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "when", "victim"),
     [
-        ("ddp", "train", "1"),
-        pytest.param("ddp", "validate", "0", marks=pytest.mark.nightly),
+        # A page of the how-tos stops ddp in mid-training.
+        *nightly(("ddp", "train", "1"), ("ddp", "validate", "0")),
         ("fsdp", "validate", "1"),
     ],
 )

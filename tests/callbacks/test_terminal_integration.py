@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import ROOT, free_port
+from tests.pairs import nightly
 from tests.terminal import Shown, Terminal
 
 from .terminal_job import LONG, NUM_BATCHES
@@ -140,7 +141,7 @@ def test_a_terminal_without_escape_codes_gets_plain_lines(tmp_path):
     assert sum("test/loss" in row for row in shown.rows) == 1
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", *nightly("single")])
 def test_ctrl_c_leaves_the_bar_where_it_was_and_the_terminal_usable(tmp_path, strategy):
     terminal = Terminal(at={"train-0": lambda terminal: terminal.type("\x03")})
     flags = ["--strategy", strategy, "--devices", "1" if strategy == "single" else "2", "--entries", "fit"]

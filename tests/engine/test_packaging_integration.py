@@ -44,15 +44,18 @@ if __name__ == "__main__":
 """
 
 
+def build(folder, *options):
+    command = [sys.executable, "-m", "build", "--no-isolation", folder / "sources", *options]
+    result = run_command(command, cwd=folder)
+    assert result.returncode == 0, result.output
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A source distribution and the wheel made of it; ``direct/`` has the wheel made of the sources themselves."""
+    """A source distribution and the wheel made of it, beside the sources."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "sources", ignore=shutil.ignore_patterns(*LEFT_OUT))
-    build = [sys.executable, "-m", "build", "--no-isolation", folder / "sources"]
-    for options in (["--outdir", folder], ["--wheel", "--outdir", folder / "direct"]):
-        result = run_command([*build, *options], cwd=folder)
-        assert result.returncode == 0, result.output
+    build(folder, "--outdir", folder)
     return folder
 
 
@@ -79,6 +82,7 @@ def installed(wheel, tmp_path_factory):
 @pytest.mark.nightly
 def test_the_source_distribution_builds_the_same_wheel_as_the_sources(built, wheel):
     assert wheel.name == f"polyphase-{polyphase.__version__}-py3-none-any.whl"
+    build(built, "--wheel", "--outdir", built / "direct")
     contents = []
     for path in (wheel, built / "direct" / wheel.name):
         with zipfile.ZipFile(path) as archive:
@@ -104,6 +108,7 @@ def test_the_wheel_has_all_modules_and_each_package_is_typed(wheel):
     assert not [name for name in names if not name.startswith(("polyphase/", "polyphase-"))]
 
 
+@pytest.mark.nightly  # the wheel's marks of typed packages are looked for above, the types themselves in tests/editor
 def test_an_editor_finds_the_types_in_what_is_installed(installed, tmp_path):
     check(reported(tmp_path, installed))
 

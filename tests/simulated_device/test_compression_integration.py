@@ -15,6 +15,7 @@ from polyphase.engine.compression.comm_worker import CommWorker
 from polyphase.engine.compression.int8 import Noise, quantize
 from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import QUIET, TOLERANCE, build, largest_difference, loader
+from tests.pairs import nightly
 
 from . import in_a_child, install
 
@@ -55,10 +56,16 @@ DDP, FSDP, HSDP = ("ddp_fork", 2, 3), ("fsdp_fork", 2, 1), ("hsdp_fork:replicate
 
 @pytest.mark.parametrize(
     ("flag", "devices", "accumulate", "compression"),
-    [(*DDP, flag) for flag in ("bf16", "int8", "int8:feedback=true", "powersgd:2,start=2", "topk:0.1+bf16", "sign")]
-    + [(*SMALL_BUCKETS, flag) for flag in ("bf16", "int8:feedback=true", "powersgd:2,start=2", "topk:0.1", "sign")]
-    + [(*FSDP, flag) for flag in ("bf16", "int8")]
-    + [(*HSDP, flag) for flag in ("bf16", "powersgd:2,start=2")],
+    # Each hook, and each way in which gradients come to one.
+    [(*DDP, flag) for flag in ("bf16", "powersgd:2,start=2", "sign")]
+    + [(*SMALL_BUCKETS, flag) for flag in ("int8:feedback=true", "topk:0.1")]
+    + [(*FSDP, "int8"), (*HSDP, "bf16")]
+    + nightly(
+        *((*DDP, flag) for flag in ("int8", "int8:feedback=true", "topk:0.1+bf16")),
+        *((*SMALL_BUCKETS, flag) for flag in ("bf16", "powersgd:2,start=2", "sign")),
+        (*FSDP, "bf16"),
+        (*HSDP, "powersgd:2,start=2"),
+    ),
 )
 def test_a_comm_hook_computes_what_it_does_on_the_cpu(flag, devices, accumulate, compression):
     assert in_a_child(_difference, flag, devices, compression, accumulate) <= TOLERANCE

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine import Engine
 from polyphase.engine.strategies.dp import merged_logs, merged_outputs
 from tests.engine.parity import QUIET, WideVocabulary, build, loader
+from tests.pairs import nightly
 
 from . import in_a_child, install
 
@@ -60,17 +61,20 @@ def _train(flag: str, devices: int, is_pinned: bool, **flags: Any) -> int:
     ("flag", "devices", "is_pinned"),
     [
         ("single", 1, False),
-        ("fsdp_fork", 2, False),
-        ("single", 1, True),
+        # Of those that consist of others, one each.
+        *nightly(
+            ("fsdp_fork", 2, False),
+            ("single", 1, True),
+            ("fsdp+tp_fork:tp=2", 4, True),
+            ("pp+ddp_fork:pipeline_size=2,microbatches=2", 4, True),
+        ),
         ("ddp_fork", 2, True),
         ("zero1_fork", 2, True),
         ("fsdp_fork", 2, True),
         ("hsdp_fork:replicate=2", 4, True),
         ("tp_fork", 2, True),
-        ("fsdp+tp_fork:tp=2", 4, True),
         ("hsdp+tp_fork:replicate=2,tp=2", 4, True),
         ("pp_fork:microbatches=4", 2, True),
-        ("pp+ddp_fork:pipeline_size=2,microbatches=2", 4, True),
         ("pp+fsdp_fork:pipeline_size=2,microbatches=2", 4, True),
         ("local_sgd_fork:sync_every=4", 2, True),
         ("diloco_fork:sync_every=4", 2, True),
@@ -84,7 +88,7 @@ def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, de
     ("flag", "devices", "compression"),
     [
         ("ddp_fork", 2, "powersgd:2,start=2"),
-        ("ddp_fork", 2, "topk:0.1"),
+        *nightly(("ddp_fork", 2, "topk:0.1")),
         ("ddp_fork", 2, "sign:start=2"),
         ("zero1_fork", 2, "int8:feedback=true"),
         ("fsdp_fork", 2, "int8"),
@@ -143,7 +147,7 @@ def _lay_out(flag: str) -> int:
     return engine.global_step
 
 
-@pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:meta_init=true", "fsdp_fork:rank0_init=true"])
+@pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:rank0_init=true", *nightly("fsdp_fork:meta_init=true")])
 def test_a_module_is_never_whole_on_a_device(flag):
     assert in_a_child(_lay_out, flag) == 1
 
@@ -167,7 +171,7 @@ def _accumulate(flag: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "num_blocks"),
-    [("fsdp_fork", 8 + 8), ("fsdp_fork:no_sync=false", 8 + 8), ("fsdp_fork:no_sync=true", 8 + 16)],
+    [("fsdp_fork", 8 + 8), ("fsdp_fork:no_sync=true", 8 + 16), *nightly(("fsdp_fork:no_sync=false", 8 + 8))],
 )
 def test_within_a_node_gradients_are_kept_as_shards_amid_a_window(flag, num_blocks, tmp_path):
     in_a_child(_accumulate, flag, tmp_path)

@@ -12,6 +12,7 @@ from polyphase.engine import Engine
 from tests.distributed import free_port, run_ranks
 from tests.engine.parity import QUIET, KnowsItsDevice, loader
 from tests.engine.tiny import as_rank
+from tests.pairs import nightly
 
 from . import install
 
@@ -71,9 +72,8 @@ def _evaluated_first(rank: int, flag: str, num_ranks: int, port: int) -> None:
     [
         ("ddp", 2),
         ("fsdp", 2),
-        ("hsdp:replicate=2", 4),
         ("tp", 2),
-        ("pp:microbatches=2", 2),
+        *nightly(("hsdp:replicate=2", 4), ("pp:microbatches=2", 2)),
         ("pp+fsdp:microbatches=2", 4),
     ],
 )

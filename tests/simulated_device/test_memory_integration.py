@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from polyphase.engine import Engine
 from tests.engine.parity import QUIET, TOLERANCE, build, differences, loader, sgd
+from tests.pairs import nightly
 
 from . import in_a_child, install
 
@@ -24,10 +25,9 @@ def difference(flag: str, devices: int, subject: str, **flags: Any) -> float:
         # Without ties, which torch's own `module.to("sim")` loses.
         ("single", 1, "mlp"),
         ("ddp_fork", 2, "mlp"),
-        ("zero1_fork", 2, "mlp"),
         ("ps_fork", 2, "mlp"),
         ("fsdp_fork", 2, "gpt, tied"),
-        ("hsdp_fork:replicate=2,shard=2", 4, "gpt, tied"),
+        *nightly(("zero1_fork", 2, "mlp"), ("hsdp_fork:replicate=2,shard=2", 4, "gpt, tied")),
     ],
 )
 def test_activations_on_the_host(flag, devices, subject):
@@ -39,7 +39,7 @@ def test_activations_on_the_host_under_local_sgd():
     assert in_a_child(differences, "local_sgd_fork:sync_every=1", 2, "mlp", 3, None, **flags) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["selective", *nightly("full")])
 def test_with_activation_checkpointing(kind):
     names = ["activations", "parameters", "optimizer"]
     flags = {"offload": names, "activation_checkpointing": kind}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.engine.parity import TOLERANCE, differences, sgd, suffixed
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly
 
 from . import in_a_child
 
@@ -39,14 +39,14 @@ def test_equals_a_plain_loop(flag, accumulate, clip):
     assert difference(flag, "knows its device", accumulate, clip) <= TOLERANCE
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [3, *nightly(1)])
 def test_local_sgd_with_an_exchange_after_each_step_equals_a_plain_loop(accumulate):
     # With SGD, whose weights are linear in its gradients.
     arguments = ("local_sgd_fork:sync_every=1", 2, "knows its device", accumulate, None)
     assert in_a_child(differences, *arguments, make_optimizer=sgd, accelerator="sim") <= TOLERANCE
 
 
-@pytest.mark.parametrize("flag", ["fsdp:extra_overlap=true", "hsdp:replicate=2,shard=2,extra_overlap=true"])
+@pytest.mark.parametrize("flag", ["fsdp:extra_overlap=true", *nightly("hsdp:replicate=2,shard=2,extra_overlap=true")])
 def test_units_beside_the_blocks(flag):
     number = 4 if flag.startswith("hsdp") else 2
     found = in_a_child(differences, suffixed(flag, "fork"), number, "wide vocabulary", 3, 0.05, accelerator="sim")

@@ -19,6 +19,7 @@ from polyphase.engine.strategies.fsdp.rounded_gather import Rounded
 from tests.distributed import run_command
 from tests.engine.parity import QUIET
 from tests.engine.strategies.fsdp.test_rounded_gather_integration import InFloat32
+from tests.pairs import nightly
 
 from . import in_a_child, install
 
@@ -89,11 +90,9 @@ def _opens_without_the_device(path: Path) -> str:
     ("flag", "devices"),
     [
         ("single", 1),
-        ("ddp_fork", 2),
         ("zero1_fork", 2),
         ("fsdp_fork", 2),
-        ("hsdp_fork:replicate=2", 4),
-        ("pp_fork:microbatches=2", 2),
+        *nightly(("ddp_fork", 2), ("hsdp_fork:replicate=2", 4), ("pp_fork:microbatches=2", 2)),
         ("pp+fsdp_fork:pipeline_size=2,microbatches=2", 4),
         ("diloco_fork:sync_every=4", 2),
     ],
@@ -190,8 +189,7 @@ def _in_fp16(accelerator: str, flag: str, devices: int) -> dict[str, Any]:
     [
         ("single", 1),
         ("ddp_fork", 2),
-        ("zero1_fork", 2),
-        ("fsdp_fork", 2),
+        *nightly(("zero1_fork", 2), ("fsdp_fork", 2)),
         ("fsdp_fork:cpu_offload=true", 2),
         ("hsdp_fork:replicate=2", 4),
         ("local_sgd_fork:sync_every=4", 2),
@@ -222,7 +220,7 @@ def _in_bf16(flag: str, rounds: bool) -> dict[str, Any]:
     return {name: value.cpu().numpy() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("flag", ["fsdp_fork", "fsdp_fork:cpu_offload=true"])
+@pytest.mark.parametrize("flag", ["fsdp_fork", *nightly("fsdp_fork:cpu_offload=true")])
 def test_weights_that_are_gathered_in_16_bits_train_as_those_in_32(flag):
     rounded, expected = (in_a_child(_in_bf16, flag, rounds) for rounds in (True, False))
     for name, value in expected.items():

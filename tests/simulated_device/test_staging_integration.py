@@ -14,6 +14,7 @@ from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
 from polyphase.engine.checkpoint.staging import Staging
 from tests.engine.parity import QUIET, build, largest_difference, loader
+from tests.pairs import nightly
 
 from . import in_a_child, install
 
@@ -141,7 +142,7 @@ def _spoiled(flag: str, devices: int, folder: Path) -> int:
     return engine.global_step
 
 
-@pytest.mark.parametrize(("flag", "devices"), [("single", 1), ("ddp_fork", 2), ("fsdp_fork", 2)])
+@pytest.mark.parametrize(("flag", "devices"), [("single", 1), *nightly(("ddp_fork", 2)), ("fsdp_fork", 2)])
 def test_a_hook_that_writes_weights_after_a_save_does_not_spoil_it(flag, devices, tmp_path):
     assert in_a_child(_spoiled, flag, devices, tmp_path) == 9
     paths = [path for path in (tmp_path / "saved").iterdir() if path.is_dir() and not path.is_symlink()]

@@ -58,6 +58,7 @@ def engine(strategy: str) -> Engine:
     return Engine(strategy=strategy, devices=2, max_steps=1, limit_val_batches=0, callbacks=[WritesPort()], **QUIET)
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_every_run_has_a_port_of_its_own(strategy, monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)

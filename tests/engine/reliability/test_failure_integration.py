@@ -15,6 +15,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from tests.distributed import ROOT, free_port, run_command, torchrun
 from tests.engine.tiny import Regression, engine, rows
+from tests.pairs import alternating
 
 SCRIPT = """
 import sys
@@ -73,8 +74,7 @@ def first_line_with(output: str, text: str) -> int:
     return next((i for i, line in enumerate(output.splitlines()) if text in line), sys.maxsize)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "rank"), alternating(["ddp_spawn", "ddp", "fsdp"], [0, 1]))
 def test_the_failed_rank_is_named_and_the_run_ends(strategy, rank, script, tmp_path):
     started = time.monotonic()
     # The deadline is the test that nobody hangs: imports take most of the time, the end itself a few seconds.
@@ -220,6 +220,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly  # test_endings_integration.py has it under each launcher, in mid-step
 def test_ctrl_c(tmp_path):
     """Reaches all processes of a terminal."""
     script = tmp_path / "waits.py"
@@ -265,8 +266,7 @@ for rank in $ranks; do wait $rank; echo "ended with $?"; done
 """
 
 
-@pytest.mark.parametrize("late_s", [0.5, 10.0])
-@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize(("compression", "late_s"), alternating(["bf16", "none"], [0.5, 10.0]))
 def test_a_rank_that_fails_amid_backward_ends(compression, late_s, script, tmp_path):
     """With gradients on their way, that wait for the other rank."""
     script = [sys.executable, script, "ddp:bucket_cap_mb=0.01", "1", tmp_path, "backward", compression, str(late_s)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_command
+from tests.pairs import nightly
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -82,7 +83,7 @@ def run(strategy: str, attack: str):
     return run_command([sys.executable, "job.py", strategy, attack], timeout_s=150)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "fsdp", "ps"])
+@pytest.mark.parametrize("strategy", ["ddp", "ps", *nightly("ddp_fork", "fsdp")])
 def test_all_listen_on_loopback_only(strategy):
     finished = run(strategy, "none")
     assert finished.returncode == 0, finished.output
@@ -91,7 +92,7 @@ def test_all_listen_on_loopback_only(strategy):
     assert set(found[0] + found[1]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-@pytest.mark.parametrize("attack", ["garbage", "forges"])
+@pytest.mark.parametrize("attack", ["forges", *nightly("garbage")])
 def test_who_writes_into_the_store_ends_nothing(attack):
     finished = run("ddp", attack)
     assert "attacked" in finished.output, finished.output

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.distributed import run_command
+from tests.pairs import nightly
 
 SCRIPT = """
 import os, signal, sys, time
@@ -61,11 +62,10 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("strategy", "rank", "mode"),
     [
-        ("ddp", 1, "plain"),
+        *nightly(("ddp", 1, "plain"), ("ddp_fork", 1, "late")),  # fsdp has the first, ddp the second
         ("ddp", 0, "plain"),
         ("ddp_spawn", 1, "accumulate"),
         ("ddp_fork", 1, "saves"),
-        ("ddp_fork", 1, "late"),
         ("ddp", 1, "late"),
         ("ddp_fork", "parent of 1", "saves"),
         ("ddp_spawn", "parent of 1", "plain"),

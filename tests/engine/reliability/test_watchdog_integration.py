@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import Finished, run_command, torchrun
+from tests.pairs import nightly
 
 SCRIPT = Path(__file__).with_name("faulty_run.py")
 
@@ -86,7 +87,7 @@ def test_a_rank_that_was_stopped_does_not_answer_and_is_ended():
     assert the_report()["first_failing_rank"] == 1
 
 
-@pytest.mark.parametrize(("rank", "trouble"), [(1, "kill"), (0, "kill"), (1, "kill_unnoticed")])
+@pytest.mark.parametrize(("rank", "trouble"), [*nightly((1, "kill")), (0, "kill"), (1, "kill_unnoticed")])
 def test_a_rank_that_is_killed_ends_the_others(rank, trouble):
     finished = run("ddp", rank, trouble, timeout_s=60)
     assert finished.returncode != 0
@@ -98,7 +99,7 @@ def test_a_rank_that_is_killed_ends_the_others(rank, trouble):
     assert report["written_by"]["rank"] == 1 - rank
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, *nightly(1)])
 def test_a_rank_that_is_killed_under_torchrun(rank):
     finished = torchrun(SCRIPT, "fsdp", "2", str(rank), "kill", "60", timeout_s=90)
     assert finished.returncode == 1
