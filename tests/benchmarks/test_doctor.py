@@ -97,6 +97,7 @@ def test_a_mended_run_has_no_fault(benchmarks):
         assert not _doctor_runs.Fault(dataclasses.replace(one, is_mended=True)).is_here(trial.kind)
 
 
+@pytest.mark.nightly  # the next one has no minutes left, either
 def test_the_time_is_kept(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "doctor.py", "--minutes", "0", "--output", tmp_path]
     finished = run_command([*command, "--kinds", "padding"], timeout_s=200)

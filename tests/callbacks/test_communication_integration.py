@@ -19,6 +19,7 @@ from tests.distributed import ROOT
 from tests.engine.compression.test_runs_integration import Two, rows
 from tests.engine.tiny import QUIET, Regression
 from tests.engine.tiny import rows as few_rows
+from tests.pairs import nightly
 
 sys.path.append(str(ROOT / "benchmarks"))
 from _namespaces import Namespaces
@@ -53,7 +54,7 @@ def run(folder: Path, strategy: str, devices: int, **flags: Any) -> tuple[dict[s
     ("strategy", "devices", "compression", "sent", "ratio"),
     [
         ("ddp_fork", 2, "none", {"all_reduce": 4 * NUM_PARAMETERS}, 1),
-        ("ddp_fork", 4, "none", {"all_reduce": 1.5 * 4 * NUM_PARAMETERS}, 1),
+        *nightly(("ddp_fork", 4, "none", {"all_reduce": 1.5 * 4 * NUM_PARAMETERS}, 1)),
         ("ddp_fork", 2, "bf16", {"all_reduce": 2 * NUM_PARAMETERS}, 2),
         # A quarter of the weights with their places, and all biases without.
         ("ddp_fork", 2, "topk:0.25", {"all_gather": 8 * (NUM_PARAMETERS - 40) / 4 + 4 * 40}, 808 / (768 / 2 + 40)),
@@ -61,11 +62,11 @@ def run(folder: Path, strategy: str, devices: int, **flags: Any) -> tuple[dict[s
         # which gloo does by an all-reduce.
         ("fsdp_fork", 2, "none", {"all_gather": 2 * NUM_PARAMETERS, "reduce_scatter": 4 * NUM_PARAMETERS}, None),
         ("fsdp_fork", 2, "bf16", {"all_gather": 2 * NUM_PARAMETERS, "reduce_scatter": 2 * NUM_PARAMETERS}, 2),
-        (
+        *nightly((
             "hsdp_fork:replicate=2", 4, "none",
             {"all_gather": 2 * NUM_PARAMETERS, "reduce_scatter": 4 * NUM_PARAMETERS, "all_reduce": 2 * NUM_PARAMETERS},
             1,
-        ),
+        )),
         (
             "hsdp_fork:replicate=2", 4, "bf16",
             {"all_gather": 2 * NUM_PARAMETERS, "reduce_scatter": 4 * NUM_PARAMETERS, "all_reduce": NUM_PARAMETERS}, 2,
@@ -140,7 +141,7 @@ def test_what_can_not_be_counted_is_refused(made_by, strategy, message):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="only root can make network namespaces")
-@pytest.mark.parametrize("compression", ["none", "int8", "topk:0.1"])
+@pytest.mark.parametrize("compression", ["int8", *nightly("none", "topk:0.1")])
 def test_the_interface_has_sent_as_much(compression, tmp_path):
     """Two agents in two namespaces; the interface's own counter is read at two steps, headers and all."""
     job = ROOT / "tests" / "callbacks" / "traffic_job.py"

@@ -57,6 +57,7 @@ class Heavy(TinyModule):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("warm_workers")
 def test_two_ranks_share_their_figures_at_logging_steps_only(tmp_path):
     monitor, before = MemoryMonitor(2), CollectivesBefore()
     after = CollectivesAfter(before)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from polyphase.engine import Engine
-from tests.pairs import nightly, paired
+from tests.pairs import alternating, nightly, paired
 
 from .parity import (
     ALL_SUBJECTS,
@@ -97,9 +97,10 @@ def test_equals_a_plain_loop(flag, subject, accumulate, clip, table):
     assert difference <= TOLERANCE
 
 
-def test_equals_a_plain_loop_on_a_mesh_of_three_axes(table):
+@pytest.mark.parametrize("num_steps", [FEW_STEPS // 2, *nightly(STEPS)])
+def test_equals_a_plain_loop_on_a_mesh_of_three_axes(num_steps, table):
     flag, subject = suffixed(THREE_AXES, "fork"), "gpt, tied"
-    table[flag][subject] = differences(flag, 8, subject, 1, 0.05, num_steps=FEW_STEPS)
+    table[flag][subject] = differences(flag, 8, subject, 1, 0.05, num_steps=num_steps)
     assert table[flag][subject] <= TOLERANCE
 
 
@@ -126,8 +127,7 @@ def test_three_shuffled_epochs_equal_those_of_a_plain_loop(flag):
     assert differences(name, devices, "gpt of four blocks, tied", 1, None, num_steps=3, num_epochs=3) <= TOLERANCE
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize(("subject", "accumulate"), alternating(SUBJECTS, [1, 3]))
 def test_local_sgd_with_an_exchange_after_each_step_equals_a_plain_loop(subject, accumulate, table):
     # With SGD, whose weights are linear in its gradients, and without clipping, which is by the norm on each rank.
     flag = suffixed(EACH_STEP, "fork")

@@ -17,10 +17,10 @@ from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, comm
 from polyphase.engine.checkpoint.checked_io import Files
 from polyphase.engine.checkpoint.format1 import parse_metadata
 
+from ...pairs import nightly
 from ..tiny import Regression, engine, rows
 from .sample_checkpoints import is_whole, save, save_format1, seal
 
-NUM_MUTATIONS = 2000
 MARKER = "polyphase_executed"
 META = "torch.distributed.checkpoint.metadata"
 
@@ -78,22 +78,23 @@ def mutated(pickled: bytes, draw: random.Random) -> bytes:
     return bytes(content)
 
 
-def test_two_thousand_mutated_pickles_run_nothing(tmp_path):
+@pytest.mark.parametrize("num_mutations", [400, *nightly(2000)])
+def test_mutated_pickles_run_nothing(tmp_path, num_mutations):
     """Half of them the metadata of format 1, the rest what `weights_only` reads."""
     draw = random.Random(0)
     path = Path(save_format1(tmp_path / "x", 1))
     metadata = (path / ".metadata").read_bytes()
     refused = 0
-    for _ in range(NUM_MUTATIONS // 2):
+    for _ in range(num_mutations // 2):
         try:
             parse_metadata(mutated(metadata, draw))
         except CheckpointError:
             refused += 1
-    assert refused > NUM_MUTATIONS // 4
+    assert refused > num_mutations // 4
     assert not has_run()
     path = Path(save(tmp_path / "y", 1))
     originals = {name: (path / name).read_bytes() for name in ("rest.pt", "ranks.pt")}
-    for _ in range(NUM_MUTATIONS // 2):
+    for _ in range(num_mutations // 2):
         name = draw.choice([*originals])
         (path / name).write_bytes(repacked(originals[name], draw))
         seal(path)
@@ -102,7 +103,7 @@ def test_two_thousand_mutated_pickles_run_nothing(tmp_path):
         except CheckpointError:
             refused += 1
         (path / name).write_bytes(originals[name])
-    assert refused > NUM_MUTATIONS // 2
+    assert refused > num_mutations // 2
     seal(path)
     assert is_whole(str(path), 1)
 

@@ -12,7 +12,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from polyphase.engine.distributed.object_group import WORLD
 from tests.distributed import run_ranks
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly
 
 from ..tiny import as_rank, engine
 
@@ -92,13 +92,13 @@ def check(stage, sizes, strategy, num_ranks):
     assert all(metric.update_count == 0 for metric in module.modules() if isinstance(metric, MeanMetric))
 
 
-def draws_of_all_ranks(rank, strategy, num_ranks):
+def draws_of_all_ranks(rank, strategy, num_ranks, num_draws):
     as_rank(rank)
     pairs = st.lists(st.tuples(st.sampled_from(PRIMES), st.integers(1, 40)), min_size=1, max_size=6)
 
     # The same examples on all ranks; to shrink one would part them.
     @settings(
-        max_examples=3,
+        max_examples=num_draws,
         derandomize=True,
         database=None,
         deadline=None,
@@ -116,6 +116,7 @@ def draws_of_all_ranks(rank, strategy, num_ranks):
 
 @pytest.mark.timeout(170)
 @pytest.mark.filterwarnings("default")  # torchmetrics and Lightning warn of data as small, and logged, as these
+@pytest.mark.parametrize("num_draws", [1, *nightly(3)])
 @pytest.mark.parametrize(("strategy", "num_ranks"), MATRIX)
-def test_results_and_predictions_are_those_of_one_process(strategy, num_ranks):
-    run_ranks(draws_of_all_ranks, num_ranks, strategy, num_ranks, timeout_s=160, start_method="fork")
+def test_results_and_predictions_are_those_of_one_process(strategy, num_ranks, num_draws):
+    run_ranks(draws_of_all_ranks, num_ranks, strategy, num_ranks, num_draws, timeout_s=160, start_method="fork")

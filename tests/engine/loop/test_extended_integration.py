@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from tests.distributed import run_ranks
 from tests.engine.tiny import Regression, as_rank, engine, rows
+from tests.pairs import nightly
 
 
 class Slow(Callback):
@@ -56,7 +57,7 @@ def test_one_process(tmp_path):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *nightly(4)])
 def test_ranks(tmp_path, num_ranks):
     run_ranks(check_all, num_ranks, tmp_path, num_ranks, WAYS, timeout_s=100, start_method="fork")
 

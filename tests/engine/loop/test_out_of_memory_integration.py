@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
-from tests.pairs import alternating, paired
+from tests.pairs import alternating, nightly
 
 from ..parity import TOLERANCE, adamw, largest_difference, suffixed
 from ..tiny import QUIET
@@ -136,7 +136,13 @@ def weights(module: Hungry) -> dict[str, Tensor]:
 STRATEGIES = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp:no_sync=false", 3), ("hsdp:replicate=2", 4)]
 
 
-@pytest.mark.parametrize(("flag", "devices", "where", "from_step"), paired(STRATEGIES, ["forward", "backward"], [0, 3]))
+@pytest.mark.parametrize(
+    ("flag", "devices", "where", "from_step"),
+    [
+        *alternating(STRATEGIES, [("forward", 0), ("backward", 3)]),
+        *nightly(*((*ranks, *way) for ranks in STRATEGIES for way in (("forward", 3), ("backward", 0)))),
+    ],
+)
 def test_the_weights_are_those_of_a_plain_loop(flag, devices, where, from_step):
     module = Hungry(most=3, where=where, from_step=from_step)
     fit(module, flag, devices)
