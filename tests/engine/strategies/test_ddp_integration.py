@@ -87,13 +87,14 @@ class Counts(Callback):
         self.path = path
 
     def on_train_start(self, trainer, pl_module):
-        self.profile = profile(activities=[ProfilerActivity.CPU])
-        self.profile.__enter__()
+        if trainer.is_global_zero:
+            self.profile = profile(activities=[ProfilerActivity.CPU])
+            self.profile.__enter__()
 
     def on_train_end(self, trainer, pl_module):
-        self.profile.__exit__(None, None, None)
         if not trainer.is_global_zero:
             return
+        self.profile.__exit__(None, None, None)
         events = {event.key: event.count for event in self.profile.key_averages()}
         hook = trainer._parts.comm_hook
         counted = {"bytes": hook.num_bytes, "calls": hook.num_calls} if hook else {}

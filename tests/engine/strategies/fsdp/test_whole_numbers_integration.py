@@ -11,6 +11,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.fsdp.test_unit_order_integration import ROWS, Skipping, fit
+from tests.pairs import alternating
 
 
 class LARS(torch.optim.Optimizer):
@@ -57,8 +58,9 @@ class Scaled(Skipping):
         return self.optimizer(self.parameters())
 
 
-@pytest.mark.parametrize("optimizer", [LARS, LAMB])
-@pytest.mark.parametrize(("strategy", "devices"), [("fsdp_fork", 2), ("hsdp_fork:replicate=2", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "optimizer"), alternating([("fsdp_fork", 2), ("hsdp_fork:replicate=2", 4)], [LAMB, LARS])
+)
 def test_an_optimizer_that_reads_norms_equals_a_plain_loop(strategy, devices, optimizer):
     module, plain = Scaled(optimizer), Scaled(optimizer)
     by_hand = plain.configure_optimizers()
