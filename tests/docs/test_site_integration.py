@@ -5,6 +5,8 @@ import re
 import shutil
 import sys
 
+import pytest
+
 from tests.distributed import ROOT, run_command
 
 from .site import DOCS, differs, output_of, python_blocks, shown
@@ -46,6 +48,7 @@ def _copy(folder):
         os.symlink(ROOT / name, folder / name)
 
 
+@pytest.mark.nightly  # that it builds, `make docs` has shown before the tests
 def test_the_site_builds_and_a_link_that_leads_nowhere_is_an_error(tmp_path):
     _copy(tmp_path)
     built = _build(tmp_path)

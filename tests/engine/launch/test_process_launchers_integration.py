@@ -142,6 +142,7 @@ class Crashes(Callback):
         time.sleep(60)  # until it is ended
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_a_worker_that_crashes_says_where(strategy, capfd):
     with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGABRT"):

@@ -120,7 +120,7 @@ def train(folder, kind, strategy, rounds, counts=False, **flags):
     [
         (Reader, "fsdp_fork", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
         *nightly((Fused, "fsdp_fork:no_sync=false", {"accumulate_grad_batches": 2})),
-        (Reader, "fsdp_fork:activation_checkpointing=true", {"precision": "16-mixed", "compression": "bf16"}),
+        *nightly((Reader, "fsdp_fork:activation_checkpointing=true", {"precision": "16-mixed", "compression": "bf16"})),
         pytest.param(
             Reader,
             "fsdp_fork:reshard_after_forward=false",
