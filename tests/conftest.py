@@ -75,7 +75,7 @@ _MARKS = {_TESTS / name: mark for mark, names in (("alone", ALONE), ("deadlines"
 
 
 def _mark_of(file: Path) -> str | None:
-    """Which part of `make test` runs it; None for the first, whose tests are not marked."""
+    """Which part of `make test` runs it; None for the one whose tests are not marked."""
     return "device" if _TESTS / "simulated_device" in file.parents else _MARKS.get(file)
 
 
