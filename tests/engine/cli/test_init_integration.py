@@ -8,6 +8,7 @@ import pytest
 
 from polyphase.engine.cli.init import FILES, main
 from tests.distributed import run_command
+from tests.pairs import nightly
 
 
 def test_it_writes_a_project_and_says_how_to_run_it(capsys):
@@ -33,13 +34,15 @@ def test_a_place_that_cannot_be_written_to(capsys):
     assert "init: can't write to file/project: " in capsys.readouterr().err
 
 
+# Its own test starts the other two, under one more strategy or another.
+@pytest.mark.parametrize("first", [2, *nightly(0)])
 @pytest.mark.timeout(600)
-def test_its_commands_and_its_own_test_pass():
+def test_its_commands_and_its_own_test_pass(first):
     main(["project"])
     block = re.search(r"```bash\n(.*?)```", Path("project/README.md").read_text(), re.DOTALL)
     commands = [line.split() for line in block[1].splitlines()]
     assert [words[0] for words in commands] == ["polyphase", "python", "python"]
-    for words in commands:
+    for words in commands[first:]:
         start = [sys.executable, "-m", "polyphase"] if words[0] == "polyphase" else [sys.executable]
         finished = run_command([*start, *words[1:]], timeout_s=400, cwd=Path("project"))
         assert finished.returncode == 0, finished.output
