@@ -99,10 +99,8 @@ def check_marks(shown: Shown, entries: tuple[str, ...] = ENTRIES) -> None:
 @pytest.mark.parametrize(
     ("strategy", "columns", "later"),
     [
-        ("single", 80, 120),
         ("ddp", 120, 80),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in [("ddp_fork", 80, 120), ("fsdp", 80, 80)]),
-        pytest.param("torchrun", 120, 120, marks=pytest.mark.nightly),
+        *nightly(("single", 80, 120), ("ddp_fork", 80, 120), ("fsdp", 80, 80), ("torchrun", 120, 120)),
     ],
 )
 def test_one_bar_at_the_bottom_and_whole_lines(tmp_path, strategy, columns, later):
@@ -141,7 +139,7 @@ def test_a_terminal_without_escape_codes_gets_plain_lines(tmp_path):
     assert sum("test/loss" in row for row in shown.rows) == 1
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *nightly("single")])
+@pytest.mark.parametrize("strategy", ["single", *nightly("ddp")])
 def test_ctrl_c_leaves_the_bar_where_it_was_and_the_terminal_usable(tmp_path, strategy):
     terminal = Terminal(at={"train-0": lambda terminal: terminal.type("\x03")})
     flags = ["--strategy", strategy, "--devices", "1" if strategy == "single" else "2", "--entries", "fit"]

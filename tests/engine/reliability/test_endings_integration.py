@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.distributed import run_command
+from tests.pairs import nightly
 
 SCRIPT = Path(__file__).with_name("faulty_run.py")
 
@@ -87,7 +88,7 @@ def test_ranks_end_with_the_process_that_started_them(strategy):
         os.killpg(started.pid, signal.SIGKILL) if left_running() else None
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "ddp_fork", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "ddp_fork", *nightly("ddp_spawn")])
 def test_ctrl_c_ends_all_with_130(strategy):
     words = command(strategy, 0, "interrupt", 300, 1 if strategy == "single" else 2)
     # Rank 0 interrupts its process group, of which a warm worker is not.
