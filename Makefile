@@ -11,7 +11,7 @@ NEWEST ?= torch>=2.15,<2.16
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test nightly compatibility versions bench gpu zoo chaos clusters draws docs pictures lint format check clean
+.PHONY: help install demo test device nightly compatibility versions bench gpu zoo chaos clusters draws docs pictures lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ test: install  ## the tests; two or three at a time, but for those that measure 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part unmarked $(SIDE_BY_SIDE) 3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part deadlines $(SIDE_BY_SIDE) 4
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part device $(SIDE_BY_SIDE) 2
+
+device: install  ## compiles the simulated device, which the tests on it do else
+	$(BIN)/python -c "from tests.simulated_device import install; install()"
 
 nightly: install  ## all combinations, all interpreters cold, patterns of others' code, random loaders; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
