@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.pairs import nightly
+
 from .parity import TOLERANCE, differences, suffixed
 
 STRATEGIES = {
@@ -21,6 +23,8 @@ STRATEGIES = {
     "ps": 2,
 }
 """World size by flag."""
+COMPOSED = ("hsdp:replicate=2,shard=2", "fsdp+tp:tp=2", "pp+ddp:pipeline_size=2,microbatches=2")
+"""What these consist of, others have."""
 
 
 def fused(module: nn.Module) -> torch.optim.Optimizer:
@@ -38,7 +42,7 @@ def test_a_fused_optimizer_of_replicas_that_exchange_after_each_step_equals_the_
     assert found <= TOLERANCE
 
 
-@pytest.mark.parametrize("flag", STRATEGIES)
+@pytest.mark.parametrize("flag", [*(flag for flag in STRATEGIES if flag not in COMPOSED), *nightly(*COMPOSED)])
 def test_a_fused_optimizer_equals_the_plain_loop(flag):
     found = differences(suffixed(flag, "fork"), STRATEGIES[flag], "mlp", 2, 0.05, make_optimizer=fused)
     assert found <= TOLERANCE
