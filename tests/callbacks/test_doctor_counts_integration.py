@@ -10,6 +10,7 @@ from polyphase.callbacks import Doctor
 from polyphase.engine import Engine
 from tests.engine.loop.costs import Costs
 from tests.engine.tiny import QUIET
+from tests.pairs import nightly
 
 from .doctor_runs import STEPS, Blocks, Rows, run
 
@@ -17,7 +18,7 @@ LOCKSTEP = ["ddp_fork", "zero1_fork", "fsdp_fork", "local_sgd_fork:sync_every=2"
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [*((each, 2) for each in LOCKSTEP), ("pp_fork", 2), ("hsdp_fork:replicate=2", 4)]
+    ("strategy", "devices"), [*((each, 2) for each in LOCKSTEP), ("pp_fork", 2), *nightly(("hsdp_fork:replicate=2", 4))]
 )
 def test_no_collective_and_no_read_between_two_intervals(tmp_path, strategy, devices):
     """Beside the strategy's own: the same run without a doctor has as many."""

@@ -17,9 +17,11 @@ from polyphase.models import Digits, DigitsClassifier
 from tests.docs.pages import HOWTO, Page, blocks
 from tests.pairs import nightly
 
-WAYS = [("single", 1), ("ddp_fork", 2)]
-ways = pytest.mark.parametrize(("strategy", "devices"), WAYS)
-WAYS_TO_EQUAL = [("single", 1), ("ddp_fork", 2), ("fsdp_fork", 2)]
+SINGLE, DDP = ("single", 1), ("ddp_fork", 2)
+# Each page in both ways: one of them in `make test`, of half of the pages the first, of the others the second.
+in_one_process = pytest.mark.parametrize(("strategy", "devices"), [SINGLE, *nightly(DDP)])
+on_two_ranks = pytest.mark.parametrize(("strategy", "devices"), [DDP, *nightly(SINGLE)])
+WAYS_TO_EQUAL = [SINGLE, DDP, ("fsdp_fork", 2)]
 UP_TO_TWO = [*WAYS_TO_EQUAL[:2], *nightly(WAYS_TO_EQUAL[2])]
 
 
@@ -57,7 +59,7 @@ def test_learning_rate_finder_is_refused_where_workers_would_keep_what_they_find
         Page("learning-rate-finder").run_here("train.py", monkeypatch, strategy="ddp_fork", devices=2)
 
 
-@ways
+@in_one_process
 def test_early_stopping(monkeypatch, capfd, strategy, devices):
     found = Page("early-stopping").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
     epochs = int(re.search(r"stopped after (\d+) of 30 epochs", capfd.readouterr().out)[1])
@@ -65,7 +67,7 @@ def test_early_stopping(monkeypatch, capfd, strategy, devices):
     assert found["engine"].global_step == epochs * (34 // devices)
 
 
-@ways
+@on_two_ranks
 def test_best_checkpoint_and_plain_torch(monkeypatch, capfd, strategy, devices):
     page = Page("best-checkpoint")
     found = page.run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
@@ -91,7 +93,7 @@ def test_other_process_counts(monkeypatch, capfd):
     assert found["engine"].global_step == 40
 
 
-@ways
+@in_one_process
 def test_csv(monkeypatch, capfd, strategy, devices):
     Page("loggers").run_here("csv_file.py", monkeypatch, strategy=strategy, devices=devices)
     path = re.search(r"metrics are in (\S+)", capfd.readouterr().out)[1]
@@ -118,7 +120,7 @@ def test_mlflow_in_a_file(tmp_path):
     assert b"val/accuracy" in logged
 
 
-@ways
+@on_two_ranks
 def test_simple_profiler(monkeypatch, capfd, strategy, devices):
     Page("profilers").run_here("simple.py", monkeypatch, strategy=strategy, devices=devices)
     shown = "".join(capfd.readouterr())
@@ -126,7 +128,7 @@ def test_simple_profiler(monkeypatch, capfd, strategy, devices):
     assert "run_training_batch" in shown
 
 
-@ways
+@in_one_process
 @pytest.mark.filterwarnings("ignore:.*profiler:UserWarning")
 def test_traces_of_each_rank(monkeypatch, tmp_path, strategy, devices):
     Page("profilers").run_here("traces.py", monkeypatch, strategy=strategy, devices=devices)
@@ -146,7 +148,7 @@ def test_overfitting_a_batch(monkeypatch, capfd, strategy, devices):
 
 
 @pytest.mark.filterwarnings("default")  # Optuna's, of features that it calls experimental
-@ways
+@on_two_ranks
 def test_sweep(monkeypatch, capfd, strategy, devices):
     Page("hyperparameter-sweep").run_here("sweep.py", monkeypatch, strategy=strategy, devices=devices)
     shown = capfd.readouterr().out
@@ -197,7 +199,7 @@ def test_fine_tuning_has_the_same_result_on_any_number_of_ranks(monkeypatch, tmp
         assert largest_difference(weights["single"], others) < 1e-6
 
 
-@ways
+@in_one_process
 def test_accumulation_schedule(monkeypatch, capfd, strategy, devices):
     Page("accumulation-schedules").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
     num_steps = 34 + 9 if devices == 1 else 17 + 5
@@ -238,7 +240,7 @@ def test_own_callback(monkeypatch, capfd, strategy, devices):
     assert len(re.findall(r"largest loss of epoch [01]: \d", capfd.readouterr().out)) == 2, "rank 0 alone prints"
 
 
-@ways
+@on_two_ranks
 def test_own_logger(monkeypatch, tmp_path, strategy, devices):
     Page("own-logger").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
     run, module, *lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -253,7 +255,7 @@ def test_folder_that_cannot_be_written_to(monkeypatch, folder):
         Page("read-only-folder").run_here("train.py", monkeypatch, folder)
 
 
-@ways
+@on_two_ranks
 def test_sequences_of_many_lengths(monkeypatch, capfd, strategy, devices):
     Page("sequences-of-many-lengths").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
     loss, steps = re.search(r"loss ([\d.]+) after (\d+) steps", capfd.readouterr().out).groups()

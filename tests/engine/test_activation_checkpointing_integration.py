@@ -35,6 +35,7 @@ COMBINED = (
     "fsdp+tp_fork:tp=2",
     "hsdp+tp_fork:replicate=2,tp=2",
     "pp_fork:microbatches=4,schedule=interleaved",
+    "pp+fsdp_fork:pipeline_size=2,microbatches=2",
     "pp+ddp_fork:pipeline_size=2,microbatches=2",
 )
 """Others have their parts: these compute the blocks again in the same way."""

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
-from tests.pairs import alternating, paired
+from tests.pairs import alternating, nightly, paired
 
 from .parity import TOLERANCE, adamw, largest_difference, suffixed
 from .tiny import QUIET, Saves
@@ -196,27 +196,31 @@ def first_gradient(
     return {name: before[name] - tensor for name, tensor in module.state_dict().items()}
 
 
+SHARES = [
+    ("single", 1, 1),
+    ("ddp", 2, 2),
+    ("zero1", 2, 2),
+    ("fsdp", 2, 2),
+    ("hsdp:replicate=2", 4, 4),
+    ("tp", 2, 1),
+    ("pp", 2, 1),
+    ("pp+fsdp:pipeline_size=2", 4, 2),
+    ("ps", 2, 2),
+]
+MORE_SHARES = [
+    ("ddp", 4, 4),
+    ("fsdp:no_sync=false", 2, 2),
+    ("fsdp+tp:tp=2", 4, 2),
+    ("pp:schedule=zero-bubble", 2, 1),
+    ("pp+ddp:pipeline_size=2", 4, 2),
+]
+"""Composed of those, or with an option."""
+WINDOWS = [{"accumulate_grad_batches": 3}, {"global_batch_size": 24, "micro_batch_size": 5}]
+
+
 @pytest.mark.parametrize(
     ("flag", "devices", "shares", "flags"),
-    alternating(
-        [
-            ("single", 1, 1),
-            ("ddp", 2, 2),
-            ("ddp", 4, 4),
-            ("zero1", 2, 2),
-            ("fsdp", 2, 2),
-            ("fsdp:no_sync=false", 2, 2),
-            ("hsdp:replicate=2", 4, 4),
-            ("tp", 2, 1),
-            ("fsdp+tp:tp=2", 4, 2),
-            ("pp", 2, 1),
-            ("pp:schedule=zero-bubble", 2, 1),
-            ("pp+ddp:pipeline_size=2", 4, 2),
-            ("pp+fsdp:pipeline_size=2", 4, 2),
-            ("ps", 2, 2),
-        ],
-        [{"accumulate_grad_batches": 3}, {"global_batch_size": 24, "micro_batch_size": 5}],
-    ),
+    [*alternating(SHARES, WINDOWS), *nightly(*((*ranks, flags) for ranks in MORE_SHARES for flags in WINDOWS))],
 )
 @pytest.mark.filterwarnings("ignore:the loss of .* samples:UserWarning")  # the run that does not weigh
 @pytest.mark.filterwarnings("ignore:the first 1 step.* are not those of one process:UserWarning")

@@ -14,6 +14,7 @@ from polyphase.engine.checkpoint import load_checkpoint
 from polyphase.engine.checkpoint.export import export
 from tests.engine.parity import MLP, build, largest_difference, loader
 from tests.engine.tiny import QUIET, Saves, SavesIn
+from tests.pairs import nightly
 
 from .test_local_sgd_integration import fit
 
@@ -44,7 +45,9 @@ def test_a_run_saved_in_mid_window_goes_on_bit_for_bit(flag, flags, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:the option 'every':FutureWarning")
-@pytest.mark.parametrize(("first", "second"), [("every", "sync_every"), ("sync_every", "every"), ("every", "every")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("every", "sync_every"), *nightly(("sync_every", "every"), ("every", "every"))]
+)
 def test_a_run_begun_under_the_old_name_of_an_option_goes_on_bit_for_bit(first, second, tmp_path):
     whole, begun, resumed = normed(), normed(), normed()
     fit(whole, "diloco_fork:sync_every=4", 9)
@@ -63,7 +66,7 @@ class Validates(MLP):
         pass
 
 
-@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_end", "on_validation_end"])
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_end", *nightly("on_validation_start")])
 def test_a_run_saved_while_it_validates_goes_on_bit_for_bit(hook, tmp_path):
     whole, resumed = Validates(), Validates()
     resumed.load_state_dict(whole.state_dict())

@@ -128,7 +128,7 @@ def train(folder, kind, strategy, rounds, counts=False, **flags):
             marks=pytest.mark.nightly,
         ),
         *nightly((Penalised, "fsdp_fork", {})),
-        (Reader, "hsdp_fork:replicate=2", {"devices": 4, "compression": "topk:0.5"}),
+        *nightly((Reader, "hsdp_fork:replicate=2", {"devices": 4, "compression": "topk:0.5"})),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip

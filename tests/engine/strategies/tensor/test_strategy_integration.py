@@ -239,10 +239,10 @@ class SameOnAllRanks(Callback):
             assert torch.equal(first, mine), name
 
 
-def test_dropout_is_the_same_on_ranks_that_share_their_samples(expected):
-    for flag in ("tp_fork", "tp_fork:sequence_parallel=true"):
-        weights, _ = fit(flag, 2, 1, Net(dropout=0.2), callbacks=[SameOnAllRanks()], gradient_clip_val=0.05)
-        assert largest_difference(weights, expected[0]) > TOLERANCE
+@pytest.mark.parametrize("flag", ["tp_fork:sequence_parallel=true", *nightly("tp_fork")])
+def test_dropout_is_the_same_on_ranks_that_share_their_samples(flag, expected):
+    weights, _ = fit(flag, 2, 1, Net(dropout=0.2), callbacks=[SameOnAllRanks()], gradient_clip_val=0.05)
+    assert largest_difference(weights, expected[0]) > TOLERANCE
 
 
 def test_ranks_that_share_their_samples_draw_the_same_after_a_checkpoint_of_ranks_that_did_not(tmp_path):
