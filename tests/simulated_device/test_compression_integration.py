@@ -14,7 +14,7 @@ from polyphase.engine.compression import AllReduceHook, Auto, Bucket, CountingGr
 from polyphase.engine.compression.comm_worker import CommWorker
 from polyphase.engine.compression.int8 import Noise, quantize
 from polyphase.engine.compression.powersgd import _orthonormal
-from tests.engine.parity import QUIET, TOLERANCE, build, largest_difference, loader
+from tests.engine.parity import FEW_STEPS, QUIET, STEPS, TOLERANCE, build, largest_difference, loader
 from tests.pairs import nightly
 
 from . import in_a_child, install
@@ -35,7 +35,9 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _difference(flag: str, devices: int, compression: str, accumulate: int, subject: str = "mlp") -> float:
+def _difference(
+    flag: str, devices: int, compression: str, accumulate: int, subject: str = "mlp", num_steps: int = STEPS
+) -> float:
     """Of the weights of runs on the device and on the CPU."""
     weights = []
     for accelerator in ("cpu", "sim"):
@@ -44,8 +46,8 @@ def _difference(flag: str, devices: int, compression: str, accumulate: int, subj
             strategy=flag, accelerator=accelerator, devices=devices, compression=compression, max_epochs=1,
             accumulate_grad_batches=accumulate, gradient_clip_val=0.05, **QUIET,
         )  # fmt: skip
-        engine.fit(module, loader(subject, accumulate, engine.data_size))
-        assert engine.global_step == 20
+        engine.fit(module, loader(subject, accumulate, engine.data_size, num_steps))
+        assert engine.global_step == num_steps
         weights.append(module.state_dict())
     return largest_difference(*weights)
 
@@ -92,7 +94,7 @@ def test_a_bucket_is_compressed_while_the_one_before_is_sent():
 def test_a_unit_does_not_write_over_what_replicas_still_average():
     # Gradients that are there already are added to, and what was averaged is let go of at once.
     flag, subject = "hsdp_fork:replicate=2,shard=2,no_sync=false", "gpt of four blocks, tied"
-    assert in_a_child(_difference, flag, 4, "bf16", 3, subject) <= TOLERANCE
+    assert in_a_child(_difference, flag, 4, "bf16", 3, subject, FEW_STEPS) <= TOLERANCE
 
 
 def test_a_collective_without_memory_for_it_is_not_counted():

@@ -73,8 +73,8 @@ def _evaluated_first(rank: int, flag: str, num_ranks: int, port: int) -> None:
         ("ddp", 2),
         ("fsdp", 2),
         ("tp", 2),
-        *nightly(("hsdp:replicate=2", 4), ("pp:microbatches=2", 2)),
-        ("pp+fsdp:microbatches=2", 4),
+        ("pp:microbatches=2", 2),
+        *nightly(("hsdp:replicate=2", 4), ("pp+fsdp:microbatches=2", 4)),
     ],
 )
 def test_what_was_evaluated_is_trained_as_if_it_were_not(flag, num_ranks):
