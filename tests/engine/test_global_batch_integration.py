@@ -82,7 +82,13 @@ def run(folder: Path, flag: str, devices: int, loader: DataLoader, **flags: obje
     return module, [sorted(i for seen in ranks for i in seen.get(str(step), [])) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize(("flag", "devices", "micro"), paired(["ddp", "fsdp"], [1, 2, 3, 4], [None, 5]))
+@pytest.mark.parametrize(
+    ("flag", "devices", "micro"),
+    [
+        *paired(["ddp", "fsdp"], [1, 2, 3], [None, 5]),
+        *nightly(*((flag, 4, micro) for flag in ("ddp", "fsdp") for micro in (None, 5))),
+    ],
+)
 def test_same_samples_and_same_weights_as_one_process(flag, devices, micro, tmp_path):
     in_order = [list(range(SIZE))[at : at + BATCH] for at in range(0, SIZE, BATCH)] * EPOCHS
     expected = plain_loop(Fits(), in_order)

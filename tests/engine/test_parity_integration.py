@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from polyphase.engine import Engine
-from tests.pairs import alternating, nightly, paired
+from tests.pairs import alternating, nightly
 
 from .parity import (
     ALL_SUBJECTS,
@@ -112,13 +112,20 @@ def test_equals_a_plain_loop_on_a_mesh_of_three_axes(num_steps, table):
 
 
 # Synced BatchNorm is left out: its statistics are those of all ranks, the reference takes theirs one after the other.
+ALL_IN_BF16 = [
+    (flag, 2, subject, *way)
+    for flag in ("ddp_fork", "fsdp_fork", "hsdp_fork:replicate=2,shard=2")
+    for subject in SUBJECTS
+    for way in ((1, None), (3, 0.05))
+    if "synced" not in subject
+]
+IN_BF16 = [ALL_IN_BF16[number] for number in (1, 4, 8, 11, 12)]
+"""Each strategy, each subject, and each way of accumulating and clipping."""
+
+
 @pytest.mark.parametrize(
     ("flag", "replicas", "subject", "accumulate", "clip"),
-    paired(
-        [("ddp_fork", 2), ("fsdp_fork", 2), ("hsdp_fork:replicate=2,shard=2", 2)],
-        [subject for subject in SUBJECTS if "synced" not in subject],
-        [(1, None), (3, 0.05)],
-    ),
+    [*IN_BF16, *nightly(*(cell for cell in ALL_IN_BF16 if cell not in IN_BF16))],
 )
 def test_equals_a_plain_loop_that_averages_in_bf16(flag, replicas, subject, accumulate, clip, table):
     devices = 4 if flag.startswith("hsdp") else 2

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.engine.tiny import as_rank, engine, rows
+from tests.pairs import nightly
 
 WAYS = [("ddp", "none"), ("ddp:bucket_cap_mb=1", "bf16"), ("zero1", "none"), ("fsdp", "none")]
 
@@ -41,9 +42,9 @@ def weights_of(trainer):
     }
 
 
-def go_on_in_a_run(rank, folder):
+def go_on_in_a_run(rank, folder, ways):
     as_rank(rank)
-    for number, (strategy, compression) in enumerate(WAYS):
+    for number, (strategy, compression) in enumerate(ways):
         flags = {"strategy": strategy, "devices": 4, "compression": compression}
         whole = engine(**flags, max_steps=8, max_epochs=-1)
         whole.fit(Backwards(), rows(64, batch_size=2, shuffle=True))
@@ -59,5 +60,6 @@ def go_on_in_a_run(rank, folder):
 
 
 @pytest.mark.timeout(200)
-def test_the_same_weights(tmp_path):
-    run_ranks(go_on_in_a_run, 4, tmp_path, timeout_s=180, start_method="fork")
+@pytest.mark.parametrize("ways", [WAYS[1::2], *nightly(WAYS[::2])])
+def test_the_same_weights(tmp_path, ways):
+    run_ranks(go_on_in_a_run, 4, tmp_path, ways, timeout_s=180, start_method="fork")
