@@ -45,6 +45,7 @@ from .rendezvous import current_job
 from .report import Report
 from .tracebacks import shown
 from .uncaught import Failure, on_uncaught
+from .wakeup import Wakeup
 
 __all__ = ["DONE", "print_rank", "report_failure"]
 
@@ -221,6 +222,8 @@ def _stop_because_of(
     is_asked: bool,
 ) -> None:
     """Publishes this rank's traceback, and waits until the rank that failed first has printed everything."""
+    requests = Wakeup()  # as the watchdog's has ended, and the trainer's handler only notes them
+    requests.begin()
     own_failure = {"message": _message(exception), "traceback": _traceback(exception), "collectives": recorded()}
     has_told = job is None
     with contextlib.suppress(RuntimeError):  # the store's host is gone
@@ -229,13 +232,14 @@ def _stop_because_of(
             job.count(_NUMBER, 1)
     finish()
     if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would only note the request
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from now on a request ends this process
+    requests.end()
     with contextlib.suppress(RuntimeError):
         if job is not None:
             has_told = _has_told(job)
     if not has_told:
         print_rank(rank, f"stops because {because(first)}")
-    if not is_asked:  # the launcher asks once it has seen the other's exit
+    if not is_asked and not requests.was_asked_to_end():  # the launcher asks once it has seen the other's exit
         time.sleep(_GRACE_S)
     _end_group(exception)
 

@@ -1,6 +1,8 @@
 """What a process says of where it is, and whom the watchdog makes out as the culprit."""
 
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -23,7 +25,7 @@ from polyphase.engine.reliability.rank_registry import LEFT, RankRegistry, proce
 from polyphase.engine.reliability.rendezvous import current_job
 from polyphase.engine.reliability.verdict import behind
 from polyphase.engine.reliability.watchdog import Watchdog
-from tests.distributed import run_ranks
+from tests.distributed import in_a_fork, run_ranks
 from tests.engine.tiny import QUIET, Regression, rows
 
 
@@ -337,3 +339,19 @@ def test_a_rank_that_was_asked_to_end_waits_for_no_launcher(monkeypatch):
     with pytest.raises(ProcessRaisedException, match="ZeroDivisionError"):
         Engine(strategy="ddp_fork", devices=2, max_steps=1, **QUIET).fit(FailsInBackward(), rows())
     assert time.monotonic() - begin < 20
+
+
+def test_a_request_that_comes_while_a_rank_stops_is_one(monkeypatch):
+    """The watchdog has stopped by then, and the trainer's handler only notes it."""
+    monkeypatch.setattr(failure, "_GRACE_S", 60.0)
+    assert in_a_fork(_asked_while_it_stops, timeout_s=20) == ["noted"]
+
+
+def _asked_while_it_stops():
+    noted = []
+    signal.signal(signal.SIGTERM, lambda *_: noted.append("noted"))
+    first = {"rank": 1, "kind": "exception", "by": 1, "message": "ValueError: this rank has had enough"}
+    failure._stop_because_of(
+        None, 0, first, RuntimeError("lost"), lambda: os.kill(os.getpid(), signal.SIGTERM), is_asked=False
+    )
+    return noted
