@@ -34,7 +34,12 @@ MORE_LAYOUTS = {
 }
 """Each of these with the partners only: what opens in one process, and in two, opens in the others, and in itself."""
 ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
-PAIRS = alternating(LAYOUTS, LAYOUTS)
+FOUR_AGAIN = [("fsdp x4", "fsdp x4"), ("hsdp 2x2", "hsdp 2x2")]
+"""Four ranks that open what as many have saved; two do so in `make test`."""
+PAIRS = [
+    pytest.param(*pair.values, marks=pytest.mark.nightly) if pair.values in FOUR_AGAIN else pair
+    for pair in alternating(LAYOUTS, LAYOUTS)
+]
 for _name in MORE_LAYOUTS:
     PAIRS += [(_name, "single"), ("ddp x2", _name)]
     PAIRS += nightly((_name, _name), (_name, "ddp x2"), ("single", _name))
