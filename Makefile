@@ -36,7 +36,7 @@ install: $(VENV)/.installed  ## the package and all it needs, into .venv
 demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
-test: install  ## the tests; two or three at a time, but for those that measure seconds
+test: install  ## the tests; up to four at a time, but for those that measure seconds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part unmarked $(SIDE_BY_SIDE) 3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part deadlines $(SIDE_BY_SIDE) 4
