@@ -173,7 +173,7 @@ class Doctor(Callback):
         self._saves = self._clock.num_saves
         self._hooks = self._clock.by_hook
         self._slowest_step_s = 0.0
-        self._step_began = time.perf_counter()
+        self._step_began = self._clock.now()
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins to watch the batch."""
@@ -215,7 +215,7 @@ class Doctor(Callback):
         self._step = step
         clock.end_step()
         watches.end_step()
-        now = time.perf_counter()
+        now = clock.now()
         self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
         self._step_began = now
         every = self._every
