@@ -79,7 +79,7 @@ def test_the_ranks_shares_memory_charts_and_verdict():
     own = [written.Scalars(f"doctor/rank_{rank}/data_wait")[0].value for rank in range(2)]
     assert sum(own) / 2 == pytest.approx(mean, abs=1e-5)
     shown = markdown(_text(written, "doctor/verdict/text_summary"))
-    assert re.search(r"<ol>\n<li><strong>slow_loader</strong>[^\n]*<ul>\n<li>try ", shown), shown
+    assert re.search(r"<ol>\n<li><strong>slow_loader</strong>[^\n]*<ul>\n<li>remedy: ", shown), shown
     layout = layout_pb2.Layout()
     layout.ParseFromString(written.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     (category,) = layout.category
