@@ -6,15 +6,17 @@ from pathlib import Path
 
 import torch
 
+from polyphase.engine import devices
+
 __all__ = ["peak_bytes"]
 
 _STATUS = Path("/proc/self/status")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak of torch's allocated bytes on `device`; on the CPU, the peak resident bytes of the process."""
-    if device.type != "cpu" and torch.accelerator.is_available():
-        return torch.accelerator.max_memory_allocated(device)
+    """Returns the peak of torch's allocated bytes on `device`; where it counts none, the process's peak on the host."""
+    if (peak := devices.peak_bytes(device)) is not None:
+        return peak
     try:
         # Not getrusage: its peak starts with the value of the parent process.
         (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from polyphase.callbacks import Doctor, LightDoctor, light_doctor
@@ -52,10 +53,10 @@ class Counts(Callback):
         self.reads.append(install().counts()["reads"])
 
 
-def _train(folder: Path, reads: bool, *callbacks: Callback) -> list[int]:
+def _train(folder: Path, reads: bool, *callbacks: Callback, **flags: Any) -> list[int]:
     counts = Counts()
     engine = Engine(
-        **QUIET | {"accelerator": "sim"}, devices=1, max_epochs=1, log_every_n_steps=8, default_root_dir=folder,
+        **QUIET | {"accelerator": "sim"} | flags, devices=1, max_epochs=1, log_every_n_steps=8, default_root_dir=folder,
         callbacks=[*callbacks, counts], check_first_steps=False,
     )  # fmt: skip
     mask = torch.tensor([1, 1, 1, 0])
@@ -83,12 +84,12 @@ def test_phases_of_the_device_add_up_and_nothing_is_read(tmp_path: Path) -> None
 
 def _train_lightly(folder: Path) -> list[int]:
     light_doctor.INTERVAL_STEPS, light_doctor.MEASURED_STEPS, light_doctor._UNEVEN = 8, 2, 1e9
-    return _train(folder, False, Slow(), LightDoctor())
+    return _train(folder, False, Slow(), LightDoctor(), logger=CSVLogger(folder))
 
 
 def test_pauses_of_the_light_form_are_counted_as_the_measured_steps(tmp_path: Path) -> None:
     reads = in_a_child(_train_lightly, tmp_path)
-    run = read_run(str(tmp_path))
+    run = read_run(str(tmp_path / "lightning_logs" / "version_0"))
     assert [interval.num_steps for interval in run.intervals[0]] == [3, 8, 8, 5]
     for interval in run.intervals[0]:
         assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=0.01)
