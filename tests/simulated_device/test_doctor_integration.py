@@ -95,7 +95,7 @@ def test_pauses_of_the_light_form_are_counted_as_the_measured_steps(tmp_path: Pa
         assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=0.01)
     assert sum(interval.seconds["callbacks"] for interval in run.intervals[0]) >= 0.9 * STEPS * PAUSE_S
     assert judge(run).findings[0].cause == "slow_callback"
-    assert len(set(reads)) == 1, "nothing is read, at the end of an interval either"
+    assert not any(reads[1:]), f"nothing is read, at the end of an interval either: {reads}"
 
 
 def test_a_read_in_the_step_is_found_by_its_line(tmp_path: Path) -> None:
