@@ -75,10 +75,8 @@ class Heartbeat:
         phase = self.phase
         self.clock, self._paused = (None, clock) if is_paused else (clock, None)
         # Another class, so that assigning a phase costs nothing more while no clock listens.
-        if clock is None:
+        if self.clock is None:
             self.__class__ = Heartbeat
-        elif is_paused:
-            self.__class__ = _Paused
         else:
             self.__class__ = _Noting if type(clock).enter is PhaseClock.enter else _Announcing
         self.phase = phase
@@ -90,12 +88,14 @@ class Heartbeat:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Context manager around a phase that is a part of another one."""
-        outer, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = outer
+        """Context manager around a phase that is a part of another one; a clock counts all within it as this one."""
+        clock = self._paused if self.clock is None else self.clock
+        with nullcontext() if clock is None else clock.sealed(phase):
+            outer, self.phase = self.phase, phase
+            try:
+                yield
+            finally:
+                self.phase = outer
 
     @property
     def thread(self) -> int:
@@ -174,12 +174,6 @@ class _Announcing(Heartbeat):
         if self.clock is not None:
             self.clock.enter(phase)
 
-    @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
-        """Context manager around a phase that is a part of another one; phases within it count as this one."""
-        with nullcontext() if self.clock is None else self.clock.sealed(phase), super().within(phase):
-            yield
-
 
 class _Noting(_Announcing):
     """Notes each phase by itself as `PhaseClock.enter` does: a call is half of what that costs."""
@@ -197,16 +191,6 @@ class _Noting(_Announcing):
             note = clock.note
             note(phase)
             note(clock.now())
-
-
-class _Paused(Heartbeat):
-    """Announces the parts of a run that count as a whole, and nothing else."""
-
-    @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
-        """Context manager around a phase that is a part of another one."""
-        with nullcontext() if self._paused is None else self._paused.sealed(phase), super().within(phase):
-            yield
 
 
 def stack_of(thread: int) -> list[Call]:
