@@ -14,8 +14,8 @@ from typing import Any
 
 from tests.distributed import ROOT, Finished, run_command, torchrun
 
-from . import library_run
-from .library_run import KINDS, SIZE, STOP, Kind
+from . import package_run
+from .package_run import KINDS, SIZE, STOP, Kind
 
 EPOCHS = 4
 COLUMNS = ["two ranks", "resumed with 2", "with 1", "with 3"]
@@ -26,14 +26,14 @@ _PATIENCE_S = 300
 
 def is_installed(kind: Kind) -> bool:
     """Whether the library of a kind of training data is there."""
-    return importlib.util.find_spec(kind.library) is not None
+    return importlib.util.find_spec(kind.package) is not None
 
 
 def label(name: str) -> str:
     """The first cell of a row."""
     if "{version}" not in name:
         return name
-    library = KINDS[name].library
+    library = KINDS[name].package
     return name.format(version=importlib.metadata.version(_DISTRIBUTIONS.get(library, library)))
 
 
@@ -42,8 +42,8 @@ def _start(name: str, folder: Path, ranks: int = 0, checkpoint: Path | None = No
     arguments = [name, str(folder), str(ranks), str(EPOCHS), *given]
     folder.mkdir(exist_ok=True)
     if KINDS[name].launcher == "torchrun" and ranks > 1:
-        return torchrun(Path(library_run.__file__), *arguments, nproc=ranks, cwd=ROOT, timeout_s=_PATIENCE_S)
-    return run_command([sys.executable, library_run.__file__, *arguments], cwd=ROOT, timeout_s=_PATIENCE_S)
+        return torchrun(Path(package_run.__file__), *arguments, nproc=ranks, cwd=ROOT, timeout_s=_PATIENCE_S)
+    return run_command([sys.executable, package_run.__file__, *arguments], cwd=ROOT, timeout_s=_PATIENCE_S)
 
 
 def _seen(folder: Path, ranks: int) -> list[list[Any]]:
@@ -76,7 +76,7 @@ def _refusal(finished: Finished, folder: Path, library: str) -> str | None:
 
 def row(name: str, folder: Path) -> list[str]:
     """The cells of a kind of training data; `folder` is empty."""
-    library = KINDS[name].library
+    library = KINDS[name].package
     written = _start(name, folder)
     assert written.returncode == 0, written.output
     first, saved = folder / "first", folder / "first" / "saved.ckpt"

@@ -25,9 +25,9 @@ from .data_libraries import EPOCHS as LIBRARY_EPOCHS
 from .data_libraries import library_table
 from .data_ranks import RANKS, rank_table, stop_table
 from .data_ranks import STOP as RANK_STOP
-from .library_run import BATCH as LIBRARY_BATCH
-from .library_run import SIZE as LIBRARY_SIZE
-from .library_run import STOP as LIBRARY_STOP
+from .package_run import BATCH as LIBRARY_BATCH
+from .package_run import SIZE as LIBRARY_SIZE
+from .package_run import STOP as LIBRARY_STOP
 
 PAGE = ROOT / "docs" / "data.md"
 SIZE, BATCH, STOP, EPOCHS = 24, 3, 4, 4

@@ -1,7 +1,7 @@
-"""A run over data of a public library: ``python library_run.py KIND FOLDER RANKS EPOCHS [CHECKPOINT]``.
+"""A run over data of a public library: ``python package_run.py KIND FOLDER RANKS EPOCHS [CHECKPOINT]``.
 
 `data_libraries.py` starts it. Each rank writes the batches that it was trained on to a file in `FOLDER`; a checkpoint
-is saved there after some of them. The data are in the folder above, where ``python library_run.py KIND FOLDER`` writes
+is saved there after some of them. The data are in the folder above, where ``python package_run.py KIND FOLDER`` writes
 them first.
 """
 
@@ -27,8 +27,8 @@ SIZE, BATCH, STOP = 48, 3, 4
 class Kind(NamedTuple):
     """Training data of a public library."""
 
-    library: str
-    """The module of the library."""
+    package: str
+    """The name of the library's package."""
     write: Callable[[Path], None]
     """Writes the data into a folder."""
     make: Callable[[Path], Any]

@@ -4,7 +4,7 @@ import pytest
 
 from .data_libraries import former_rows, is_installed, label, row
 from .data_matrix import PAGE
-from .library_run import KINDS
+from .package_run import KINDS
 
 
 def test_the_page_has_a_row_of_each_and_nothing_is_silently_read_otherwise():
@@ -19,5 +19,5 @@ def test_the_page_has_a_row_of_each_and_nothing_is_silently_read_otherwise():
 @pytest.mark.parametrize("name", KINDS)
 def test_so_it_is(name, tmp_path):
     if not is_installed(KINDS[name]):
-        pytest.skip(f"needs {KINDS[name].library}")
+        pytest.skip(f"needs {KINDS[name].package}")
     assert [label(name), *row(name, tmp_path)] in former_rows(PAGE.read_text())

@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from polyphase.engine.data import LengthBucketing, PackSequences
-from tests.docs import library_run
+from tests.docs import package_run
 
 from ..tiny import SavesIn
 from .runs import assert_goes_on, train
 
-SIZE = library_run.SIZE
+SIZE = package_run.SIZE
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,8 @@ def datasets(monkeypatch):
 @pytest.fixture
 def parquet(tmp_path, datasets) -> Callable[[], Any]:
     """Eight files of six numbers each, as a stream."""
-    library_run.write_parquet(tmp_path)
-    return partial(library_run.hugging_face, tmp_path, streaming=True)
+    package_run.write_parquet(tmp_path)
+    return partial(package_run.hugging_face, tmp_path, streaming=True)
 
 
 def numbers(samples: list[dict[str, Any]]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_hugging_faces_tokenised_sets_are_packed(datasets):
 @pytest.fixture
 def tars(tmp_path) -> Iterator[Path]:
     pytest.importorskip("webdataset")
-    library_run.write_tars(tmp_path)
+    package_run.write_tars(tmp_path)
     yield tmp_path
     gc.collect()  # webdataset leaves files open
 
@@ -94,7 +94,7 @@ UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_webdatasets_shuffle_with_a_seed_goes_on(num_workers, tars, tmp_path):
     def make() -> DataLoader:
-        loader = library_run.webdataset_loader(tars, shuffle={"size": 7, "seed": 3})
+        loader = package_run.webdataset_loader(tars, shuffle={"size": 7, "seed": 3})
         return DataLoader(loader.dataset, 3, num_workers=num_workers)
 
     assert_goes_on(make, tmp_path, 5)
@@ -104,7 +104,7 @@ def test_webdatasets_shuffle_with_a_seed_goes_on(num_workers, tars, tmp_path):
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_webdatasets_shuffle_without_a_seed_is_refused_in_mid_epoch(workers, tars, tmp_path):
     def make() -> DataLoader:
-        return DataLoader(library_run.webdataset_loader(tars, shuffle={"size": 7}).dataset, 3, **workers)
+        return DataLoader(package_run.webdataset_loader(tars, shuffle={"size": 7}).dataset, 3, **workers)
 
     train(make, callbacks=[SavesIn("on_train_batch_end", 5, tmp_path / "saved")], max_epochs=1)
     with pytest.raises(ValueError, match=r"has no `state_dict`.* has yielded other batches"):
