@@ -75,7 +75,7 @@ class Heartbeat:
         phase = self.phase
         self.clock, self._paused = (None, clock) if is_paused else (clock, None)
         # Another class, so that assigning a phase costs nothing more while no clock listens.
-        if self.clock is None:
+        if clock is None or is_paused:
             self.__class__ = Heartbeat
         else:
             self.__class__ = _Noting if type(clock).enter is PhaseClock.enter else _Announcing
