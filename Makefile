@@ -16,8 +16,15 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# Those that measure seconds come first: the faults that they put into a run last longer, the busier the machine has been.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SIDE_BY_SIDE = --dist worksteal --numprocesses
+# Those that measure seconds come first: the faults that they put into a run last longer, the busier the machine has been.
+define run_parts
+$(PYTEST) -m "$(1)" --part alone
+$(PYTEST) -m "$(1)" --part unmarked $(SIDE_BY_SIDE) 3
+$(PYTEST) -m "$(1)" --part deadlines $(SIDE_BY_SIDE) 4
+$(PYTEST) -m "$(1)" --part device $(SIDE_BY_SIDE) 2
+endef
 # A module is compiled when it is first imported: of the 20,000 that are installed, most never are.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # uv takes a fifth of pip's time, but does not read its configuration: what it can't find, pip installs.
@@ -40,22 +47,19 @@ demo: $(VENV)/.runs  ## handwritten digits with DDP on 2 CPU processes
 	OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 
 test: install  ## the tests; up to four at a time, but for those that measure seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part unmarked $(SIDE_BY_SIDE) 3
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part deadlines $(SIDE_BY_SIDE) 4
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" --part device $(SIDE_BY_SIDE) 2
+	$(call run_parts,not nightly)
 
 device: install  ## compiles the simulated device, which the tests on it do else
 	$(BIN)/python -c "from tests.simulated_device import install; install()"
 
 nightly: install  ## all combinations, all interpreters cold, patterns of others' code, random loaders; takes hours
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
+	$(call run_parts,nightly)
 	POLYPHASE_COLD=1 $(MAKE) test
-	OMP_NUM_THREADS=1 POLYPHASE_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/loop/test_equivalence.py
+	POLYPHASE_EXAMPLES=300 $(PYTEST) tests/engine/loop/test_equivalence.py
 	$(MAKE) compatibility draws
 
 compatibility: install  ## what other code does with a trainer, with Lightning's and with the engine; takes two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility
+	$(PYTEST) tests/compatibility
 
 versions:  ## all tests on the oldest and the newest torch, each in a .venv of its own; some 15 GB where those are for CUDA
 	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)"
@@ -70,7 +74,7 @@ gpu: install  ## checks and figures on the GPUs of this machine, into benchmarks
 
 zoo: install  ## other people's models under every strategy, into docs/models.md; takes half an hour
 	$(PIP_INSTALL) "$(TORCH)" --editable ".[zoo]"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo/weights.py
+	$(PYTEST) tests/zoo/weights.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo
 
 chaos: install  ## kills a training job 12 times in each of 19 configurations, and says what was lost; takes hours
