@@ -19,7 +19,7 @@
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <chrono>
