@@ -5,8 +5,10 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
 
@@ -112,9 +114,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in IGNORED:
         config.addinivalue_line("filterwarnings", line)
     is_worker = hasattr(config, "workerinput")
-    if not is_worker:  # xdist's workers have that of the process that has started them
+    if is_worker:
+        warm.become_cold(config.workerinput["interpreter"])
+    else:  # xdist's workers have that of the process that has started them
         _have_temporary_folder(config)
     warm.keep_environment(is_worker)
+    if getattr(config.option, "tx", None):  # xdist's workers, which need what the server has imported
+        config.option.tx = [f"popen//python={warm.python()}"] * len(config.option.tx)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["interpreter"] = sys.executable
 
 
 def _have_temporary_folder(config: pytest.Config) -> None:

@@ -29,9 +29,19 @@ _END_S = 10.0
 _environment: dict[str, str] = {}
 _shared_by: list[int] = []
 """The process whose children share a server, where there is one."""
+_given: list[str] = []
+"""The executable of another process's server, of which this process is a fork."""
 _ends: list[Callable[[], None]] = []
 _SHEBANG_LIMIT = 127
 """Bytes that each kernel reads of it."""
+
+
+def become_cold(interpreter: str) -> None:
+    """Has a process that has been started warm be to its tests what a cold one is, and use the server that it is of."""
+    if sys.executable != interpreter:
+        _given.append(sys.executable)
+        sys.executable = interpreter
+        multiprocessing.set_executable(interpreter)
 
 
 def keep_environment(is_worker: bool) -> None:
@@ -50,6 +60,8 @@ def python() -> str:
     """The executable; the server is started with the first use. With POLYPHASE_COLD=1 it is the interpreter."""
     if os.environ.get("POLYPHASE_COLD"):
         return sys.executable
+    if _given:
+        return _given[0]
     if not _shared_by:
         return _start(os.getpid(), Path(tempfile.mkdtemp(prefix="polyphase-warm-")))
     folder = Path(_environment["TMPDIR"]) / "warm"
