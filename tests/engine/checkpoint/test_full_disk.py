@@ -10,7 +10,8 @@ import pytest
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError
 from polyphase.engine.checkpoint.export import export
 
-from ...distributed import ROOT, run_command
+from ...distributed import in_a_fork
+from .no_inodes import save_without_inodes
 from .sample_checkpoints import about, content, is_whole, save
 
 ROOM_BYTES = 500_000
@@ -68,13 +69,9 @@ def test_an_export_leaves_nothing_behind(tmp_path, suffix):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts of a process's own are Linux's")
 def test_without_inodes_the_reason_is_said(tmp_path):
-    job = f"{sys.executable} -m tests.engine.checkpoint.no_inodes {tmp_path}"
-    mounted = f"mount -t tmpfs -o nr_inodes=32 none {tmp_path} && {job}"
-    finished = run_command(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted], cwd=ROOT)
-    assert finished.returncode == 0, finished.output
-    warned, raised, left, whole = finished.output.splitlines()[-4:]
-    for said, how in ((warned, "2 could not be saved: "), (raised, "raised: ")):
-        assert how in said
+    found = in_a_fork(save_without_inodes, tmp_path, timeout_s=120)
+    assert "2 could not be saved: " in str(found.warned)
+    for said in (str(found.warned), found.raised):
         assert "No space left on device" in said
-    assert left == "left: True", "nothing half-made"
-    assert whole == "whole: True"
+    assert found.left, "nothing half-made"
+    assert found.whole

@@ -1,6 +1,7 @@
 """Runs that are stopped and gone on with, and what they were trained on."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,14 @@ def train(make_loader: Callable[[], Any], ckpt_path: Path | None = None, **flags
     return module.seen
 
 
+_uninterrupted = cache(train)
+"""Kept, since several cells of a test compare with the run of the same loader."""
+
+
 def assert_goes_on(make_loader: Callable[[], Any], folder: Path, at: int, **flags: Any) -> None:
     """Trains, saving in a hook, and resumes there; together it was the uninterrupted run, which saves nothing."""
     hook = flags.pop("hook", "on_train_batch_end")
-    expected = train(make_loader, **flags)
+    expected = _uninterrupted(make_loader, **flags)
     saves = SavesIn(hook, at, folder / "saved")
     assert train(make_loader, callbacks=[saves], **flags) == expected, "saving changes nothing"
     assert saves.num_seen is not None

@@ -6,6 +6,7 @@ import pytest
 from lightning.pytorch import Trainer, seed_everything
 
 from tests.engine.tiny import QUIET
+from tests.pairs import nightly
 
 from .draw_checks import plain
 from .draw_runs import SEED
@@ -20,14 +21,16 @@ def _seed(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")  # taken back after the test
 
 
-def test_runs_are_trained_on_the_samples_of_a_plain_loop(tmp_path):
-    numbers = [number for number in range(100) if not workers(number)][:25]
+@pytest.mark.parametrize("num_draws", [12, *nightly(25)])
+def test_runs_are_trained_on_the_samples_of_a_plain_loop(num_draws, tmp_path):
+    numbers = [number for number in range(100) if not workers(number)][:num_draws]
     assert in_one_process(0, numbers, tmp_path) == {}
 
 
 @pytest.mark.timeout(150)
-def test_two_ranks_are_too(tmp_path):
-    numbers = [number for number in range(100) if num_ranks(number) == (2, 2) and not workers(number)][:2]
+@pytest.mark.parametrize("num_draws", [1, *nightly(2)])
+def test_two_ranks_are_too(num_draws, tmp_path):
+    numbers = [number for number in range(100) if num_ranks(number) == (2, 2) and not workers(number)][:num_draws]
     assert on_ranks(0, numbers, 2, tmp_path, timeout_s=60) == {}
 
 

@@ -8,6 +8,8 @@ import torch
 import torchdata.nodes as nodes
 from torch.utils.data import RandomSampler
 
+from tests.pairs import alternating
+
 from .runs import assert_goes_on
 
 SIZE = 14
@@ -57,11 +59,11 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize(
-    ("at", "flags"),
-    [(2, {}), (7, {}), (4, {"accumulate_grad_batches": 3}), (5, {}), (1, {"hook": "on_train_epoch_end"})],
-    ids=["first epoch", "second epoch", "a window", "last batch", "between epochs"],
+    ("at", "flags", "name"),
+    alternating(
+        [(2, {}), (7, {}), (4, {"accumulate_grad_batches": 3}), (5, {}), (1, {"hook": "on_train_epoch_end"})], LOADERS
+    ),
 )
 def test_goes_on(name, at, flags, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, **flags)

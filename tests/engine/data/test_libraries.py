@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine.data import LengthBucketing, PackSequences
 from tests.docs import package_run
+from tests.pairs import nightly
 
 from ..tiny import SavesIn
 from .runs import assert_goes_on, train
@@ -47,8 +48,7 @@ def is_once(seen: list[Any], num_epochs: int) -> bool:
     return epochs == [Counter(range(SIZE))] * num_epochs
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("at", [5, 18])
+@pytest.mark.parametrize(("at", "num_workers"), [(5, 2), (18, 0), *nightly((5, 0), (18, 2))])
 def test_hugging_faces_stream_goes_on(at, num_workers, parquet, tmp_path):
     assert_goes_on(lambda: DataLoader(parquet(), 3, collate_fn=numbers, num_workers=num_workers), tmp_path, at)
 
@@ -91,7 +91,7 @@ UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 @UNCLOSED
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [2, *nightly(0)])
 def test_webdatasets_shuffle_with_a_seed_goes_on(num_workers, tars, tmp_path):
     def make() -> DataLoader:
         loader = package_run.webdataset_loader(tars, shuffle={"size": 7, "seed": 3})

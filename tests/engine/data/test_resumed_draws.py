@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from polyphase.engine.data import set_own_states, states_of_own
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly, paired
 
 from ..tiny import SavesIn
 from . import runs
@@ -134,36 +134,47 @@ WINDOW = {"accumulate_grad_batches": 3}
 
 
 @pytest.mark.filterwarnings("ignore:.* was read again up to its place")
-@pytest.mark.parametrize("kind", [Augmented, Drawn, Stated, Shuffled, Shards])
-@pytest.mark.parametrize("draws", [Own, lambda: from_globals])
-@pytest.mark.parametrize(("at", "flags"), [(10, {}), (4, WINDOW), (1, BETWEEN)])
+@pytest.mark.parametrize(
+    ("kind", "draws", "at", "flags"),
+    paired(
+        [Augmented, Drawn, Stated, Shuffled, Shards],
+        [Own, lambda: from_globals],
+        [(10, {}), (4, WINDOW), (1, BETWEEN)],
+    ),
+)
 def test_goes_on_with_the_same_draws(kind, draws, at, flags, tmp_path):
     assert_goes_on(partial(loader, kind, draws), tmp_path, at, **{"max_epochs": 2, **flags})
 
 
 @pytest.mark.parametrize(
     ("kind", "draws", "workers", "at", "flags"),
-    alternating(
-        [
-            (Augmented, Own, WORKERS),
-            (Augmented, Own, STAY),
-            (Stated, Own, WORKERS),
-            (Stated, lambda: from_globals, WORKERS),
-            (Shards, lambda: from_globals, WORKERS),
-            (Shuffled, lambda: from_globals, STAY),
-            (Shards, Own, STAY),
-        ],
-        [(10, {}), (1, BETWEEN)],
-    ),
+    [
+        *alternating(
+            [(Augmented, Own, STAY), (Stated, Own, WORKERS), (Shards, lambda: from_globals, WORKERS)],
+            [(10, {}), (1, BETWEEN)],
+        ),
+        (Shuffled, lambda: from_globals, STAY, 10, {}),
+        *nightly(
+            (Shuffled, lambda: from_globals, STAY, 1, BETWEEN),
+            *(
+                (*data, *place)
+                for data in [
+                    (Augmented, Own, WORKERS),
+                    (Stated, lambda: from_globals, WORKERS),
+                    (Shards, Own, STAY),
+                ]
+                for place in [(10, {}), (1, BETWEEN)]
+            ),
+        ),
+    ],
 )
 def test_so_do_workers(kind, draws, workers, at, flags, tmp_path):
     assert_goes_on(partial(loader, kind, draws, **workers), tmp_path, at, **{"max_epochs": 2, **flags})
 
 
-@pytest.mark.parametrize("workers", [WORKERS, STAY], ids=["new", "persistent"])
-@pytest.mark.parametrize("kind", [Augmented, Shards])
+@pytest.mark.parametrize(("kind", "workers"), alternating([Augmented, Shards], [WORKERS, STAY]))
 def test_so_do_workers_in_the_epochs_after_the_one_that_was_stopped(kind, workers, tmp_path):
-    assert_goes_on(partial(loader, kind, lambda: from_globals, **workers), tmp_path, 3, max_epochs=4)
+    assert_goes_on(partial(loader, kind, lambda: from_globals, **workers), tmp_path, 3, max_epochs=3)
 
 
 class Lazily(Drawn):

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly, paired
 
 from ..tiny import Positions, SavesIn, engine
 from .runs import Trains, assert_goes_on, train
@@ -164,22 +164,19 @@ LOADERS = {
 }
 
 
+PLACES = [(2, "on_train_batch_end"), (7, "on_train_batch_start"), (1, "on_train_epoch_end"), (1, "on_train_start")]
+MORE_PLACES = [
+    (4, "on_train_batch_end"),
+    (6, "on_train_batch_end"),
+    (2, "on_train_epoch_start"),
+    (2, "on_train_epoch_end"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
 @pytest.mark.parametrize(
     ("at", "hook", "name"),
-    alternating(
-        [
-            (2, "on_train_batch_end"),
-            (4, "on_train_batch_end"),
-            (6, "on_train_batch_end"),
-            (7, "on_train_batch_start"),
-            (1, "on_train_start"),
-            (2, "on_train_epoch_start"),
-            (1, "on_train_epoch_end"),
-            (2, "on_train_epoch_end"),
-        ],
-        LOADERS,
-    ),
+    [*alternating(PLACES, LOADERS), *nightly(*((*place, name) for place in MORE_PLACES for name in LOADERS))],
 )
 def test_goes_on(name, at, hook, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, hook=hook)
@@ -227,8 +224,7 @@ def test_goes_on_from_a_checkpoint_that_was_saved_after_the_run(name, tmp_path):
     assert train(ASKED[name], tmp_path / "saved") == expected[len(first) :]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("at", [2, 6])
+@pytest.mark.parametrize(("at", "persistent"), alternating([2, 6], [False, True]))
 def test_goes_on_with_workers_which_fetch_ahead(at, persistent, tmp_path):
     arguments = {"shuffle": True, "num_workers": 1, "persistent_workers": persistent}
     assert_goes_on(lambda: DataLoader(Positions(SIZE), batch_size=3, **arguments), tmp_path, at)
@@ -290,7 +286,7 @@ def test_a_first_window_that_is_done_again_has_the_order_that_it_had(name, at, t
     )
 
 
-@pytest.mark.parametrize("at", [7, 11])
+@pytest.mark.parametrize("at", [7, *nightly(11)])
 def test_so_are_loaders_whose_workers_read_ahead_for_the_first_iterator(at, tmp_path):
     def load() -> LightningDataModule:
         data = LightningDataModule()
@@ -341,9 +337,10 @@ WITH_WORKERS = {
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
-@pytest.mark.parametrize("name", WITH_WORKERS)
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("at", "hook"), [(2, "on_train_batch_end"), (1, "on_train_epoch_end")])
+@pytest.mark.parametrize(
+    ("name", "persistent", "at", "hook"),
+    paired(WITH_WORKERS, [False, True], [(2, "on_train_batch_end"), (1, "on_train_epoch_end")]),
+)
 def test_goes_on_with_workers_for_which_each_epoch_draws_two_orders(at, hook, persistent, name, tmp_path):
     """torch makes two iterators for new workers, one for workers that stay; these samplers draw for each of them."""
     assert_goes_on(lambda: WITH_WORKERS[name](num_workers=1, persistent_workers=persistent), tmp_path, at, hook=hook)

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly
 
 from ..tiny import CountingStream, Positions, SavesIn, Stream, engine
 from .runs import Trains, assert_goes_on, combined, train
@@ -98,16 +98,10 @@ LOADERS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
 @pytest.mark.parametrize(
     ("at", "flags", "name"),
-    alternating(
-        [
-            (2, {}),
-            (4, {"accumulate_grad_batches": 3}),
-            (6, {}),
-            (1, {"hook": "on_train_epoch_end"}),
-            (2, {"hook": "on_train_epoch_start"}),
-        ],
-        LOADERS,
-    ),
+    [
+        *alternating([(2, {}), (4, {"accumulate_grad_batches": 3}), (1, {"hook": "on_train_epoch_end"})], LOADERS),
+        *nightly(*((*at, name) for at in [(6, {}), (2, {"hook": "on_train_epoch_start"})] for name in LOADERS)),
+    ],
 )
 def test_goes_on(name, at, flags, tmp_path):
     assert_goes_on(LOADERS[name], tmp_path, at, **flags)

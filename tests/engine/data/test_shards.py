@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from polyphase.engine.data import ShardedStream, remaining_shards, why_not_shardable
+from tests.pairs import alternating
 
 from ..tiny import SavesIn, engine
 from . import runs, sharded
@@ -65,18 +66,22 @@ def test_the_same_ranks_go_on_exactly(cls, num_workers, at, flags, tmp_path):
     assert_goes_on(lambda: loader(cls, num_workers=num_workers), tmp_path, at, **flags)
 
 
-@pytest.mark.parametrize(("cls", "persistent"), [(Sharded, False), (Stated, True)])
-def test_other_workers_and_other_batch_sizes(cls, persistent, tmp_path):
+@pytest.mark.parametrize(
+    ("cls", "persistent", "then", "now"),
+    alternating(
+        [(Sharded, False), (Stated, True)],
+        [((3, 0), (3, 2)), ((3, 2), (3, 1)), ((4, 2), (1, 0)), ((3, 0), (4, 0))],
+    ),
+)
+def test_other_workers_and_other_batch_sizes(cls, persistent, then, now, tmp_path):
     def make(batch_size: int = 3, num_workers: int = 0) -> DataLoader:
         keeps = persistent and num_workers > 0
         return DataLoader(cls(), batch_size, num_workers=num_workers, persistent_workers=keeps)
 
-    for then, now in [((3, 0), (3, 2)), ((3, 2), (3, 1)), ((3, 0), (4, 0)), ((4, 2), (1, 0))]:
-        saved = tmp_path / f"{then}-{now}"
-        saves = SavesIn("on_train_batch_end", STOP, saved)
-        done = train(lambda: make(*then), max_epochs=1, callbacks=[saves])[:STOP]  # noqa: B023
-        rest = train(lambda: make(*now), saved, max_epochs=4)  # noqa: B023
-        assert is_once([(epoch, batch) for epoch, _, batch in done + rest]), (then, now)
+    saves = SavesIn("on_train_batch_end", STOP, tmp_path / "saved")
+    done = train(lambda: make(*then), max_epochs=1, callbacks=[saves])[:STOP]
+    rest = train(lambda: make(*now), tmp_path / "saved", max_epochs=4)
+    assert is_once([(epoch, batch) for epoch, _, batch in done + rest])
 
 
 def test_it_is_stopped_twice(tmp_path):

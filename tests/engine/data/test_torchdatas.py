@@ -1,6 +1,5 @@
 """torchdata's classes are recognized where the user has them, and nothing needs them elsewhere."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from polyphase.engine.data.torchdatas import classes_of_torchdata, is_torchdata_loader
+from tests.distributed import run_command
 
 WITHOUT = """
 import sys
@@ -19,6 +19,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, IterableDataset
 from polyphase.engine import Engine
+
+assert not [name for name in sys.modules if name.startswith("torchdata.")]
 
 
 class Count(IterableDataset):
@@ -59,9 +61,8 @@ Engine(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
 
 
 def test_a_stream_is_continued_where_there_is_no_torchdata(tmp_path: Path):
-    command = [sys.executable, "-c", WITHOUT, str(tmp_path / "saved.ckpt")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert run.returncode == 0, run.stderr
+    finished = run_command([sys.executable, "-c", WITHOUT, tmp_path / "saved.ckpt"], timeout_s=150)
+    assert finished.returncode == 0, finished.output
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, of torch

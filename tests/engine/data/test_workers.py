@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from polyphase.engine.data.workers import _InWorker
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly
 
 from ..tiny import SavesIn, engine
 from .runs import Trains, assert_goes_on, combined, train
@@ -69,18 +69,22 @@ LOADERS = {
 }
 
 
+WINDOW = {"accumulate_grad_batches": 3}
+BEGINNING = {"hook": "on_train_start"}
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's, in loaders made by a test
 @pytest.mark.parametrize(
     ("at", "flags", "name"),
-    alternating(
-        [
-            (3, {}),
-            (4, {"accumulate_grad_batches": 3}),
-            (1, {"hook": "on_train_start"}),
-            (1, {"hook": "on_train_epoch_end"}),
-        ],
-        LOADERS,
-    ),
+    [
+        *alternating([(3, {}), (1, {"hook": "on_train_epoch_end"})], LOADERS),
+        (4, WINDOW, "persistent"),
+        (1, BEGINNING, "new in each epoch"),
+        *nightly(
+            *((4, WINDOW, name) for name in LOADERS if name != "persistent"),
+            *((1, BEGINNING, name) for name in LOADERS if name != "new in each epoch"),
+        ),
+    ],
 )
 def test_goes_on(name, at, flags, tmp_path):
     flags = {**flags, "max_epochs": 2}

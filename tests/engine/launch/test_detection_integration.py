@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.distributed import ROOT, free_port, run_command
+from tests.distributed import ROOT, free_port, run_command, warmed
 
 sys.path.append(str(ROOT / "benchmarks"))
 from _namespaces import Namespaces
@@ -46,6 +46,7 @@ def expected(num_nodes):
 
 
 def test_a_process_for_each_pod(script):
+    script = " ".join(warmed(script.split()))
     meeting = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} WORLD_SIZE=2"
     assert run([f"{meeting} RANK={rank} {script}" for rank in (0, 1)]) == expected(num_nodes=2)
 

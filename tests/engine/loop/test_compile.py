@@ -66,6 +66,13 @@ def _no_graphs_of_earlier_tests():
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def _compiles_in_this_process():
+    """Few small graphs: to start another process for them takes longer, and so does the code for vectors."""
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.simdlen": 1}):
+        yield
+
+
 @pytest.fixture
 def said(caplog):
     caplog.set_level(logging.WARNING, logger="polyphase.engine")
@@ -86,14 +93,14 @@ def test_compiled_steps_compute_the_same(said):
 
 
 def test_a_log_in_the_middle_is_named_once(said):
-    run(LogsInTheMiddle(), compile=True)
+    run(LogsInTheMiddle(), compile=True, limit_val_batches=0)
     (message,) = said()
     assert message.startswith("compile: the graph of a step is split by self.log at ")
     assert 'self.log("hidden", hidden.mean())' in message
 
 
 def test_a_graph_break_is_named_once(said):
-    run(Breaks(), compile="reduce-overhead")
+    run(Breaks(), compile="reduce-overhead", limit_val_batches=0)
     (message,) = said()
     assert "torch._dynamo.graph_break()" in message
     assert "test_compile.py" in message
@@ -131,9 +138,9 @@ class Recorded(Net):
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_gradients_that_are_added_to_are_none_of_a_graphs(mode, monkeypatch):
     recorded, plain = Recorded(), Recorded()
-    run(recorded, compile=mode, accumulate_grad_batches=3)
+    run(recorded, compile=mode, accumulate_grad_batches=3, limit_val_batches=0)
     monkeypatch.setattr(Recorded, "of_graph", lambda module: module.weight)
-    run(plain, accumulate_grad_batches=3)
+    run(plain, accumulate_grad_batches=3, limit_val_batches=0)
     torch.testing.assert_close(recorded.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
@@ -196,7 +203,7 @@ class Gates(Net):
 
 def test_blocks_that_are_computed_again_drop_the_same_and_split_no_graph(said):
     module = Gates()
-    run(module, compile=True, activation_checkpointing="full")
+    run(module, compile=True, activation_checkpointing="full", limit_val_batches=0)
     assert len(set(module.found)) == 12
     assert [gate.norm.num_batches_tracked.item() for gate in module.net] == [12] * 3
     assert said() == []

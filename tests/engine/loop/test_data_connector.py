@@ -16,6 +16,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from polyphase.engine.data.stream_loader import StreamLoader
+from tests.pairs import nightly
 
 from ..tiny import Positions, Seen, Stream, engine
 
@@ -81,9 +82,18 @@ def generator():
     return torch.Generator().manual_seed(7)
 
 
+WITH_A_WORKER = ["shuffled", "by a generator, smaller", "batches of a class of the user's", "torchdata's"]
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", list(LOADERS))
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        *((name, 0) for name in LOADERS),
+        *((name, 1) for name in WITH_A_WORKER),
+        *nightly(*((name, 1) for name in LOADERS if name not in WITH_A_WORKER)),
+    ],
+)
 def test_one_process_has_the_users_loader_and_stocks_order_and_random_numbers(name, num_workers):
     torch.manual_seed(SEED)  # torchdata's sampler draws when it is made
     expected, _ = run(LOADERS[name](num_workers=num_workers), Trainer)

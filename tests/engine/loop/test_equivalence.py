@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from lightning.pytorch import Trainer
 
 from polyphase.engine import Engine
+from tests.pairs import nightly
 
 from .plans import REDUCTIONS, Entry, Hook, Plan, plans
 from .replay import Trace, replay
 
 NUM_EXAMPLES = os.environ.get("POLYPHASE_EXAMPLES")
-"""None: the same 60 plans each time."""
+"""None: the same plans each time."""
 
 
 CORNERS = {
@@ -115,15 +116,19 @@ def test_a_corner_is_the_stock_trainers(corner):
     check(CORNERS[corner])
 
 
-@settings(
-    max_examples=int(NUM_EXAMPLES or 60),
-    derandomize=NUM_EXAMPLES is None,
-    database=None,
-    deadline=None,
-    print_blob=False,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
-@given(plan=plans())
+@pytest.mark.parametrize("num_plans", [int(NUM_EXAMPLES)] if NUM_EXAMPLES else [25, *nightly(60)])
 @pytest.mark.timeout(0 if NUM_EXAMPLES else 600)
-def test_a_run_is_the_stock_trainers(plan):
-    check(plan)
+def test_a_run_is_the_stock_trainers(num_plans):
+    @settings(
+        max_examples=num_plans,
+        derandomize=NUM_EXAMPLES is None,
+        database=None,
+        deadline=None,
+        print_blob=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+    @given(plan=plans())
+    def drawn(plan):
+        check(plan)
+
+    drawn()

@@ -12,14 +12,14 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from polyphase.engine.distributed.object_group import WORLD
 from tests.distributed import run_ranks
-from tests.pairs import alternating, nightly
+from tests.pairs import nightly
 
 from ..tiny import as_rank, engine
 
 PRIMES = (1, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 NUM_CLASSES = 3
-NIGHTLY = [pytest.param(strategy, 4, marks=pytest.mark.nightly) for strategy in ("ddp", "fsdp")]
-MATRIX = [*alternating(["ddp", "fsdp"], [1, 2, 3]), *NIGHTLY, ("hsdp:replicate=2", 4)]
+MORE = [("ddp", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("hsdp:replicate=2", 4)]
+MATRIX = [("ddp", 3), ("fsdp", 2), *nightly(*MORE)]
 
 
 class Classifier(LightningModule):

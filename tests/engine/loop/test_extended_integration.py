@@ -56,10 +56,13 @@ def test_one_process(tmp_path):
     check_all(0, tmp_path, 1, WAYS)
 
 
+FEW_WAYS = ["limit_train_batches", "max_steps, with accumulation"]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("num_ranks", [2, *nightly(4)])
-def test_ranks(tmp_path, num_ranks):
-    run_ranks(check_all, num_ranks, tmp_path, num_ranks, WAYS, timeout_s=100, start_method="fork")
+@pytest.mark.parametrize(("num_ranks", "ways"), [(2, FEW_WAYS), *nightly((2, list(WAYS)), (4, list(WAYS)))], ids=str)
+def test_ranks(tmp_path, num_ranks, ways):
+    run_ranks(check_all, num_ranks, tmp_path, num_ranks, ways, timeout_s=100, start_method="fork")
 
 
 def test_max_time(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric, Metric
 
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly
 
 from .stock_comparison import TRAINERS, Small, error_of, exactly, outcome, rows, trainer_of
 
@@ -80,13 +80,11 @@ ACCEPTED = {
 
 PLACES = (
     # A hook, and the call of it from which on the wrong one is made.
-    ("training_step", 0),
     ("training_step", 2),
-    ("on_train_batch_end", 2),
-    ("on_before_optimizer_step", 2),
     ("validation_step", 2),
-    ("on_train_epoch_end", 1),
+    ("on_before_optimizer_step", 2),
 )
+MORE_PLACES = (("training_step", 0), ("on_train_batch_end", 2), ("on_train_epoch_end", 1))
 FORBIDDEN = (
     "on_fit_start",
     "on_train_end",
@@ -143,7 +141,14 @@ def both(tmp_path: Any, make: Any, **flags: Any) -> list[Any]:
 
 # What Lightning only warns of, it warns of once in a process: both do, or this test would depend on their order.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("hook", "at", "what"), alternating(PLACES, WRONG))
+@pytest.mark.parametrize(
+    ("hook", "at", "what"),
+    [
+        *alternating(PLACES, WRONG),
+        *((*place, "a metric, then a number") for place in MORE_PLACES),
+        *nightly(*((*place, what) for place in MORE_PLACES for what in WRONG if what != "a metric, then a number")),
+    ],
+)
 def test_a_wrong_call(tmp_path, what, hook, at):
     stock, engine = both(tmp_path, lambda: logging_in(hook, WRONG[what], at), max_epochs=2)
     assert engine == stock

@@ -12,6 +12,7 @@ from polyphase.engine import Engine
 from tests.distributed import run_ranks
 from tests.engine.parity import MLP, QUIET, TOLERANCE, largest_difference, suffixed
 from tests.engine.tiny import as_rank
+from tests.pairs import alternating, nightly
 
 BATCH = 16
 
@@ -65,10 +66,15 @@ def train(flag: str, num_ranks: int, size: int, kind: type[MLP]) -> dict[str, Te
 
 
 # The last batch has 13 samples, or one: then a rank has none of its own.
-@pytest.mark.parametrize("size", [61, 49])
 @pytest.mark.parametrize(
-    ("flag", "num_ranks"),
-    [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp", 2), ("hsdp:replicate=2,shard=2", 4)],
+    ("flag", "num_ranks", "size"),
+    [
+        *(("single", 1, size) for size in (61, 49)),
+        *(("ddp", 2, size) for size in (61, 49)),
+        *alternating([("zero1", 2), ("fsdp", 2)], [61, 49]),
+        ("hsdp:replicate=2,shard=1", 2, 61),
+        *nightly(*(("hsdp:replicate=2,shard=2", 4, size) for size in (61, 49))),
+    ],
 )
 def test_an_uneven_batch_counts_by_its_samples(flag, num_ranks, size):
     assert largest_difference(train(flag, num_ranks, size, ByHand), plain_loop(size)) <= TOLERANCE

@@ -5,6 +5,8 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from tests.pairs import paired
+
 from ..tiny import Positions, Regression, Seen, StepsByHand, Stream, engine, rows
 
 ONE = [1.0]
@@ -27,9 +29,7 @@ def gradients(data, **flags):
     return module.gradients
 
 
-@pytest.mark.parametrize("data", [Positions, Stream], ids=["sized", "unsized"])
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("size", [1, 4, 5, 7, 8])
+@pytest.mark.parametrize(("data", "accumulate", "size"), paired([Positions, Stream], [1, 2, 3, 4, 7], [1, 4, 5, 7, 8]))
 def test_the_mean_of_gradients_of_one_is_one_in_every_window(data, size, accumulate):
     found = gradients(data(size), accumulate_grad_batches=accumulate, max_epochs=2)
     assert found == ONE * (2 * -(-size // accumulate))

@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader, Dataset
 
+from tests.pairs import nightly
+
 from ..parity import suffixed
 from ..tiny import Regression, engine
 
@@ -52,9 +54,10 @@ def draws(folder: Path, flag: str, devices: int, monkeypatch: Any) -> list[list[
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(devices)]
 
 
+@pytest.mark.parametrize("num_ranks", [2, *nightly(3)])
 @pytest.mark.parametrize("flag", ["ddp", "fsdp"])
-def test_ranks_draw_their_own_and_again_the_same(flag, tmp_path, monkeypatch):
-    first = draws(tmp_path / "first", flag, 3, monkeypatch)
-    assert draws(tmp_path / "second", flag, 3, monkeypatch) == first
+def test_ranks_draw_their_own_and_again_the_same(flag, num_ranks, tmp_path, monkeypatch):
+    first = draws(tmp_path / "first", flag, num_ranks, monkeypatch)
+    assert draws(tmp_path / "second", flag, num_ranks, monkeypatch) == first
     numbers = [number for rank in first for step in rank for number in step]
     assert len(set(numbers)) == len(numbers)

@@ -1,5 +1,7 @@
 """What is logged with `sync_dist` is reduced exactly, in one go; names that differ are an error on every rank."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine.distributed.object_group import WORLD
 from polyphase.engine.loop.reduction import reduce_results
 from tests.distributed import run_ranks
+from tests.pairs import nightly
 
 from ..tiny import Positions, Seen, as_rank, engine
 
@@ -153,19 +156,23 @@ def test_reduction(check, num_ranks):
     run_ranks(check, num_ranks, timeout_s=90, start_method="fork")
 
 
-def sizes_up_to_nine(rank):
+SIZES = list(product(range(1, 10), (1, 2, 3, 4, 10)))
+"""Of a data set and of a batch."""
+
+
+def of_sizes(rank, sizes):
     as_rank(rank)
-    for size in range(1, 10):
-        for batch_size in (1, 2, 3, 4, 10):
-            loader = DataLoader(Positions(size), batch_size=batch_size)
-            (found,) = engine(strategy="ddp", devices=2).validate(Constant(), loader, verbose=False)
-            assert found["one"] == 1
-            assert found["mean"] == pytest.approx((size - 1) / 2, rel=1e-6), (size, batch_size)
+    for size, batch_size in sizes:
+        loader = DataLoader(Positions(size), batch_size=batch_size)
+        (found,) = engine(strategy="ddp", devices=2).validate(Constant(), loader, verbose=False)
+        assert found["one"] == 1
+        assert found["mean"] == pytest.approx((size - 1) / 2, rel=1e-6), (size, batch_size)
 
 
 @pytest.mark.timeout(100)
-def test_no_sample_counts_twice():
-    run_ranks(sizes_up_to_nine, 2, timeout_s=90, start_method="fork")
+@pytest.mark.parametrize("sizes", [SIZES[::4], *nightly(SIZES)], ids=len)
+def test_no_sample_counts_twice(sizes):
+    run_ranks(of_sizes, 2, sizes, timeout_s=90, start_method="fork")
 
 
 def test_an_engine_of_one_process_needs_none_of_it():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
+from tests.pairs import alternating
 
 from ..loop.stock_comparison import TRAINERS, Small, exactly, rows, trainer_of
 from ..tiny import SavesIn, Stream
@@ -66,29 +67,22 @@ def run(trainer_class: type[pl.Trainer], folder: Path, checkpoint: Path | None =
     }
 
 
-FLAGS = pytest.mark.parametrize(
-    "flags",
-    [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}, {"max_steps": 13, "max_epochs": -1}],
-    ids=str,
-)
-HOOKS = pytest.mark.parametrize(
-    ("hook", "at"),
-    [
-        ("on_train_batch_end", 2),
-        ("on_train_batch_end", 4),
-        ("on_train_batch_end", 6),
-        ("on_train_batch_start", 6),
-        ("on_validation_end", 1),
-        ("on_validation_batch_end", 3),
-        ("on_train_epoch_start", 2),
-        ("on_train_epoch_end", 1),
-        ("on_train_end", 1),
-    ],
-)
+FLAGS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}, {"max_steps": 13, "max_epochs": -1}]
+HOOKS = [
+    ("on_train_batch_end", 2),
+    ("on_train_batch_end", 4),
+    ("on_train_batch_end", 6),
+    ("on_train_batch_start", 6),
+    ("on_validation_end", 1),
+    ("on_validation_batch_end", 3),
+    ("on_train_epoch_start", 2),
+    ("on_train_epoch_end", 1),
+    ("on_train_end", 1),
+]
+PLACES = pytest.mark.parametrize(("flags", "hook", "at"), alternating(FLAGS, HOOKS), ids=str)
 
 
-@FLAGS
-@HOOKS
+@PLACES
 def test_a_file_of_lightnings_goes_on_as_under_lightning(tmp_path, hook, at, flags):
     saved = tmp_path / "saved.ckpt"
     run(pl.Trainer, tmp_path / "whole", callbacks=[SavesIn(hook, at, saved)], **flags)
@@ -122,8 +116,7 @@ def _seeded(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "11")
 
 
-@FLAGS
-@HOOKS
+@PLACES
 def test_ours_goes_on_as_if_nothing_had_been(tmp_path, hook, at, flags):
     """Shuffled data and dropout: the weights of the run that was not stopped, bit for bit, and each sample once."""
     saved = tmp_path / "saved.ckpt"
