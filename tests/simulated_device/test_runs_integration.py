@@ -93,8 +93,8 @@ def _opens_without_the_device(path: Path) -> str:
         ("single", 1),
         ("zero1_fork", 2),
         ("fsdp_fork", 2),
-        *nightly(("ddp_fork", 2), ("hsdp_fork:replicate=2", 4), ("pp_fork:microbatches=2", 2)),
-        ("pp+fsdp_fork:pipeline_size=2,microbatches=2", 4),
+        ("pp_fork:microbatches=2", 2),
+        *nightly(("ddp_fork", 2), ("hsdp_fork:replicate=2", 4), ("pp+fsdp_fork:pipeline_size=2,microbatches=2", 4)),
         ("diloco_fork:sync_every=4", 2),
     ],
 )
