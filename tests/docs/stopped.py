@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 
-SIZE, BATCH, STOP_AFTER, EPOCHS = 96, 3, 5, 3
+SIZE, BATCH, STOP_AFTER, EPOCHS = 96, 3, 5, 4
 
 
 class Shards(IterableDataset[int]):
