@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pyte
 
+from tests import warm
 from tests.distributed import ROOT
 
 _QUIET_S = 0.2
@@ -28,6 +29,17 @@ _FOLDER = "TERMINAL_MARKS"
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
+# So does a warm interpreter, by opening it: the first one that the leader of a session opens is its own.
+_OPEN_TERMINAL = f"""
+import os, runpy, sys
+_, terminal, *sys.argv = sys.argv
+terminal = os.open(terminal, os.O_RDWR)
+for number in range(3):
+    os.dup2(terminal, number)
+sys.stdout.reconfigure(line_buffering=True)
+sys.path[:1] = [os.path.dirname(sys.argv[0]), {str(ROOT)!r}]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Shown(NamedTuple):
@@ -124,18 +136,27 @@ class Terminal(Emulator):
         folder: Path,
         timeout_s: float = 120,
         environment: Mapping[str, str] | None = None,
+        is_script: bool = False,
     ) -> Shown:
-        """Runs a command to its end, in `folder`; once."""
+        """Runs a command to its end, in `folder`; once.
+
+        One that is a script's, without an interpreter, has a warm one (`tests.warm`); those that it starts are cold.
+        """
         marks = folder / "marks"
         marks.mkdir()
         settings = termios.tcgetattr(self.slave)
-        defaults = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _FOLDER: str(marks)}
+        defaults = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", _FOLDER: str(marks)}
+        if is_script:
+            words, stream = [warm.python(), "-c", _OPEN_TERMINAL, os.ttyname(self.slave)], subprocess.DEVNULL
+        else:
+            words, stream = [sys.executable, "-c", _TAKE_TERMINAL], self.slave
+            defaults["PYTHONPATH"] = str(ROOT)
         inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")}
         process = subprocess.Popen(
-            [sys.executable, "-c", _TAKE_TERMINAL, *map(str, arguments)],
-            stdin=self.slave,
-            stdout=self.slave,
-            stderr=self.slave,
+            [*words, *map(str, arguments)],
+            stdin=stream,
+            stdout=stream,
+            stderr=stream,
             cwd=folder,
             env={**inherited, **defaults, **(environment or {})},
             start_new_session=True,
@@ -146,6 +167,7 @@ class Terminal(Emulator):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # all that it started as well
             process.wait()
+            warm.kill_rest(process.pid)
             is_as_before = termios.tcgetattr(self.slave) == settings
             os.close(self.slave)
             while self.read(0):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from polyphase.callbacks import CommunicationMonitor
 from polyphase.engine import Engine
+from tests.callbacks import traffic_job
 from tests.callbacks.runs import CollectivesAfter, CollectivesBefore, MemoryLogger
-from tests.distributed import ROOT
+from tests.chaos.hosts import Namespaces, enter
+from tests.distributed import run_ranks
 from tests.engine.compression.test_runs_integration import Two, rows
 from tests.engine.tiny import QUIET, Regression
 from tests.engine.tiny import rows as few_rows
 from tests.pairs import nightly
-
-sys.path.append(str(ROOT / "benchmarks"))
-from _namespaces import Namespaces
 
 NUM_PARAMETERS = sum(p.numel() for p in Two().parameters())
 TIMES = {"communication/time_ms", "communication/bandwidth_mb_per_s"}
@@ -140,26 +138,19 @@ def test_what_can_not_be_counted_is_refused(made_by, strategy, message):
 # --- where the bytes leave
 
 
+def _sends(rank: int, wire: Namespaces, compression: str, folder: Path) -> None:
+    enter(wire.names[rank])
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": wire.addresses[0], "MASTER_PORT": "29555"}
+    os.environ.update(ranks, GLOO_SOCKET_IFNAME=wire.interfaces[rank])
+    traffic_job.main(compression, folder, wire.interfaces[rank])
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="only root can make network namespaces")
 @pytest.mark.parametrize("compression", ["int8", *nightly("none", "topk:0.1")])
 def test_the_interface_has_sent_as_much(compression, tmp_path):
-    """Two agents in two namespaces; the interface's own counter is read at two steps, headers and all."""
-    job = ROOT / "tests" / "callbacks" / "traffic_job.py"
+    """Of two ranks in two namespaces; the interface's own counter is read at two steps, headers and all."""
     with Namespaces() as wire:
-        children = []
-        for rank in range(2):
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}"]
-            master = [f"--master-addr={wire.addresses[0]}", "--master-port=29555", "--nproc-per-node=1"]
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": wire.interfaces[rank],
-                "PYTHONPATH": str(ROOT),
-            }
-            arguments = [str(job), compression, str(tmp_path), wire.interfaces[rank]]
-            children.append(wire.run(rank, [*launcher, *master, *arguments], environment))
-        for child in children:
-            assert child.wait(timeout=120) == 0
+        run_ranks(_sends, 2, wire, compression, tmp_path, start_method="fork", connects=False)
     for rank in range(2):
         counted, seen = json.loads((tmp_path / f"{rank}.json").read_text())
         assert counted > 5e6

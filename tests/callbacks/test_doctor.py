@@ -15,6 +15,7 @@ from polyphase.engine.phases import PHASES
 from tests.callbacks.runs import TinyModule, loader
 from tests.engine.loop.costs import Costs
 from tests.engine.tiny import Regression, Saves, StepsByHand, engine, rows
+from tests.pairs import alternating
 
 STEPS = 24
 PAUSE_S = 0.02
@@ -90,23 +91,25 @@ class SlowRows(torch.utils.data.Dataset):
         return torch.ones(4)
 
 
-@pytest.mark.parametrize("profiler", [None, "simple"])
-@pytest.mark.parametrize(
-    ("phase", "given"),
-    [
-        ("data_wait", {"data": torch.utils.data.DataLoader(SlowRows(), batch_size=1)}),
-        ("compute", {"module": lambda: sleeps_in("training_step")}),
-        ("compute", {"module": lambda: sleeps_in("backward")}),
-        ("optimizer", {"module": lambda: sleeps_in("optimizer_zero_grad")}),
-        ("copy", {"module": lambda: sleeps_in("on_after_batch_transfer")}),
-        ("callbacks", {"module": lambda: sleeps_in("on_train_batch_end")}),
-    ],
-    ids=["loader", "training_step", "backward", "zero_grad", "transfer", "hook"],
-)
-def test_time_is_in_the_phase_in_which_it_was_spent(tmp_path, phase, given, profiler):
+PHASE_OF = {
+    "loader": "data_wait",
+    "training_step": "compute",
+    "backward": "compute",
+    "optimizer_zero_grad": "optimizer",
+    "on_after_batch_transfer": "copy",
+    "on_train_batch_end": "callbacks",
+}
+
+
+@pytest.mark.parametrize(("method", "profiler"), alternating(PHASE_OF, [None, "simple"]))
+def test_time_is_in_the_phase_in_which_it_was_spent(tmp_path, method, profiler):
     """In the engine's loop, and in Lightning's own, which a profiler asks for."""
-    module = given.get("module", Regression)()
-    run, *_ = fit(tmp_path, module=module, data=given.get("data"), profiler=profiler)
+    phase = PHASE_OF[method]
+    if method == "loader":
+        slow = {"data": torch.utils.data.DataLoader(SlowRows(), batch_size=1)}
+    else:
+        slow = {"module": sleeps_in(method)}
+    run, *_ = fit(tmp_path, profiler=profiler, **slow)
     slept_s = STEPS * PAUSE_S
     assert total(run, phase) >= slept_s
     others = {other: total(run, other) for other in PHASES if other != phase}

@@ -84,7 +84,7 @@ def test_slow_saves(tmp_path):
 
 
 def test_slow_stage(tmp_path):
-    noted = run(tmp_path, "pp_fork", module=SlowBlocks(1))
+    noted = run(tmp_path, "pp_fork:microbatches=2", module=SlowBlocks(1))
     check_sums(noted, tmp_path)
     check_found(noted, "unequal_stages", 1)
 
@@ -119,8 +119,9 @@ def test_slow_rank_of_a_tensor_parallel_run(tmp_path):
     check_found(noted, "slow_rank", 1)
 
 
-def test_slow_rank_of_four(tmp_path):
-    noted = run(tmp_path, "hsdp_fork:replicate=2", module=SlowBlocks(2), devices=4)
+@pytest.mark.parametrize("strategy", ["ddp_fork", *nightly("hsdp_fork:replicate=2")])
+def test_slow_rank_of_four(tmp_path, strategy):
+    noted = run(tmp_path, strategy, module=SlowBlocks(2), devices=4)
     check_sums(noted, tmp_path, 4)
     check_found(noted, "slow_rank", 2)
 

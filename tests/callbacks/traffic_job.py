@@ -1,10 +1,10 @@
 """A job whose ranks write what `CommunicationMonitor` counted and what their network interface did."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
@@ -35,18 +35,21 @@ class Interface(Callback):
     """Reads the interface's counter at the same steps as the monitor its own."""
 
     def __init__(self, monitor: CommunicationMonitor, name: str, path: Path) -> None:
-        self.monitor, self.path = monitor, path
-        self.statistics = Path(f"/sys/class/net/{name}/statistics/tx_bytes")
+        self.monitor, self.name, self.path = monitor, name, path
         self.sent = 0
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.strategy.barrier()
         if trainer.global_step == FIRST:
-            self.sent = int(self.statistics.read_text())
+            self.sent = self.read()
         if trainer.global_step == LAST:
-            seen = int(self.statistics.read_text()) - self.sent
+            seen = self.read() - self.sent
             counted = self.monitor.last["communication/sent_mb"] * 1e6 * (LAST - FIRST)
             (self.path / f"{trainer.global_rank}.json").write_text(json.dumps([counted, seen]))
+
+    def read(self) -> int:
+        """Of this process's own network namespace."""
+        return psutil.net_io_counters(pernic=True)[self.name].bytes_sent
 
 
 class From(CommunicationMonitor):
@@ -57,9 +60,9 @@ class From(CommunicationMonitor):
             self.last = self.measure(trainer)
 
 
-def main(compression: str, folder: str, interface: str) -> None:
+def main(compression: str, folder: Path, interface: str) -> None:
     monitor = From(every_n_steps=1000)
-    callbacks = [monitor, Interface(monitor, interface, Path(folder))]
+    callbacks = [monitor, Interface(monitor, interface, folder)]
     engine = Engine(
         **QUIET,
         strategy="ddp",
@@ -71,7 +74,3 @@ def main(compression: str, folder: str, interface: str) -> None:
         hang_timeout_s=60,
     )
     engine.fit(Wide(), DataLoader(torch.randn(64, 1024), batch_size=2))  # type: ignore[arg-type]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

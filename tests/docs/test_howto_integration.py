@@ -8,8 +8,10 @@ import sys
 import time
 from contextlib import suppress
 
+import psutil
 import pytest
 
+from tests import warm
 from tests.docs.pages import Page, environment
 from tests.docs.test_howto import largest_difference, weights_of
 from tests.pairs import nightly
@@ -33,7 +35,15 @@ def end(process):
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
+    warm.kill_rest(process.pid)
     process.stdout.close()
+
+
+def interrupt(folder):
+    """As a terminal does: all interpreters that work in a folder."""
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        if process.info["cwd"] == str(folder) and warm.python() in (process.info["cmdline"] or ()):
+            process.send_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [*nightly(("single", 1)), ("ddp", 2)])
@@ -47,13 +57,13 @@ def test_ctrl_c_and_resume(tmp_path, strategy, devices):
     page.clear("snapshots")
     page.clear(".polyphase")  # else the run asks where its snapshots are
 
-    process = start(*command, strategy=strategy, devices=devices)
+    process = start(warm.python(), "train.py", strategy=strategy, devices=devices)
     shown = ""
     try:
         for line in process.stdout:
             shown += line
             if "step 25/" in line:
-                os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its processes
+                interrupt(tmp_path)
         assert process.wait(60) == 128 + signal.SIGINT, shown
     finally:
         end(process)

@@ -16,6 +16,7 @@ import polyphase
 
 from ..distributed import ROOT, run_command
 from ..editor.test_calls import check, reported
+from ..pairs import nightly
 
 LEFT_OUT = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "failures", "*logs")
 
@@ -38,7 +39,8 @@ if __name__ == "__main__":
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     flags = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    engine = fit(DigitsClassifier(), Digits(), strategy="ddp_spawn", devices=2, max_steps=3, callbacks=Tells(), **flags)
+    flags |= dict(strategy="ddp_spawn", devices=int(sys.argv[1]), max_steps=3, callbacks=Tells())
+    engine = fit(DigitsClassifier(), Digits(), **flags)
     assert isinstance(engine, Engine)
     print("imported from", polyphase.__file__)
 """
@@ -141,13 +143,14 @@ def test_this_version_is_in_the_changelog():
 
 
 @pytest.mark.timeout(400)
-def test_from_the_wheel_all_is_imported_and_spawned_children_train(installed, tmp_path):
+@pytest.mark.parametrize("devices", [1, *nightly(2)])
+def test_from_the_wheel_all_is_imported_and_spawned_children_train(devices, installed, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = run_command([installed, "train.py"], cwd=tmp_path, timeout_s=360)
+    result = run_command([installed, "train.py", str(devices)], cwd=tmp_path, timeout_s=360)
     assert result.returncode == 0, result.output
     environment = installed.parents[1]
     assert f"imported from {environment}" in result.output
-    for rank in (0, 1):
+    for rank in range(devices):
         assert (tmp_path / f"rank-{rank}").read_text().startswith(f"3 steps by {environment}")
 
 

@@ -18,8 +18,9 @@ from . import in_a_child, install
 
 pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
 
-STEPS = range(5, 15)
-"""Far from the first step, and from those that are logged."""
+NUM_STEPS = 11
+STEPS = range(5, 10)
+"""Far from the first step, and from those that are logged; of each five, one at least is an exchange."""
 
 
 class Counts(Callback):
@@ -51,7 +52,7 @@ def _train(flag: str, devices: int, is_pinned: bool, **flags: Any) -> int:
         **QUIET,
         **flags,
     )
-    batches = loader(subject, 1, engine.data_size)
+    batches = loader(subject, 1, engine.data_size, NUM_STEPS)
     batches.pin_memory = is_pinned
     engine.fit(build(subject), batches)
     return engine.global_step
@@ -67,11 +68,11 @@ def _train(flag: str, devices: int, is_pinned: bool, **flags: Any) -> int:
             ("single", 1, True),
             ("fsdp+tp_fork:tp=2", 4, True),
             ("pp+ddp_fork:pipeline_size=2,microbatches=2", 4, True),
+            ("hsdp_fork:replicate=2", 4, True),
         ),
         ("ddp_fork", 2, True),
         ("zero1_fork", 2, True),
         ("fsdp_fork", 2, True),
-        ("hsdp_fork:replicate=2", 4, True),
         ("tp_fork", 2, True),
         ("hsdp+tp_fork:replicate=2,tp=2", 4, True),
         ("pp_fork:microbatches=4", 2, True),
@@ -81,7 +82,7 @@ def _train(flag: str, devices: int, is_pinned: bool, **flags: Any) -> int:
     ],
 )
 def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, devices, is_pinned):
-    assert in_a_child(_train, flag, devices, is_pinned) == 20
+    assert in_a_child(_train, flag, devices, is_pinned) == NUM_STEPS
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_step_copies_its_batch_beside_computing_and_waits_for_nothing(flag, de
     ],
 )
 def test_a_comm_hook_reads_and_waits_for_nothing(flag, devices, compression):
-    assert in_a_child(_train, flag, devices, True, compression=compression) == 20
+    assert in_a_child(_train, flag, devices, True, compression=compression) == NUM_STEPS
 
 
 def _scale_and_average() -> int:
@@ -190,7 +191,7 @@ class Peak(Callback):
 def _peak(flag: str, folder: Path) -> None:
     module = WideVocabulary(1024, 1024)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1e-3)
-    flags = {"accelerator": "sim", "devices": 2, "max_steps": 4, "check_first_steps": False, **QUIET}
+    flags = {"accelerator": "sim", "devices": 2, "max_steps": 2, "check_first_steps": False, **QUIET}
     Engine(strategy=flag, callbacks=[Peak(folder)], **flags).fit(module, loader("wide vocabulary", 1, 2))
 
 
@@ -207,12 +208,12 @@ def _serve() -> int:
     counts = Counts(2 + 2, 2 + 2, to_device_in_line=2, to_host=2)
     flags = {"accelerator": "sim", "devices": 2, "max_epochs": 1, "log_every_n_steps": 50, **QUIET}
     engine = Engine(strategy="ps_fork", callbacks=[counts], **flags)
-    engine.fit(build("mlp"), loader("mlp", 1, engine.data_size))
+    engine.fit(build("mlp"), loader("mlp", 1, engine.data_size, NUM_STEPS))
     return engine.global_step
 
 
 def test_what_a_server_is_sent_and_sends_is_one_copy():
-    assert in_a_child(_serve) == 20
+    assert in_a_child(_serve) == NUM_STEPS
 
 
 def _merges() -> dict[str, int]:

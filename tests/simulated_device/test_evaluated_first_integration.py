@@ -41,16 +41,16 @@ def _trained(flag: str, num_ranks: int, *before: str) -> dict[str, Tensor]:
         strategy=flag,
         accelerator="sim",
         devices=num_ranks,
-        max_steps=6,
-        val_check_interval=3,
+        max_steps=4,
+        val_check_interval=2,
         deterministic=True,
         **QUIET,
     )
-    batches = loader("mlp", 1, engine.data_size)
+    batches = loader("mlp", 1, engine.data_size, num_steps=4)
     for stage in before:
         getattr(engine, stage)(module, batches, **({} if stage == "predict" else {"verbose": False}))
     engine.fit(module, batches, batches)
-    assert engine.global_step == 6
+    assert engine.global_step == 4
     return {
         name: getattr(p, "full_tensor", lambda p=p: p)().cpu() for name, p in module.named_parameters() if not p.is_meta
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyphase.engine import Engine
 from tests.engine.parity import QUIET
+from tests.pairs import nightly
 
 from . import in_a_child
 from .test_runs_integration import Fits, rows
@@ -37,7 +38,7 @@ def _fails(flag: str) -> None:
         print("ended", type(error).__name__)
 
 
-@pytest.mark.parametrize("flag", ["ddp_fork:timeout_s=60", "fsdp_fork:timeout_s=60"])
+@pytest.mark.parametrize("flag", ["ddp_fork:timeout_s=60", *nightly("fsdp_fork:timeout_s=60")])
 def test_a_collective_that_nobody_joins_does_not_keep_a_rank_from_saying_that_it_failed(flag, capfd):
     in_a_child(_fails, flag)
     said = capfd.readouterr().err

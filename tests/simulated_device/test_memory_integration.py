@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 
 from polyphase.engine import Engine
-from tests.engine.parity import QUIET, TOLERANCE, build, differences, loader, sgd
+from tests.engine.parity import FEW_STEPS, QUIET, TOLERANCE, build, differences, loader, sgd
 from tests.pairs import nightly
 
 from . import in_a_child, install
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device t
 
 
 def difference(flag: str, devices: int, subject: str, **flags: Any) -> float:
-    return in_a_child(differences, flag, devices, subject, 3, 0.05, accelerator="sim", **flags)
+    return in_a_child(differences, flag, devices, subject, 3, 0.05, accelerator="sim", num_steps=FEW_STEPS, **flags)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def difference(flag: str, devices: int, subject: str, **flags: Any) -> float:
     ],
 )
 def test_activations_on_the_host(flag, devices, subject):
-    assert difference(flag, devices, subject, offload="activations") <= TOLERANCE
+    assert difference(flag, devices, subject, offload="activations", make_optimizer=sgd) <= TOLERANCE
 
 
 def test_activations_on_the_host_under_local_sgd():
-    flags = {"make_optimizer": sgd, "accelerator": "sim", "offload": "activations"}
+    flags = {"make_optimizer": sgd, "accelerator": "sim", "offload": "activations", "num_steps": FEW_STEPS}
     assert in_a_child(differences, "local_sgd_fork:sync_every=1", 2, "mlp", 3, None, **flags) <= TOLERANCE
 
 

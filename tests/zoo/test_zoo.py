@@ -2,12 +2,14 @@
 
 import pytest
 
+from tests.pairs import nightly
+
 from .plain import MODELS
 from .run import Cell, largest_difference, run
 
 SAMPLE = [
     ("fsdp", "GAN", "equal", ""),
-    ("tp", "auxiliary loss", "equal", ""),
+    *nightly(("tp", "auxiliary loss", "equal", "")),
     ("tp", "gradient penalty", "refused", "gradient of a gradient"),
     ("pp", "DiT", "equal", ""),
     ("pp", "auxiliary loss", "refused", "'auxiliary' of 'blocks.0'"),

@@ -19,7 +19,7 @@ WATCHES = """
 import subprocess, sys
 from polyphase.engine.launch.agent import watch
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)  # a rank"])
-watch("{0}", 29400, longest_s=6.0)
+watch("{0}", 29400, longest_s=4.0)
 """
 
 
@@ -36,7 +36,7 @@ def test_a_rendezvous_that_has_gone_silent(tmp_path):
             words = [sys.executable, "-c", script.format(hosts.addresses[0])]
             hosts.start(host, words, tmp_path / f"log{host}.txt")
         wait_for(lambda: _is_a_rank_there(hosts), 60)
-        time.sleep(8.0)  # longer than the host may be silent
+        time.sleep(5.5)  # longer than the host may be silent
         assert _is_a_rank_there(hosts)
         hosts.cut()
         wait_for(lambda: not hosts.processes(1), 40)

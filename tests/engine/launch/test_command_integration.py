@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+from tests import warm
 from tests.distributed import run_command
 
 SCRIPT = """
@@ -44,7 +45,7 @@ def test_sigterm_reaches_the_processes(tmp_path):
         "pathlib.Path('ready').touch()\n"
         "time.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "polyphase.engine", "launch", "--nproc", "1", "--", "job.py"]
+    command = [warm.python(), "-m", "polyphase.engine", "launch", "--nproc", "1", "--", "job.py"]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
@@ -53,6 +54,6 @@ def test_sigterm_reaches_the_processes(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) != 0
     finally:
-        process.kill()
+        process.kill()  # and so what it stands for
         process.wait()
     assert (tmp_path / "told").exists()

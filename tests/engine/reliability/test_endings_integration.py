@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.distributed import run_command
+from tests import warm
+from tests.distributed import run_command, warmed
 from tests.pairs import nightly
 
 SCRIPT = Path(__file__).with_name("faulty_run.py")
@@ -45,7 +47,7 @@ def left_running() -> list[int]:
 
 
 def test_a_rank_that_hangs_after_rank_0_is_done_ends():
-    finished = run_command(command("ddp", 1, "late_for_ever", 8), timeout_s=120)
+    finished = run_command(command("ddp", 1, "late_for_ever", 4), timeout_s=120)
     assert finished.returncode == 1, finished.output  # of rank 0, whose part went well
     assert "rank 0 is done" in finished.output
     report = the_report()
@@ -54,7 +56,7 @@ def test_a_rank_that_hangs_after_rank_0_is_done_ends():
 
 
 def test_a_rank_that_never_comes_is_named():
-    finished = run_command(command("ddp", 1, "absent", 4), timeout_s=120)
+    finished = run_command(command("ddp", 1, "absent", 2), timeout_s=120)
     assert finished.returncode == 1, finished.output
     assert "hang, because of rank 1: rank(s) 1 have not come within " in finished.output
     report = the_report()
@@ -69,7 +71,7 @@ def test_a_rank_that_ends_before_the_others_know_it_is_named():
 
 
 def test_workers_that_are_stuck_end_with_their_rank():
-    finished = run_command(command("ddp", 1, "loader_worker", 8), timeout_s=120)
+    finished = run_command(command("ddp", 1, "loader_worker", 4), timeout_s=120)
     assert finished.returncode == 1, finished.output
     assert len(list(Path().glob("worker*.pid"))) == 2
     wait_for(lambda: not left_running(), "end of all", 15)
@@ -77,15 +79,18 @@ def test_workers_that_are_stuck_end_with_their_rank():
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_ranks_end_with_the_process_that_started_them(strategy):
-    started = subprocess.Popen(command(strategy, 1, "sleep_deaf", 300), start_new_session=True)
+    started = subprocess.Popen(warmed(command(strategy, 1, "sleep_deaf", 300)), start_new_session=True)
     try:
         wait_for(lambda: len(list(Path().glob("rank*.pid"))) == 2, "rank")
         time.sleep(3)  # rank 1 sleeps, and rank 0 waits for it
-        started.kill()
+        rank_0 = psutil.Process(int(Path("rank0.pid").read_text()))  # which is that process itself, under ddp
+        (rank_0 if strategy == "ddp" else rank_0.parent()).kill()
         started.wait()
         wait_for(lambda: not left_running(), "end of all", 30)
     finally:
-        os.killpg(started.pid, signal.SIGKILL) if left_running() else None
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        warm.kill_rest(started.pid)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "ddp_fork", *nightly("ddp_spawn")])
