@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from polyphase.engine import Engine
 from tests.pairs import paired
 
-from .parity import TOLERANCE, adamw, largest_difference, suffixed
+from .parity import TOLERANCE, largest_difference, sgd, suffixed
 from .tiny import QUIET, Saves
 
 INPUTS = torch.randn(100, 6, generator=torch.Generator().manual_seed(2))
@@ -83,7 +83,7 @@ class Fits(LightningModule):
         (self.folder / f"{self.trainer.global_rank}.json").write_text(json.dumps([self.seen, logged]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self)
+        return sgd(self)
 
 
 class Weighs(Fits):
@@ -101,7 +101,7 @@ def steps_of(sizes: list[int], accumulate: int, policy: str) -> list[list[int]]:
 
 def plain_loop(steps: list[list[int]]) -> dict[str, Tensor]:
     module = Fits()
-    optimizer = adamw(module)
+    optimizer = sgd(module)
     for samples in steps:
         optimizer.zero_grad()
         module.loss(INPUTS[samples]).backward()
