@@ -120,6 +120,7 @@ def means(ranks: list[dict[str, Tensor]], shards: int) -> dict[str, Tensor]:
     ("saved", "strategy", "devices", "shards"),
     alternating(SAVED_UNDER, [("ddp_fork", 1, 1), ("hsdp_fork:replicate=2", 4, 2), ("ddp_fork", 4, 1)]),
     indirect=["saved"],
+    scope="module",
 )
 def test_other_ranks_owe_the_weights_the_same(saved, tmp_path, strategy, devices, shards):
     path, expected = saved

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.engine import Engine, read_weights
 from tests.engine.parity import TOLERANCE, TiedGPT, largest_difference, loader, plain_loop, sgd
 from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.pairs import nightly
 
 MIB = 2**20
 NUM_STEPS = 2
@@ -52,18 +53,18 @@ def expected(folder):
     return plain_loop(module, batches(), 1, None, make_optimizer=sgd)
 
 
-FLAGS = {
-    "single": 1,
-    "ddp_fork": 2,
-    "fsdp_fork": 2,
-    "tp_fork": 2,
-    "fsdp+tp_fork": 4,
-    "pp_fork": 2,
-    "pp+fsdp_fork": 4,
-}
+FLAGS = [
+    ("single", 1),
+    ("ddp_fork", 2),
+    ("fsdp_fork", 2),
+    ("tp_fork", 2),
+    ("pp_fork", 2),
+    ("pp+fsdp_fork", 4),
+    *nightly(("fsdp+tp_fork", 4)),
+]
 
 
-@pytest.mark.parametrize(("flag", "devices"), FLAGS.items())
+@pytest.mark.parametrize(("flag", "devices"), FLAGS)
 def test_equal_to_a_loop_that_has_read_everything(flag, devices, folder, expected):
     torch.manual_seed(1)
     module = read_weights(folder, gpt).train()

@@ -10,7 +10,7 @@ from torch import nn
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
-from tests.engine.parity import MLP, TiedGPT, build, largest_difference, loader, sgd
+from tests.engine.parity import MLP, TiedGPT, build, largest_difference, loader
 from tests.engine.strategies.test_ddp_integration import QUIET, counted, with_sgd
 from tests.pairs import nightly
 
@@ -141,17 +141,15 @@ class Drawn(MLP):
         images, classes = batch
         return super().training_step((images.flatten(1) * self.scale + self.offset, classes), batch_idx)
 
-    def configure_optimizers(self):
-        return sgd(self)
-
 
 @pytest.mark.parametrize(
     ("flag", "devices"),
     [
-        ("fsdp_fork:rank0_init=true", 2),
+        ("hsdp_fork:replicate=2,rank0_init=true", 4),
         ("tp_fork:rank0_init=true", 2),
-        *nightly(("hsdp_fork:replicate=2,rank0_init=true", 4), ("fsdp+tp_fork:tp=2,rank0_init=true", 4)),
-        ("hsdp+tp_fork:replicate=2,tp=2,rank0_init=true", 4),
+        # What these have, those above have.
+        *nightly(("fsdp_fork:rank0_init=true", 2), ("fsdp+tp_fork:tp=2,rank0_init=true", 4)),
+        *nightly(("hsdp+tp_fork:replicate=2,tp=2,rank0_init=true", 4)),
     ],
 )
 def test_rank_0_alone_draws_the_weights(flag, devices, tmp_path):
@@ -216,8 +214,8 @@ def test_a_checkpoint_goes_on_under_every_strategy(saved_by, tmp_path):
 def test_inner_micro_batches_reduce_nothing(tmp_path):
     once, thrice = (counted("fsdp_fork", tmp_path, each, max_steps=2) for each in (1, 3))
     assert thrice["reduce_scatter"] == once["reduce_scatter"] == 2 * 3  # two blocks and the rest, in 2 steps
-    sharded = counted("fsdp_fork:no_sync=false", tmp_path, 3, max_steps=2)
-    assert sharded["reduce_scatter"] == 3 * 2 * 3
+    sharded = counted("fsdp_fork:no_sync=false", tmp_path, 3, max_steps=1)
+    assert sharded["reduce_scatter"] == 3 * 3
 
 
 def test_batch_norm_statistics_are_shared_for_evaluation():

@@ -82,8 +82,8 @@ def expected() -> dict[str, Tensor]:
     ("flag", "devices", "data_size", "by_hand"),
     [
         ("tp_fork", 2, 1, True),
-        ("fsdp+tp_fork:tp=2,sequence_parallel=true", 4, 2, False),
-        *nightly(("tp_fork:sequence_parallel=true", 2, 1, False), ("fsdp+tp_fork:tp=2", 4, 2, False)),
+        ("tp_fork:sequence_parallel=true", 2, 1, False),
+        *nightly(("fsdp+tp_fork:tp=2", 4, 2, False)),
     ],
 )
 def test_penalties_and_norms_are_those_of_whole_parameters(flag, devices, data_size, by_hand, expected):
