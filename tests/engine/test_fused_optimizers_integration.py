@@ -26,7 +26,12 @@ STRATEGIES = {
     "ps": 2,
 }
 """World size by flag."""
-COMPOSED = ("hsdp:replicate=2,shard=2", "fsdp+tp:tp=2", "pp+ddp:pipeline_size=2,microbatches=2")
+COMPOSED = (
+    "hsdp:replicate=2,shard=2",
+    "fsdp+tp:tp=2",
+    "hsdp+tp:replicate=2,tp=2",
+    "pp+ddp:pipeline_size=2,microbatches=2",
+)
 """What these consist of, others have."""
 
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polyphase.engine import Engine
-from tests.pairs import paired
+from tests.pairs import nightly, paired
 
 from .parity import TOLERANCE, largest_difference, sgd, suffixed
 from .tiny import QUIET, Saves
@@ -159,7 +159,7 @@ class Sharded(IterableDataset[tuple[int, Tensor]]):
         return iter([(i, INPUTS[i]) for i in self.numbers])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [1, *nightly(0)])
 def test_a_stream_that_can_be_shared_out_is(num_workers, tmp_path):
     module = Fits(tmp_path)
     engine = Engine(strategy="ddp_fork", devices=3, max_epochs=2, **QUIET)
@@ -207,7 +207,7 @@ def test_a_stream_is_gone_on_with(tmp_path):
     assert resumed(tmp_path, 1) == steps_of(SIZES, 1, "pad")
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [2, *nightly(3)])
 def test_but_not_where_a_rank_was_through(step, tmp_path):
     with pytest.raises(ProcessRaisedException, match=r"saved when rank\(s\) \[1\] had finished"):
         resumed(tmp_path, step)
@@ -247,7 +247,7 @@ class Reads(Fits):
         return self.loss(INPUTS[numbers])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2, *nightly(1)])
 def test_strings_count_as_samples(accumulate, tmp_path):
     module = Reads(tmp_path)
     fit(module, "ddp", Named(SIZES), accumulate_grad_batches=accumulate)

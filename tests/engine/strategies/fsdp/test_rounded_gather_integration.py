@@ -19,7 +19,7 @@ from tests.distributed import run_ranks
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.pairs import nightly
 
-DIM, NUM_STEPS = 8, 3
+DIM = 8
 
 
 class Block(nn.Module):
@@ -42,7 +42,7 @@ class Block(nn.Module):
 class Reader(LightningModule):
     """An embedding and a head that are one, and blocks, through which each sample goes twice."""
 
-    penalty = False
+    fused = penalty = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +50,7 @@ class Reader(LightningModule):
         self.embedding, self.head = nn.Embedding(32, DIM), nn.Linear(DIM, 32, bias=False)
         self.head.weight = self.embedding.weight
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.learning_rate = 0.01
 
     def forward(self, x):
         for block in (*self.blocks, *self.blocks):
@@ -69,7 +70,7 @@ class Reader(LightningModule):
         self.log("loss", loss, sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=self.fused)
 
 
 class Penalised(Reader):
@@ -77,8 +78,7 @@ class Penalised(Reader):
 
 
 class Fused(Reader):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+    fused = True
 
 
 class InFloat32(Callback):
@@ -104,14 +104,12 @@ class Notes(Callback):
 
 
 def train(folder, kind, strategy, rounds, counts=False, **flags):
-    """The weights after three steps, the loss of a validation, the bytes gathered in a step, and what was rounded."""
+    """The weights after some steps, the loss of a validation, the bytes gathered in a step, and what was rounded."""
     module, path = kind(), folder / "notes.json"
-    monitor = CommunicationMonitor(every_n_steps=NUM_STEPS) if counts else None
+    monitor = CommunicationMonitor(every_n_steps=5) if counts else None
     callbacks = [Notes(path, monitor), *([] if rounds else [InFloat32()]), *([monitor] if monitor else [])]
-    flags = {"devices": 2, "precision": "bf16-mixed", "val_check_interval": 2, **flags}
-    engine = Engine(
-        strategy=strategy, accelerator="cpu", max_steps=NUM_STEPS, callbacks=callbacks, **{**QUIET, **flags}
-    )
+    flags = {**QUIET, "devices": 2, "max_steps": 5, "precision": "bf16-mixed", "val_check_interval": 4, **flags}
+    engine = Engine(strategy=strategy, accelerator="cpu", callbacks=callbacks, **flags)
     tokens = torch.randint(0, 32, (64, 6), generator=torch.Generator().manual_seed(4))
     engine.fit(module, DataLoader(tokens, batch_size=4), DataLoader(tokens[:8], batch_size=4))
     return module.state_dict(), *json.loads(path.read_text())
@@ -120,7 +118,7 @@ def train(folder, kind, strategy, rounds, counts=False, **flags):
 @pytest.mark.parametrize(
     ("kind", "strategy", "flags"),
     [
-        (Reader, "fsdp_fork", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+        (Reader, "fsdp_fork", {"max_steps": 2, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
         *nightly((Fused, "fsdp_fork:no_sync=false", {"accumulate_grad_batches": 2})),
         *nightly((Reader, "fsdp_fork:activation_checkpointing=true", {"precision": "16-mixed", "compression": "bf16"})),
         pytest.param(

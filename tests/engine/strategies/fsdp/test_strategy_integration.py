@@ -145,10 +145,11 @@ class Drawn(MLP):
 @pytest.mark.parametrize(
     ("flag", "devices"),
     [
-        ("hsdp_fork:replicate=2,rank0_init=true", 4),
+        ("hsdp_fork:replicate=2,shard=1,rank0_init=true", 2),
         ("tp_fork:rank0_init=true", 2),
-        # What these have, those above have.
-        *nightly(("fsdp_fork:rank0_init=true", 2), ("fsdp+tp_fork:tp=2,rank0_init=true", 4)),
+        ("fsdp_fork:rank0_init=true", 2),
+        # The axes of these are those of the above.
+        *nightly(("hsdp_fork:replicate=2,rank0_init=true", 4), ("fsdp+tp_fork:tp=2,rank0_init=true", 4)),
         *nightly(("hsdp+tp_fork:replicate=2,tp=2,rank0_init=true", 4)),
     ],
 )
