@@ -23,7 +23,7 @@ NUM_STEPS = 2
 
 
 class Subject(TiedGPT):
-    """Steps of few operators: to shard them takes seconds."""
+    """With SGD: a step has few operators, each of which takes time under DTensor."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return sgd(self)

@@ -111,7 +111,7 @@ class Counts(Callback):
 
 
 def with_sgd(name: str) -> LightningModule:
-    """A subject of the parity tests, whose steps are a few operators for each parameter: of Adam they are many."""
+    """A subject of the parity tests with SGD: a step has few operators, each of which takes time under DTensor."""
     module = build(name)
     module.configure_optimizers = MethodType(sgd, module)
     return module
