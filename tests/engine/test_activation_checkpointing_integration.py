@@ -8,7 +8,7 @@ from polyphase.engine import Engine
 from polyphase.models import ByteGPT
 from tests.pairs import nightly
 
-from .parity import FEW_STEPS, MICRO_BATCH, QUIET, SUBJECTS, TOLERANCE, adamw, differences, largest_difference, sgd
+from .parity import MICRO_BATCH, QUIET, SUBJECTS, TOLERANCE, adamw, differences, largest_difference, sgd
 
 STRATEGIES = {
     "single": 1,
@@ -30,8 +30,11 @@ PIPELINES = {
 }
 SLOW = ("tp_fork:sequence_parallel=true", "fsdp+tp_fork:tp=2", "hsdp+tp_fork:replicate=2,tp=2")
 """Seconds for each forward and backward of a few blocks; that a step has several, the others show."""
+NUM_STEPS = 2
+"""The second is from weights that the first has changed."""
 COMBINED = (
     "zero1_fork",
+    "hsdp_fork:replicate=2,shard=2",
     "fsdp+tp_fork:tp=2",
     "hsdp+tp_fork:replicate=2,tp=2",
     "pp_fork:microbatches=4,schedule=interleaved",
@@ -53,14 +56,14 @@ def test_equals_a_plain_loop(flag, kind):
     subject = "gpt of four blocks, tied" if flag in PIPELINES else "gpt, tied"
     devices = (STRATEGIES | PIPELINES)[flag]
     accumulate = 1 if flag in SLOW else 3
-    flags = {"num_steps": FEW_STEPS, "activation_checkpointing": kind}
+    flags = {"num_steps": NUM_STEPS, "activation_checkpointing": kind}
     assert differences(flag, devices, subject, accumulate, 0.05, **flags) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["selective", *nightly("full")])
 def test_local_sgd_equals_a_plain_loop(kind):
     flag = "local_sgd_fork:sync_every=1"
-    flags = {"num_steps": FEW_STEPS, "activation_checkpointing": kind}
+    flags = {"num_steps": NUM_STEPS, "activation_checkpointing": kind}
     difference = differences(flag, 2, "gpt, tied", 3, None, make_optimizer=sgd, **flags)
     assert difference <= TOLERANCE
 
@@ -86,7 +89,7 @@ def test_a_module_that_optimizes_by_hand(kind):
         module = ByHand(num_layers=2, num_heads=2, dim=16, context_length=16).train()
         devices = 1 if flag == "single" else 2
         flags = {"strategy": flag, "devices": devices, "activation_checkpointing": each}
-        data = DataLoader(SUBJECTS["gpt, tied"].data(4 * MICRO_BATCH), batch_size=MICRO_BATCH // devices)
+        data = DataLoader(SUBJECTS["gpt, tied"].data(NUM_STEPS * MICRO_BATCH), batch_size=MICRO_BATCH // devices)
         Engine(accelerator="cpu", max_epochs=1, **flags, **QUIET).fit(module, data)
         states.append(module.state_dict())
     assert largest_difference(*states) <= TOLERANCE
@@ -102,12 +105,12 @@ class Drops(ByteGPT):
 
 def trained(flag: str, kind: str, precision: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    module = Drops(num_layers=4, num_heads=2, dim=16, context_length=16, dropout=0.2).train()
+    module = Drops(num_layers=2, num_heads=2, dim=16, context_length=16, dropout=0.2).train()
     engine = Engine(
         strategy=flag,
         accelerator="cpu",
         devices=2,
-        max_steps=3,
+        max_steps=NUM_STEPS,
         accumulate_grad_batches=2,
         gradient_clip_val=0.05,
         precision=precision,
@@ -115,7 +118,7 @@ def trained(flag: str, kind: str, precision: str) -> dict[str, torch.Tensor]:
         check_first_steps=False,
         **QUIET,
     )
-    data = SUBJECTS["gpt, tied"].data(6 * MICRO_BATCH)
+    data = SUBJECTS["gpt, tied"].data(2 * NUM_STEPS * MICRO_BATCH)
     engine.fit(module, DataLoader(data, batch_size=MICRO_BATCH // engine.data_size))
     return module.state_dict()
 

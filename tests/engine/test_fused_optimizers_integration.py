@@ -8,6 +8,9 @@ from tests.pairs import nightly
 
 from .parity import TOLERANCE, differences, suffixed
 
+NUM_STEPS = 3
+"""The second has moments, and the third those of two steps."""
+
 STRATEGIES = {
     "single": 1,
     "ddp": 2,
@@ -23,7 +26,12 @@ STRATEGIES = {
     "ps": 2,
 }
 """World size by flag."""
-COMPOSED = ("hsdp:replicate=2,shard=2", "fsdp+tp:tp=2", "pp+ddp:pipeline_size=2,microbatches=2")
+COMPOSED = (
+    "hsdp:replicate=2,shard=2",
+    "fsdp+tp:tp=2",
+    "hsdp+tp:replicate=2,tp=2",
+    "pp+ddp:pipeline_size=2,microbatches=2",
+)
 """What these consist of, others have."""
 
 
@@ -38,11 +46,12 @@ def fused_sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def test_a_fused_optimizer_of_replicas_that_exchange_after_each_step_equals_the_plain_loop():
     # With SGD, whose weights are linear in its gradients, and without clipping, which is by the norm on each rank.
-    found = differences("local_sgd_fork:sync_every=1", 2, "mlp", 2, None, make_optimizer=fused_sgd)
+    found = differences("local_sgd_fork:sync_every=1", 2, "mlp", 2, None, make_optimizer=fused_sgd, num_steps=NUM_STEPS)
     assert found <= TOLERANCE
 
 
 @pytest.mark.parametrize("flag", [*(flag for flag in STRATEGIES if flag not in COMPOSED), *nightly(*COMPOSED)])
 def test_a_fused_optimizer_equals_the_plain_loop(flag):
-    found = differences(suffixed(flag, "fork"), STRATEGIES[flag], "mlp", 2, 0.05, make_optimizer=fused)
+    flags = {"make_optimizer": fused, "num_steps": NUM_STEPS}
+    found = differences(suffixed(flag, "fork"), STRATEGIES[flag], "mlp", 2, 0.05, **flags)
     assert found <= TOLERANCE

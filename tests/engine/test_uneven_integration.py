@@ -15,9 +15,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polyphase.engine import Engine
-from tests.pairs import paired
+from tests.pairs import nightly, paired
 
-from .parity import TOLERANCE, adamw, largest_difference, suffixed
+from .parity import TOLERANCE, largest_difference, sgd, suffixed
 from .tiny import QUIET, Saves
 
 INPUTS = torch.randn(100, 6, generator=torch.Generator().manual_seed(2))
@@ -83,7 +83,7 @@ class Fits(LightningModule):
         (self.folder / f"{self.trainer.global_rank}.json").write_text(json.dumps([self.seen, logged]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self)
+        return sgd(self)
 
 
 class Weighs(Fits):
@@ -101,7 +101,7 @@ def steps_of(sizes: list[int], accumulate: int, policy: str) -> list[list[int]]:
 
 def plain_loop(steps: list[list[int]]) -> dict[str, Tensor]:
     module = Fits()
-    optimizer = adamw(module)
+    optimizer = sgd(module)
     for samples in steps:
         optimizer.zero_grad()
         module.loss(INPUTS[samples]).backward()
@@ -159,7 +159,7 @@ class Sharded(IterableDataset[tuple[int, Tensor]]):
         return iter([(i, INPUTS[i]) for i in self.numbers])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [1, *nightly(0)])
 def test_a_stream_that_can_be_shared_out_is(num_workers, tmp_path):
     module = Fits(tmp_path)
     engine = Engine(strategy="ddp_fork", devices=3, max_epochs=2, **QUIET)
@@ -207,7 +207,7 @@ def test_a_stream_is_gone_on_with(tmp_path):
     assert resumed(tmp_path, 1) == steps_of(SIZES, 1, "pad")
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [2, *nightly(3)])
 def test_but_not_where_a_rank_was_through(step, tmp_path):
     with pytest.raises(ProcessRaisedException, match=r"saved when rank\(s\) \[1\] had finished"):
         resumed(tmp_path, step)
@@ -247,7 +247,7 @@ class Reads(Fits):
         return self.loss(INPUTS[numbers])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2, *nightly(1)])
 def test_strings_count_as_samples(accumulate, tmp_path):
     module = Reads(tmp_path)
     fit(module, "ddp", Named(SIZES), accumulate_grad_batches=accumulate)

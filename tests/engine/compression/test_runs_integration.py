@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
 from tests.distributed import run_ranks
-from tests.engine.parity import FEW_STEPS, TOLERANCE, build, largest_difference, loader, plain_loop
+from tests.engine.parity import TOLERANCE, build, largest_difference, loader, plain_loop, sgd
+from tests.engine.strategies.test_ddp_integration import with_sgd
 from tests.engine.tiny import QUIET, as_rank
-from tests.pairs import alternating
+from tests.pairs import alternating, nightly
 
-SAVED, STEPS = 5, 10
+SAVED, STEPS = 3, 6
 LOSSY = ["int8:16,feedback=true", "powersgd:1,start=2", "topk:0.1", "sign"]
 
 
@@ -75,9 +76,9 @@ class Saves(Callback):
     [
         # Several buckets, which DDP forms anew after the first step of either run.
         *(("ddp_fork:bucket_cap_mb=0.002", 2, compression) for compression in LOSSY),
-        ("hsdp_fork:replicate=2", 4, "powersgd:1,start=2"),
-        ("hsdp_fork:replicate=2", 4, "sign"),
         ("fsdp_fork", 2, "int8:16"),
+        # Below, residuals of this one are saved and dealt out again.
+        *nightly(*(("hsdp_fork:replicate=2", 4, compression) for compression in ("sign", "powersgd:1,start=2"))),
     ],
 )
 def test_goes_on_as_if_nothing_had_been(strategy, devices, compression, tmp_path):
@@ -87,13 +88,16 @@ def test_goes_on_as_if_nothing_had_been(strategy, devices, compression, tmp_path
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@pytest.fixture(scope="module", params=[("ddp_fork", 2), ("hsdp_fork:replicate=2", 4)], ids=["ddp", "hsdp"])
+SAVED_UNDER = {"ddp": ("ddp_fork", 2), "hsdp": ("hsdp_fork:replicate=2", 4)}
+
+
+@pytest.fixture(scope="module", params=SAVED_UNDER)
 def saved(request, tmp_path_factory):
     """A run with residuals, and their means over the replicas of each parameter: what is owed to the weights.
 
     Of biases they are what 16 bit round off.
     """
-    strategy, devices = request.param
+    strategy, devices = SAVED_UNDER[request.param]
     path = tmp_path_factory.mktemp("whole") / "saved"
     with pytest.MonkeyPatch.context() as patch:
         # As if they were large: then they are in files of their own, of which each rank reads what it needs.
@@ -113,7 +117,10 @@ def means(ranks: list[dict[str, Tensor]], shards: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices", "shards"), [("ddp_fork", 1, 1), ("ddp_fork", 4, 1), ("hsdp_fork:replicate=2", 4, 2)]
+    ("saved", "strategy", "devices", "shards"),
+    alternating(SAVED_UNDER, [("ddp_fork", 1, 1), ("hsdp_fork:replicate=2", 4, 2), ("ddp_fork", 4, 1)]),
+    indirect=["saved"],
+    scope="module",
 )
 def test_other_ranks_owe_the_weights_the_same(saved, tmp_path, strategy, devices, shards):
     path, expected = saved
@@ -185,8 +192,7 @@ class Memories(Callback):
         torch.save(self.rows, self.folder / str(trainer.global_rank))
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", "hsdp_fork:replicate=2"])
-@pytest.mark.parametrize("compression", LOSSY)
+@pytest.mark.parametrize(("strategy", "compression"), alternating(["ddp_fork", "hsdp_fork:replicate=2"], LOSSY))
 def test_a_step_that_overflows_leaves_what_is_remembered(strategy, compression, tmp_path):
     module = Two(bad_rank=1, factor=1e38)
     train(
@@ -267,13 +273,13 @@ def test_a_unit_without_all_its_gradients_under_hsdp():
     ],
 )
 def test_accumulation_clipping_and_options(flag, devices, compression):
-    expected = plain_loop(build("gpt, tied"), loader("gpt, tied", 3, num_steps=FEW_STEPS), 3, 0.05)
-    module = build("gpt, tied")
+    expected = plain_loop(build("gpt, tied"), loader("gpt, tied", 3, num_steps=3), 3, 0.05, make_optimizer=sgd)
+    module = with_sgd("gpt, tied")
     engine = Engine(
         strategy=flag, devices=devices, max_epochs=1, accumulate_grad_batches=3, gradient_clip_val=0.05,
         compression=compression, **QUIET,
     )  # fmt: skip
-    engine.fit(module, loader("gpt, tied", 3, devices, FEW_STEPS))
+    engine.fit(module, loader("gpt, tied", 3, devices, 3))
     # Factors of full rank are a matrix again up to the rounding of two products and of an orthogonalisation.
     assert largest_difference(module.state_dict(), expected) <= (TOLERANCE if compression == "topk:1" else 1e-4)
 

@@ -1,12 +1,12 @@
 """A call to a store that does not answer ends; what the kernel of another process says of it is believed."""
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
@@ -16,27 +16,28 @@ from polyphase.engine.distributed.host_liveness import ProcessState, probe
 from polyphase.engine.distributed.job_store import JobStore
 from polyphase.engine.distributed.store_calls import StoreLostError
 
-SERVER = """
-import time
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(60)
-"""
+
+def serve(port: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    time.sleep(60)
 
 
 @pytest.fixture
 def server():
-    """The process of a store, and its port."""
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
-    yield process, int(process.stdout.readline())
+    """The number of a store's process, and its port."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(there,))
+    process.start()
+    yield process.pid, here.recv()
     process.kill()
-    process.communicate()
+    process.join()
 
 
-def stop(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)  # it has stopped
+def stop(process: int) -> None:
+    os.kill(process, signal.SIGSTOP)
+    os.waitpid(process, os.WUNTRACED)  # it has stopped
 
 
 def test_a_store_that_does_not_answer_is_lost(server, monkeypatch):
@@ -62,7 +63,7 @@ def test_who_waits_may_give_up_and_a_late_answer_is_in_time(server):
     job = JobStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0, 2)
     stop(process)
     looks = []
-    job.line.gives_up = lambda: looks.append(job.line.waited_s) or process.send_signal(signal.SIGCONT)
+    job.line.gives_up = lambda: looks.append(job.line.waited_s) or os.kill(process, signal.SIGCONT)
     assert not job.has("word")
     assert looks
     stop(process)

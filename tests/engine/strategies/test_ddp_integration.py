@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
 from tests.distributed import run_ranks
-from tests.engine.parity import MLP, build, largest_difference, loader
+from tests.engine.parity import MLP, build, largest_difference, loader, sgd
 from tests.engine.tiny import Regression, as_rank, engine, rows
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -80,28 +81,40 @@ def test_gradients_live_in_the_buckets_unless_the_flag_says_otherwise(options, w
     assert (tmp_path / "wrapped").read_text() == wrapped
 
 
+REDUCE_SCATTER = '"c10d::_reduce_scatter_base_"'
+
+
 class Counts(Callback):
-    """Writes what rank 0's comm hook and the profiler counted."""
+    """Writes what rank 0's comm hook counted; where there is none, what the profiler did."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_start(self, trainer, pl_module):
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer._parts.comm_hook:
             self.profile = profile(activities=[ProfilerActivity.CPU])
             self.profile.__enter__()
 
     def on_train_end(self, trainer, pl_module):
         if not trainer.is_global_zero:
             return
-        self.profile.__exit__(None, None, None)
-        events = {event.key: event.count for event in self.profile.key_averages()}
-        hook = trainer._parts.comm_hook
-        counted = {"bytes": hook.num_bytes, "calls": hook.num_calls} if hook else {}
-        counted["all_reduce"] = sum(count for key, count in events.items() if "gloo:all_reduce" in key)
-        counted["reduce_scatter"] = sum(count for key, count in events.items() if "c10d::_reduce_scatter_base" in key)
-        counted["parameters"] = sum(p.numel() for p in pl_module.parameters())
+        counted = {"parameters": sum(p.numel() for p in pl_module.parameters())}
+        if hook := trainer._parts.comm_hook:
+            counted |= {"bytes": hook.num_bytes, "calls": hook.num_calls}
+        else:
+            self.profile.__exit__(None, None, None)
+            trace = self.path.with_suffix(".trace")
+            self.profile.export_chrome_trace(str(trace))  # a twentieth of the seconds that `events` takes
+            text = trace.read_text()
+            counted |= {"all_reduce": text.count("gloo:all_reduce"), "reduce_scatter": text.count(REDUCE_SCATTER)}
         self.path.write_text(json.dumps(counted))
+
+
+def with_sgd(name: str) -> LightningModule:
+    """A subject of the parity tests with SGD: a step has few operators, each of which takes time under DTensor."""
+    module = build(name)
+    module.configure_optimizers = MethodType(sgd, module)
+    return module
 
 
 def counted(strategy: str, tmp_path: Path, accumulate: int = 1, **flags: object) -> dict:
@@ -116,26 +129,26 @@ def counted(strategy: str, tmp_path: Path, accumulate: int = 1, **flags: object)
         **QUIET,
         **flags,
     )
-    engine.fit(build("gpt, tied"), loader("gpt, tied", accumulate, 2))
+    engine.fit(with_sgd("gpt, tied"), loader("gpt, tied", accumulate, 2))
     return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_casts_run_on_the_cpu_and_send_half(compression, tmp_path):
-    counts = counted("ddp_fork", tmp_path, compression=compression, max_steps=5)
-    assert counts["calls"] >= 5
-    assert counts["bytes"] == 5 * 2 * counts["parameters"]
+    counts = counted("ddp_fork", tmp_path, compression=compression, max_steps=3)
+    assert counts["calls"] >= 3
+    assert counts["bytes"] == 3 * 2 * counts["parameters"]
 
 
 def test_powersgd_runs_on_the_cpu_and_sends_less(tmp_path):
-    counts = counted("ddp_fork", tmp_path, compression="powersgd:1,start=5")
-    plain_bytes = 20 * 4 * counts["parameters"]
-    assert 5 * 4 * counts["parameters"] < counts["bytes"] < 0.7 * plain_bytes
+    counts = counted("ddp_fork", tmp_path, compression="powersgd:1,start=2", max_steps=8)
+    plain_bytes = 8 * 4 * counts["parameters"]
+    assert 2 * 4 * counts["parameters"] < counts["bytes"] < 0.7 * plain_bytes
 
 
 def test_inner_micro_batches_send_nothing(tmp_path):
-    once, thrice = (counted("ddp_fork", tmp_path, each, max_steps=4) for each in (1, 3))
-    assert thrice["all_reduce"] == once["all_reduce"] >= 4
+    once, thrice = (counted("ddp_fork", tmp_path, each, max_steps=2) for each in (1, 3))
+    assert thrice["all_reduce"] == once["all_reduce"] >= 2
 
 
 def test_compressed_runs_stay_near_the_plain_one():

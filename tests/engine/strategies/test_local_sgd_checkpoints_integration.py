@@ -29,7 +29,7 @@ def normed() -> LightningModule:
 @pytest.mark.parametrize(
     ("flag", "flags"),
     [
-        ("local_sgd_fork:sync_every=4", {}),
+        *nightly(("local_sgd_fork:sync_every=4", {})),
         ("diloco_fork:sync_every=4", {}),
         ("diloco_fork:sync_every=3,warmup=1", {"compression": "int8", "precision": "16-mixed"}),
         ("diloco_fork:sync_every=2", {"compression": "topk:0.3"}),  # saved right after an exchange

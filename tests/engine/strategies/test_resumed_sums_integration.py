@@ -32,7 +32,7 @@ class Backwards(LightningModule):
         return (self.last(values) - batch.sum(1, keepdim=True)).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 def weights_of(trainer):
@@ -46,11 +46,11 @@ def go_on_in_a_run(rank, folder, ways):
     as_rank(rank)
     for number, (strategy, compression) in enumerate(ways):
         flags = {"strategy": strategy, "devices": 4, "compression": compression}
-        whole = engine(**flags, max_steps=8, max_epochs=-1)
+        whole = engine(**flags, max_steps=4, max_epochs=-1)
         whole.fit(Backwards(), rows(64, batch_size=2, shuffle=True))
         expected = weights_of(whole)
         path = folder / f"stopped{number}"
-        for max_steps, resume in ((1, None), (5, path), (8, path)):
+        for max_steps, resume in ((1, None), (3, path), (4, path)):
             part = engine(**flags, max_steps=max_steps, max_epochs=-1)
             part.fit(Backwards(), rows(64, batch_size=2, shuffle=True), ckpt_path=resume)
             part.save_checkpoint(path)
@@ -60,6 +60,6 @@ def go_on_in_a_run(rank, folder, ways):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("ways", [WAYS[1::2], *nightly(WAYS[::2])])
+@pytest.mark.parametrize("ways", [WAYS[:3], *nightly(WAYS[3:])])
 def test_the_same_weights(tmp_path, ways):
     run_ranks(go_on_in_a_run, 4, tmp_path, ways, timeout_s=180, start_method="fork")

@@ -1,5 +1,6 @@
 """Muon under strategies that split parameters: its products of 16 bits must not depend on where they are split."""
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -51,6 +52,7 @@ def test_fsdp_is_as_ddp():
     assert largest_difference(found, Net().state_dict()) > 1e-2
 
 
+@pytest.mark.nightly  # the shards of a module are above, and those of stages in the parity tests
 def test_stages_in_shards_are_as_whole_ones():
     # Micro-batches are summed in the same order; reduce-scatter and the mean of two pipelines are the same numbers.
     found = fit("pp+fsdp_fork:pipeline_size=2", samples=8, steps=2, devices=4)

@@ -23,6 +23,7 @@ from tests.engine.strategies.test_ddp_integration import ByHand
 from tests.engine.test_uneven_integration import SIZES, Fits, Parts, plain_loop, steps_of
 from tests.engine.test_uneven_integration import fit as fit_parts
 from tests.engine.tiny import QUIET
+from tests.pairs import nightly
 
 
 def fit(module: LightningModule, strategy: str, **flags: Any) -> LightningModule:
@@ -150,7 +151,7 @@ class Holds(Callback):
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [3, *nightly(2)])
 def test_each_rank_has_its_share_of_the_state_and_all_gradients(devices, tmp_path):
     module = ByteGPT(num_layers=3, num_heads=2, dim=32, context_length=16)
     flags = {"callbacks": [Holds(tmp_path), CommunicationMonitor(1)], "max_steps": 3}

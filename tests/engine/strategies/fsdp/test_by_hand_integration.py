@@ -16,7 +16,7 @@ from tests import pairs
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.test_ddp_integration import QUIET
 
-ROWS = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Nets(nn.Module):

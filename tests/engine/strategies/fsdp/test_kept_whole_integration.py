@@ -9,6 +9,7 @@ from polyphase.engine import Engine
 from tests.engine.strategies.fsdp.test_strategy_integration import SaveAtEnd
 from tests.engine.strategies.fsdp.test_unit_order_integration import ROWS, Skipping
 from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.pairs import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore:every rank keeps the whole of")
 
@@ -74,14 +75,20 @@ def largest_difference(a, b):
     return max((a[name] - b[name]).abs().double().max().item() for name in a)
 
 
-def engine(strategy, **flags):
-    devices = {"hsdp": 4, "sing": 1}.get(strategy[:4], 2)
+def engine(strategy, devices=2, **flags):
     return Engine(strategy=strategy, devices=devices, accelerator="cpu", **{"max_epochs": 1, **QUIET, **flags})
 
 
-@pytest.mark.parametrize("strategy", ["fsdp_fork", "fsdp_fork:no_sync=true", "hsdp_fork:replicate=2"])
-def test_equals_a_plain_loop_with_accumulation_and_clipping(strategy):
-    run = engine(strategy, accumulate_grad_batches=2, gradient_clip_val=0.5)
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("fsdp_fork", 2),
+        ("hsdp_fork:replicate=2,shard=1", 2),
+        *nightly(("hsdp_fork:replicate=2", 4), ("fsdp_fork:no_sync=true", 2)),
+    ],
+)
+def test_equals_a_plain_loop_with_accumulation_and_clipping(strategy, devices):
+    run = engine(strategy, devices, accumulate_grad_batches=2, gradient_clip_val=0.5)
     module = Whole()
     expected = plain_loop(Whole(), clip=0.5)
     moved = largest_difference(expected.state_dict(), module.state_dict())
@@ -96,13 +103,13 @@ def test_equals_a_plain_loop_by_hand():
     assert largest_difference(module.state_dict(), plain_loop(Whole()).state_dict()) < 1e-5
 
 
-def test_a_checkpoint_goes_on_on_other_ranks(tmp_path):
+@pytest.mark.parametrize("saved", ["directory", *nightly("file")])
+def test_a_checkpoint_goes_on_on_other_ranks(saved, tmp_path):
     expected = plain_loop(Whole(), passes=2).state_dict()
-    for saved in ("file", "directory"):
-        path = tmp_path / f"{saved}.ckpt"
-        engine("fsdp_fork", checkpoint_format=saved, callbacks=[SaveAtEnd(path)]).fit(Whole(), DataLoader(ROWS, 8))
-        for strategy in ("single", "fsdp_fork"):
-            run = engine(strategy, max_epochs=2)
-            module = Whole()
-            run.fit(module, DataLoader(ROWS, 16 // run.data_size), ckpt_path=path)
-            assert largest_difference(module.state_dict(), expected) < 1e-5, (saved, strategy)
+    path = tmp_path / f"{saved}.ckpt"
+    engine("fsdp_fork", checkpoint_format=saved, callbacks=[SaveAtEnd(path)]).fit(Whole(), DataLoader(ROWS, 8))
+    for strategy in ("single", "fsdp_fork"):
+        run = engine(strategy, 1 if strategy == "single" else 2, max_epochs=2)
+        module = Whole()
+        run.fit(module, DataLoader(ROWS, 16 // run.data_size), ckpt_path=path)
+        assert largest_difference(module.state_dict(), expected) < 1e-5, strategy

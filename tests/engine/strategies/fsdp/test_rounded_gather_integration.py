@@ -104,12 +104,12 @@ class Notes(Callback):
 
 
 def train(folder, kind, strategy, rounds, counts=False, **flags):
-    """The weights after five steps, the loss of a validation, the bytes gathered in a step, and what was rounded."""
+    """The weights after some steps, the loss of a validation, the bytes gathered in a step, and what was rounded."""
     module, path = kind(), folder / "notes.json"
     monitor = CommunicationMonitor(every_n_steps=5) if counts else None
     callbacks = [Notes(path, monitor), *([] if rounds else [InFloat32()]), *([monitor] if monitor else [])]
-    flags = {"devices": 2, "precision": "bf16-mixed", "val_check_interval": 4, **flags}
-    engine = Engine(strategy=strategy, accelerator="cpu", max_steps=5, callbacks=callbacks, **{**QUIET, **flags})
+    flags = {**QUIET, "devices": 2, "max_steps": 5, "precision": "bf16-mixed", "val_check_interval": 4, **flags}
+    engine = Engine(strategy=strategy, accelerator="cpu", callbacks=callbacks, **flags)
     tokens = torch.randint(0, 32, (64, 6), generator=torch.Generator().manual_seed(4))
     engine.fit(module, DataLoader(tokens, batch_size=4), DataLoader(tokens[:8], batch_size=4))
     return module.state_dict(), *json.loads(path.read_text())
@@ -118,7 +118,7 @@ def train(folder, kind, strategy, rounds, counts=False, **flags):
 @pytest.mark.parametrize(
     ("kind", "strategy", "flags"),
     [
-        (Reader, "fsdp_fork", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+        (Reader, "fsdp_fork", {"max_steps": 2, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
         *nightly((Fused, "fsdp_fork:no_sync=false", {"accumulate_grad_batches": 2})),
         *nightly((Reader, "fsdp_fork:activation_checkpointing=true", {"precision": "16-mixed", "compression": "bf16"})),
         pytest.param(

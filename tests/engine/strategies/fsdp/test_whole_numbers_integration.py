@@ -64,12 +64,12 @@ class Scaled(Skipping):
 def test_an_optimizer_that_reads_norms_equals_a_plain_loop(strategy, devices, optimizer):
     module, plain = Scaled(optimizer), Scaled(optimizer)
     by_hand = plain.configure_optimizers()
-    for number, batch in enumerate(ROWS.split(8)):
+    for number, batch in enumerate(ROWS[:24].split(8)):
         by_hand.zero_grad()
         plain.loss(batch, number).backward()
         by_hand.step()
     assert largest_difference(plain.state_dict(), Skipping().state_dict()) > 1e-2
-    fit(module, strategy, devices)
+    fit(module, strategy, devices, limit_train_batches=3)
     assert largest_difference(module.state_dict(), plain.state_dict()) < 1e-6
 
 

@@ -10,6 +10,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
+from tests.pairs import nightly
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -94,9 +95,8 @@ def by_hand(make: Any, rows: Any) -> dict[str, Tensor]:
         ("pp_fork", 2, Net),
         ("pp_fork:schedule=interleaved,virtual_stages=2", 2, Net),
         ("pp_fork:schedule=zero-bubble", 3, Net),
-        ("pp+ddp_fork:pipeline_size=2", 4, Net),
-        ("pp_fork:schedule=zero-bubble", 2, Towers),
         ("pp+fsdp_fork:pipeline_size=2", 4, Towers),
+        *nightly(("pp+ddp_fork:pipeline_size=2", 4, Net), ("pp_fork:schedule=zero-bubble", 2, Towers)),
     ],
 )
 def test_weights_and_buffers_are_those_of_a_plain_loop(strategy, devices, make):
