@@ -189,13 +189,18 @@ def sent_by_ddp(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
-def test_a_step_sends_one_hth_of_what_one_of_ddp_does(name, sent_by_ddp, tmp_path):
+@pytest.mark.parametrize("every", [1, 4, *nightly(2)])
+def test_a_step_sends_one_hth_of_what_one_of_ddp_does(name, every, sent_by_ddp, tmp_path):
     ddp, num_values, _ = sent_by_ddp
     assert ddp == 8 * 4 * num_values  # an all-reduce of n bytes between two ranks sends n
-    for every in (1, 4):
-        ours, _, figures = sent(tmp_path / "ours", f"{name}_fork:sync_every={every}", default_root_dir=tmp_path)
-        assert ours == ddp // every
-        assert figures["communication/sent_mb"] == pytest.approx(4 * num_values / every / 1e6)
+    ours, _, figures = sent(tmp_path / "ours", f"{name}_fork:sync_every={every}", default_root_dir=tmp_path)
+    assert ours == ddp // every
+    assert figures["communication/sent_mb"] == pytest.approx(4 * num_values / every / 1e6)
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_a_step_of_the_warm_up_sends_as_much_as_one_of_ddp(name, sent_by_ddp, tmp_path):
+    _, num_values, _ = sent_by_ddp
     warm, _, _ = sent(tmp_path / "warm", f"{name}_fork:sync_every=2,warmup=4", default_root_dir=tmp_path)
     assert warm == 4 * 4 * num_values + 2 * 4 * num_values
 
