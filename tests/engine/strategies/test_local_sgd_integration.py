@@ -20,6 +20,7 @@ from tests.engine.loop.test_out_of_memory_integration import Hungry
 from tests.engine.loop.test_out_of_memory_integration import fit as fit_hungry
 from tests.engine.parity import MLP, TOLERANCE, adamw, build, largest_difference, loader
 from tests.engine.tiny import QUIET, Regression, rows
+from tests.pairs import nightly
 
 Outer = Callable[[list[Tensor], list[Tensor]], None]
 
