@@ -12,6 +12,7 @@ session and process group; modules have been imported; all of them hash strings 
 
 import atexit
 import fcntl
+import logging
 import multiprocessing.spawn
 import os
 import subprocess
@@ -38,10 +39,15 @@ _SHEBANG_LIMIT = 127
 
 def become_cold(interpreter: str) -> None:
     """Has a process that has been started warm be to its tests what a cold one is, and use the server that it is of."""
-    if sys.executable != interpreter:
-        _given.append(sys.executable)
-        sys.executable = interpreter
-        multiprocessing.set_executable(interpreter)
+    if sys.executable == interpreter:
+        return
+    _given.append(sys.executable)
+    sys.executable = interpreter
+    multiprocessing.set_executable(interpreter)
+    # Lightning has these print by themselves where nobody else does when it is imported, as pytest would have.
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
 
 
 def keep_environment(is_worker: bool) -> None:
