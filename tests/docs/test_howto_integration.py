@@ -40,9 +40,10 @@ def end(process):
 
 
 def interrupt(folder):
-    """As a terminal does: all interpreters that work in a folder."""
+    """As a terminal does: all interpreters that work in a folder, but for this one."""
     for process in psutil.process_iter(["cwd", "cmdline"]):
-        if process.info["cwd"] == str(folder) and warm.python() in (process.info["cmdline"] or ()):
+        is_warm = warm.python() in (process.info["cmdline"] or ())
+        if is_warm and process.info["cwd"] == str(folder) and process.pid != os.getpid():
             process.send_signal(signal.SIGINT)
 
 
