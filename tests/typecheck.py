@@ -20,7 +20,8 @@ def link_packages(folder: Path) -> None:
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         link_packages(Path(folder))
-        command = [sys.executable, "-m", "mypy", f"--config-file={ROOT / 'pyproject.toml'}", "-ppolyphase"]
+        options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}"]
+        command = [sys.executable, "-m", "mypy", *options, "-ppolyphase"]
         return subprocess.run(command, cwd=folder).returncode
 
 
