@@ -1,6 +1,7 @@
 """What is built is what runs: from a wheel in an environment of its own, in spawned children, and zipped."""
 
 import email
+import fcntl
 import os
 import re
 import shutil
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -52,13 +55,28 @@ def build(folder, *options):
     assert result.returncode == 0, result.output
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A source distribution and the wheel made of it, beside the sources."""
-    folder = tmp_path_factory.mktemp("built")
-    shutil.copytree(ROOT, folder / "sources", ignore=shutil.ignore_patterns(*LEFT_OUT))
-    build(folder, "--outdir", folder)
+def once(name, fill):
+    """A folder that the first of the processes that run tests fills, for all of them."""
+    folder = Path(tempfile.gettempdir(), name)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            fill(folder)
+            (folder / "is_whole").touch()
+    assert (folder / "is_whole").exists(), "another process has failed to make it"
     return folder
+
+
+@pytest.fixture(scope="module")
+def built():
+    """A source distribution and the wheel made of it, beside the sources."""
+
+    def fill(folder):
+        shutil.copytree(ROOT, folder / "sources", ignore=shutil.ignore_patterns(*LEFT_OUT))
+        build(folder, "--outdir", folder)
+
+    return once("built", fill)
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +85,20 @@ def wheel(built):
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
+def installed(wheel):
     """The Python of an environment with the wheel, and the dependencies of this one; the sources are not in it."""
-    folder = tmp_path_factory.mktemp("installed")
-    run_command([sys.executable, "-m", "venv", "--without-pip", folder])
-    python = folder / "bin" / "python"
-    flags = ["--no-deps", "--no-index", "--disable-pip-version-check"]
-    result = run_command([sys.executable, "-m", "pip", "--python", python, "install", *flags, wheel])
-    assert result.returncode == 0, result.output
-    site = next((folder / "lib").glob("python*/site-packages"))
-    # A path in a .pth file is searched, but .pth files found there, such as an editable install's, are not run.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    return python
+
+    def fill(folder):
+        run_command([sys.executable, "-m", "venv", "--without-pip", folder])
+        flags = ["--no-deps", "--no-index", "--disable-pip-version-check"]
+        python = folder / "bin" / "python"
+        result = run_command([sys.executable, "-m", "pip", "--python", python, "install", *flags, wheel])
+        assert result.returncode == 0, result.output
+        site = next((folder / "lib").glob("python*/site-packages"))
+        # A path in a .pth file is searched, but .pth files found there, such as an editable install's, are not run.
+        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+
+    return once("installed", fill) / "bin" / "python"
 
 
 @pytest.mark.nightly

@@ -59,7 +59,7 @@ MATRIX = [
 _HSDP = "hsdp:replicate=2,shard=2"
 OF_OTHERS = {
     *((flag, "mlp") for flag in (_HSDP, *list(PIPELINES)[1:], "fsdp+tp:tp=2")),
-    (_HSDP, "digits, BatchNorm frozen"),
+    *((_HSDP, f"digits, BatchNorm {statistics}") for statistics in ("frozen", "synced")),
 }
 """Subjects that `make test` leaves to strategies that these consist of, or to another schedule."""
 
