@@ -105,6 +105,7 @@ def test_the_time_is_kept(tmp_path):
     assert "1 of 240 runs were made" in (tmp_path / "doctor-cpu.md").read_text()
 
 
+@pytest.mark.nightly
 def test_what_was_made_is_not_made_again(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "doctor.py", "--minutes", "0", "--output", tmp_path]
     for number in (1, 2):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.engine import Engine, __version__
 from polyphase.engine.cli import main
 from tests.distributed import run_command, torchrun
+from tests.pairs import nightly
 
 COMMAND = [sys.executable, "-m", "polyphase.engine"]
 NOISE = re.compile(
@@ -119,7 +120,7 @@ def script(logger: str, summary: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_spawn"])
+@pytest.mark.parametrize("strategy", ["fsdp", *nightly("fsdp_spawn")])
 def test_torchrun_and_spawn_say_it_once(strategy, tmp_path):
     path = script("True", "None")
     finished = torchrun(path, "fsdp") if strategy == "fsdp" else run_command([sys.executable, path, strategy])

@@ -102,6 +102,7 @@ def test_csv(monkeypatch, capfd, strategy, devices):
     assert len(lines) >= 4
 
 
+@pytest.mark.nightly  # tests/chaos/test_logged_integration.py has its curve
 def test_weights_and_biases_offline(tmp_path):
     finished = Page("loggers").run("python", "weights_and_biases.py", strategy="ddp_fork", devices=2)
     assert finished.returncode == 0, finished.output

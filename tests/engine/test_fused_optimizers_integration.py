@@ -31,6 +31,7 @@ COMPOSED = (
     "fsdp+tp:tp=2",
     "hsdp+tp:replicate=2,tp=2",
     "pp+ddp:pipeline_size=2,microbatches=2",
+    "pp+fsdp:pipeline_size=2,microbatches=2",
 )
 """What these consist of, others have."""
 

@@ -46,7 +46,10 @@ PAIRS = [
     for pair in alternating(LAYOUTS, LAYOUTS)
 ]
 for _name in MORE_LAYOUTS:
-    PAIRS += [(_name, "single"), ("ddp x2", _name)]
+    _either_way = [(_name, "single"), ("ddp x2", _name)]
+    _kept = {"fsdp+tp 2x2": _either_way[:1], "pp+fsdp 2x2": _either_way[1:]}.get(_name, _either_way)
+    PAIRS += _kept
+    PAIRS += nightly(*(pair for pair in _either_way if pair not in _kept))
     PAIRS += nightly((_name, _name), (_name, "ddp x2"), ("single", _name))
 SAVED, STEPS = 3, 6
 

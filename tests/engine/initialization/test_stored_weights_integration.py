@@ -59,8 +59,7 @@ FLAGS = [
     ("fsdp_fork", 2),
     ("tp_fork", 2),
     ("pp_fork", 2),
-    ("pp+fsdp_fork", 4),
-    *nightly(("fsdp+tp_fork", 4)),
+    *nightly(("fsdp+tp_fork", 4), ("pp+fsdp_fork", 4)),
 ]
 
 
