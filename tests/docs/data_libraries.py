@@ -70,8 +70,8 @@ def _refusal(finished: Finished, folder: Path, library: str) -> str | None:
         traceback, is_refusal, _ = finished.output.partition("RefusedError: ")
     if not is_refusal or list(folder.glob("rank*")):
         raise RuntimeError(finished.output)
-    *_, raised_in = re.findall(r'File "([^"]+)"', traceback)
-    return f"refused by {library}" if f"/{library}/" in raised_in else "refused"
+    raised_in = re.findall(r'File "([^"]+)"', traceback)[-1:]  # none: of what the engine refuses it may show no frames
+    return f"refused by {library}" if f"/{library}/" in "".join(raised_in) else "refused"
 
 
 def row(name: str, folder: Path) -> list[str]:
