@@ -163,9 +163,14 @@ ALL_SUBJECTS = SUBJECTS | {
 }
 
 
-def build(name: str) -> LightningModule:
+def build(name: str, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw) -> LightningModule:
+    """A subject. With `sgd` a step has few operators, each of which takes time under DTensor."""
     torch.manual_seed(1)
-    return ALL_SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
+    module = ALL_SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
+    if make_optimizer is not adamw:  # that of the subjects
+        # Bound: a copy of the module, as the check of the first steps makes, is to optimize itself.
+        module.configure_optimizers = MethodType(make_optimizer, module)
+    return module
 
 
 def loader(
@@ -243,10 +248,7 @@ def differences(
 
     Several epochs are shuffled, each in another order.
     """
-    module = build(subject)
-    if make_optimizer is not adamw:  # that of the subjects
-        # Bound: a copy of the module, as the check of the first steps makes, is to optimize itself.
-        module.configure_optimizers = MethodType(make_optimizer, module)
+    module = build(subject, make_optimizer)
     engine = Engine(
         strategy=flag,
         accelerator=accelerator,

@@ -39,18 +39,15 @@ OF_OTHERS = [
     ("hsdp 2x2", "hsdp 2x2"),
     ("fsdp x2", "hsdp 2x2"),
     ("hsdp 2x2", "fsdp x2"),
+    ("ddp x2", "fsdp+tp 2x2"),
+    ("pp+fsdp 2x2", "single"),
 ]
-"""What two ranks of fsdp, and hsdp with one process, show in `make test`."""
-PAIRS = [
-    pytest.param(*pair.values, marks=pytest.mark.nightly) if pair.values in OF_OTHERS else pair
-    for pair in alternating(LAYOUTS, LAYOUTS)
-]
+"""What two ranks of fsdp, hsdp with one process, and composed layouts the other way show in `make test`."""
+PAIRS = alternating(LAYOUTS, LAYOUTS)
 for _name in MORE_LAYOUTS:
-    _either_way = [(_name, "single"), ("ddp x2", _name)]
-    _kept = {"fsdp+tp 2x2": _either_way[:1], "pp+fsdp 2x2": _either_way[1:]}.get(_name, _either_way)
-    PAIRS += _kept
-    PAIRS += nightly(*(pair for pair in _either_way if pair not in _kept))
+    PAIRS += [pytest.param(_name, "single"), pytest.param("ddp x2", _name)]
     PAIRS += nightly((_name, _name), (_name, "ddp x2"), ("single", _name))
+PAIRS = [pair for pair in PAIRS if pair.values not in OF_OTHERS] + nightly(*OF_OTHERS)
 SAVED, STEPS = 3, 6
 
 

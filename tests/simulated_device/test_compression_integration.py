@@ -1,7 +1,6 @@
 """Comm hooks work on a stream of their own there, beside backward: no race, no wait, and the numbers of the CPU."""
 
 from collections import Counter
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -42,8 +41,7 @@ def _difference(
     """Of the weights of runs on the device and on the CPU."""
     weights = []
     for accelerator in ("cpu", "sim"):
-        module = build(subject)
-        module.configure_optimizers = MethodType(sgd, module)
+        module = build(subject, sgd)
         engine = Engine(
             strategy=flag, accelerator=accelerator, devices=devices, compression=compression, max_epochs=1,
             accumulate_grad_batches=accumulate, gradient_clip_val=0.05, **QUIET,

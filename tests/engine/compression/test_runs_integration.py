@@ -16,7 +16,6 @@ from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
 from tests.distributed import run_ranks
 from tests.engine.parity import TOLERANCE, build, largest_difference, loader, plain_loop, sgd
-from tests.engine.strategies.test_ddp_integration import with_sgd
 from tests.engine.tiny import QUIET, as_rank
 from tests.pairs import alternating, nightly
 
@@ -275,7 +274,7 @@ def test_a_unit_without_all_its_gradients_under_hsdp():
 )
 def test_accumulation_clipping_and_options(flag, devices, compression):
     expected = plain_loop(build("gpt, tied"), loader("gpt, tied", 3, num_steps=3), 3, 0.05, make_optimizer=sgd)
-    module = with_sgd("gpt, tied")
+    module = build("gpt, tied", sgd)
     engine = Engine(
         strategy=flag, devices=devices, max_epochs=1, accumulate_grad_batches=3, gradient_clip_val=0.05,
         compression=compression, **QUIET,

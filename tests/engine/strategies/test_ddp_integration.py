@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import MethodType
 
 import pytest
 import torch
@@ -110,13 +109,6 @@ class Counts(Callback):
         self.path.write_text(json.dumps(counted))
 
 
-def with_sgd(name: str) -> LightningModule:
-    """A subject of the parity tests with SGD: a step has few operators, each of which takes time under DTensor."""
-    module = build(name)
-    module.configure_optimizers = MethodType(sgd, module)
-    return module
-
-
 def counted(strategy: str, tmp_path: Path, accumulate: int = 1, **flags: object) -> dict:
     path = tmp_path / "counts.json"
     engine = Engine(
@@ -129,7 +121,7 @@ def counted(strategy: str, tmp_path: Path, accumulate: int = 1, **flags: object)
         **QUIET,
         **flags,
     )
-    engine.fit(with_sgd("gpt, tied"), loader("gpt, tied", accumulate, 2))
+    engine.fit(build("gpt, tied", sgd), loader("gpt, tied", accumulate, 2))
     return json.loads(path.read_text())
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
-from tests.engine.parity import MLP, TiedGPT, build, largest_difference, loader
-from tests.engine.strategies.test_ddp_integration import QUIET, counted, with_sgd
+from tests.engine.parity import MLP, TiedGPT, build, largest_difference, loader, sgd
+from tests.engine.strategies.test_ddp_integration import QUIET, counted
 from tests.pairs import nightly
 
 
@@ -83,7 +83,7 @@ def test_the_norm_is_that_of_all_shards_on_every_rank(flag, num_ranks, tmp_path)
             callbacks=[NormWriter(tmp_path)],
             **QUIET,
         )
-        engine.fit(with_sgd("gpt, tied"), loader("gpt, tied", 1, devices))
+        engine.fit(build("gpt, tied", sgd), loader("gpt, tied", 1, devices))
         norms += [float((tmp_path / f"norm{rank}").read_text()) for rank in range(devices)]
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
     assert norms[0] > 0.01

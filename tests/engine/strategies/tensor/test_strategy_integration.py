@@ -33,7 +33,7 @@ from polyphase.models.transformer import Block
 from tests.distributed import run_ranks
 from tests.engine.parity import MLP, TOLERANCE, adamw, build, largest_difference, loader, sgd
 from tests.engine.strategies.fsdp.test_strategy_integration import BuiltLate, NormWriter, OnMeta, SaveAtEnd
-from tests.engine.strategies.test_ddp_integration import QUIET, with_sgd
+from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.pairs import nightly
 
 from .attentions import (
@@ -351,7 +351,7 @@ def test_the_norm_is_that_of_all_parts_on_every_rank(strategy, num_ranks, tmp_pa
     for flag, devices in (("single", 1), (strategy, num_ranks)):
         flags = {**FLAGS, "max_steps": 2, "gradient_clip_val": 0.01, "callbacks": [NormWriter(tmp_path)]}
         engine = Engine(strategy=flag, devices=devices, **flags)
-        engine.fit(with_sgd("gpt, tied"), loader("gpt, tied", 1, engine.data_size))
+        engine.fit(build("gpt, tied", sgd), loader("gpt, tied", 1, engine.data_size))
         norms += [float((tmp_path / f"norm{rank}").read_text()) for rank in range(devices)]
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
 
