@@ -28,7 +28,8 @@ def main() -> int:
     """Runs what is asked for, but for cells that the results file has already."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--models", default="", help="run those whose names have this in it")
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
+    parser.add_argument("--accelerator", default="cpu", help="as torch names it (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="a file of cells, to go on with after a stop; default: none")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "models.md")
     asked = parser.parse_args()
@@ -44,12 +45,12 @@ def main() -> int:
                 key = f"{strategy}: {name}"
                 if asked.models not in name or key in known:
                     continue
-                known[key] = run(model, strategy)
+                known[key] = run(model, strategy, asked.accelerator)
                 print(key, *known[key], flush=True)
                 if asked.results:
                     asked.results.write_text(json.dumps(known, indent=1))
     cells = {key: Cell(*cell) for key, cell in known.items()}
-    if not asked.models:
+    if not asked.models and asked.accelerator == "cpu":
         asked.output.write_text(_page(groups, cells))
     bad = [key for key, cell in cells.items() if not cell.is_good]
     print(f"{len(cells)} cells, {len(bad)} failures", *bad, sep="\n")

@@ -57,14 +57,15 @@ def loader(model: Model, ranks: int = 1) -> DataLoader:
     return DataLoader(TensorDataset(*model.data(STEPS * BATCH)), batch_size=BATCH // ranks)
 
 
-def plain_loop(model: Model, clip: float | None = None) -> dict[str, Tensor]:
+def plain_loop(model: Model, clip: float | None = None, device: str = "cpu") -> dict[str, Tensor]:
     """The weights after `STEPS` batches, by torch alone: no trainer, no strategy.
 
     Args:
         model: of the zoo.
         clip: largest norm of all gradients; None for any.
+        device: where it is trained.
     """
-    module = build(model)
+    module = build(model).to(device)
     configured: Any = module.configure_optimizers()
     optimizers = list(configured) if isinstance(configured, (tuple, list)) else [configured]
     by_hand: Any = module  # what a trainer would give to a module that optimizes by hand, in terms of torch
@@ -74,7 +75,8 @@ def plain_loop(model: Model, clip: float | None = None) -> dict[str, Tensor]:
     by_hand.untoggle_optimizer = lambda optimizer: module.requires_grad_(True)
     by_hand.all_gather = lambda tensor, sync_grads=False: tensor.unsqueeze(0)
     by_hand.log = lambda *_, **__: None
-    for index, batch in enumerate(loader(model)):
+    for index, of_host in enumerate(loader(model)):
+        batch = [tensor.to(device) for tensor in of_host]
         if not module.automatic_optimization:
             module.training_step(batch, index)
             continue

@@ -5,8 +5,9 @@ import re
 import traceback
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 import polyphase.engine
@@ -15,8 +16,8 @@ from tests.distributed import in_a_fork
 
 from .model import STEPS, Model, build, loader, plain_loop
 
-STRATEGIES = {"ddp": 2, "zero1": 2, "fsdp": 2, "tp": 2, "pp": 2}
-"""Flags, and how many ranks have samples of their own is the engine's to say; two processes each."""
+STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "pp")
+"""Flags; two processes each, or as many as there are devices. How many have samples of their own says the engine."""
 
 TOLERANCE = 1e-5
 """Largest difference of a weight. Three steps in float32: sums in another order are 1e-7 apart."""
@@ -39,10 +40,10 @@ class Cell(NamedTuple):
         return self.kind in ("equal", "runs", "refused", "warned")
 
 
-def run(model: Model, strategy: str, timeout_s: float = 120) -> Cell:
-    """Runs it in a process of its own, that takes its children along."""
+def run(model: Model, strategy: str, accelerator: str = "cpu", timeout_s: float = 120) -> Cell:
+    """Runs it in a process of its own, that takes its children along; `accelerator` as torch names it."""
     try:
-        found = in_a_fork(_report, model, strategy, timeout_s=timeout_s)
+        found = in_a_fork(_report, model, strategy, accelerator, timeout_s=timeout_s)
     except TimeoutError as error:
         found = Cell("hangs", str(error))
     except EOFError as error:
@@ -50,35 +51,40 @@ def run(model: Model, strategy: str, timeout_s: float = 120) -> Cell:
     return Cell(found.kind, re.sub(r"(/[^\s:\"]*/)?([\w-]+\.py)", r"\2", found.detail))  # no paths of a machine
 
 
-def _report(model: Model, strategy: str) -> Cell:
+def _report(model: Model, strategy: str, accelerator: str) -> Cell:
     os.environ["POLYPHASE_TRACEBACK"] = "full"  # to see who has raised
-    return _run(model, strategy)
+    devices = 2
+    if accelerator != "cpu":
+        devices = min(devices, torch.accelerator.device_count())
+        torch.backends.cudnn.allow_tf32 = False  # torch rounds what convolutions multiply to 10 bits there
+    flags = {"devices": devices, "accelerator": accelerator, "sync_batchnorm": model.sync_batchnorm and devices > 1}
+    # One device needs no process but this one.
+    return _run(model, f"{strategy}_fork" if devices > 1 else strategy, flags)
 
 
-def _run(model: Model, strategy: str) -> Cell:
-    found = _run_under(model, f"{strategy}_fork")
-    if found.kind == "refused" and strategy in ("ddp", "zero1") and _UNUSED in found.detail:  # as the message says
-        found = _run_under(model, f"{strategy}_fork:{_UNUSED}")
+def _run(model: Model, strategy: str, flags: dict[str, Any]) -> Cell:
+    found = _run_under(model, strategy, flags)
+    if found.kind == "refused" and strategy.startswith(("ddp", "zero1")) and _UNUSED in found.detail:  # as it says
+        found = _run_under(model, f"{strategy}:{_UNUSED}", flags)
         return found._replace(detail=f"{found.detail} with `{_UNUSED}`".strip())
     if found.kind == "different":  # was it said?
         warnings.filterwarnings("error", message="(?s).*in a pipeline|.*which is what a pipeline trains with")
-        warned = _run_under(model, f"{strategy}_fork")
+        warned = _run_under(model, strategy, flags)
         if warned.kind != "different":
             return Cell("warned", warned.detail)
     return found
 
 
-def _run_under(model: Model, strategy: str) -> Cell:
+def _run_under(model: Model, strategy: str, flags: dict[str, Any]) -> Cell:
     module = build(model)
     try:
-        flags = {"sync_batchnorm": model.sync_batchnorm, **_QUIET}
-        engine = Engine(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **flags)
+        engine = Engine(strategy=strategy, max_epochs=1, **flags, **_QUIET)
         engine.fit(module, loader(model, engine.data_size))
     except Exception as error:
         return _of_error(error)
     if model.is_random or not (model.is_mean or strategy.startswith("tp")):
         return Cell("runs", "")
-    expected, found = plain_loop(model), module.state_dict()
+    expected, found = plain_loop(model, device=flags["accelerator"]), module.state_dict()
     difference = largest_difference(expected, found)
     if engine.global_step < STEPS:
         return Cell("failed", f"{engine.global_step} steps of {STEPS}")
