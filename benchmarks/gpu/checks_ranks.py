@@ -80,15 +80,16 @@ def join(accelerator: str, path: str) -> None:
 def lost_collective() -> str:
     ranks = two_ranks(f"{HERE}:lose_memory_once", limit_s=45)
     _both_ok(ranks)
-    (calls, sums, raised), (other_calls, other_sums, _) = (rank.value for rank in ranks)
+    (calls, repeated, sums, raised), (other_calls, _, other_sums, _) = (rank.value for rank in ranks)
     assert raised == 1, f"out of memory was raised {raised} times"
     assert calls == other_calls, f"rank 0 has made {calls} collectives, rank 1 {other_calls}"
     assert sums == other_sums, f"the ranks' weights differ: {sums} and {other_sums}"
-    return f"{calls} collectives on both ranks, equal weights"
+    return f"{calls} collectives on both ranks, {repeated} of them not made again, equal weights"
 
 
-def lose_memory_once() -> tuple[int, list[float], int]:
-    start, raised = CountingGroup.start_all_to_all, []
+def lose_memory_once() -> tuple[int, int, list[float], int]:
+    start, speaks, raised = CountingGroup.start_all_to_all, CountingGroup._speaks, []
+    spoken: list[bool] = []  # of each collective: whether it was made, or had been before its step was repeated
 
     def without_memory(wire: CountingGroup, payload: Tensor) -> Any:
         if wire.rank == 0 and wire.num_calls >= 5 and not raised:
@@ -96,14 +97,19 @@ def lose_memory_once() -> tuple[int, list[float], int]:
             raise torch.OutOfMemoryError("no memory for an all-to-all, for a check")
         return start(wire, payload)
 
+    def noted(wire: CountingGroup) -> bool:
+        spoken.append(speaks(wire))
+        return spoken[-1]
+
     CountingGroup.start_all_to_all = without_memory  # type: ignore[method-assign]
+    CountingGroup._speaks = noted  # type: ignore[method-assign]
     module = seeded(MLP)
     flags: dict[str, Any] = {"global_batch_size": 16, "micro_batch_size": "auto", "max_steps": 8}
     trainer = rank_engine(device.kind(), compression="int8", **flags)
     trainer.fit(module, rows())
     assert trainer.global_step == 8, trainer.global_step
-    wire = trainer.strategy.comm_hook.wire  # type: ignore[attr-defined]
-    return wire.num_calls, [float(t.double().sum()) for t in weights(module).values()], len(raised)
+    sums = [float(t.double().sum()) for t in weights(module).values()]
+    return spoken.count(True), spoken.count(False), sums, len(raised)
 
 
 # --- a host that the device blocks

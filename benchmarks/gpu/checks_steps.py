@@ -106,6 +106,13 @@ def cuda_graphs() -> str:
     return ", ".join(seen)
 
 
+def compiled() -> str:
+    device.needs_cuda("inductor's code")
+    flags = ("single", "ddp", "fsdp", "tp")
+    # Fused, sums are in another order; Adam makes steps of a few of the smallest gradients' noise.
+    return ", ".join(close(flag, trained(GPT, flag, compile=True), trained(GPT, flag), 1e-3) for flag in flags)
+
+
 class Overflows(MLP):
     """One loss is infinite."""
 

@@ -92,13 +92,14 @@ def training(size: str, strategy: str) -> list[dict[str, str]]:
 
 def _row(size: str, strategy: str, contestant: str) -> dict[str, str]:
     timed = 3 if device.smoke() else 20
-    meter = Meter(warm_up=5, timed=timed, counted=timed)
+    meter = Meter(warm_up=5, timed=timed, counted=3)
     batch_size = 2 if device.smoke() else {"124M": 16, "350M": 8, "1.3B": 4}[size]
     # "pp" cuts a batch, which all of its ranks share; so do the ranks of "tp".
     num_devices = 1 if strategy == "single" else device.count()
     torch.manual_seed(1)
     is_stock_fsdp = contestant == "Trainer" and strategy == "fsdp"
-    module = Metered(size, meter, "data_parallel" if is_stock_fsdp else "")
+    with device.root():  # a host draws a billion numbers for half a minute
+        module = Metered(size, meter, "data_parallel" if is_stock_fsdp else "")
     replicas = num_devices if strategy in ("ddp", "fsdp") else 1
     batches = _text(module.shape["context_length"], meter.steps * batch_size * replicas, batch_size)
     device.empty()

@@ -105,12 +105,16 @@ class CompileSteps(Callback):
             self._copies.clear()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restores the module's own steps."""
+        """Restores the module's own steps, and forgets CUDA graphs."""
         for name in _STEPS:
             if isinstance(pl_module.__dict__.get(name), _Compiled):
                 del pl_module.__dict__[name]
         self._copies.clear()
         vars(trainer.strategy).pop("compile", None)
+        if self.mode in _CUDA_GRAPH_MODES:
+            # torch: a graph that returns a parameter returns the one it was recorded with, which is on the host by
+            # then, and it is replayed for another module of this class whose parameters happen to have its addresses.
+            torch.compiler.reset()
 
 
 class _Compiled:

@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,7 @@ from .bucket_order import BucketOrder
 from .compressing import CommHookMixin
 from .layout import DistributedStrategy
 from .options import DDPOptions
+from .sparse_gradients import check_dense_gradients
 
 __all__ = ["DDP", "BareDDP"]
 
@@ -71,6 +73,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._checks_unused = not (self.options.find_unused_parameters or self.options.static_graph)
         self._has_run_backward = self._backward_is_checked = False
         assert self.lightning_module is not None
+        if dist.get_backend() == "nccl" and not self.capabilities.steps_alone:
+            check_dense_gradients(self.lightning_module, f"{self!r} over NCCL")
         self._parameters = list(self.lightning_module.parameters())
         self._requires_grad = list(map(_REQUIRES_GRAD, self._parameters))
         super().configure_ddp()

@@ -10,7 +10,7 @@ from tests.distributed import ROOT, run_command
 
 pytestmark = pytest.mark.timeout(900, func_only=True)  # 40 processes; to compile the device takes a minute
 
-NEEDS_CUDA = {"cuda_graphs": "needs CUDA: CUDA graphs"}
+NEEDS_CUDA = {"cuda_graphs": "needs CUDA: CUDA graphs", "compiled": "needs CUDA: inductor's code"}
 
 
 @pytest.mark.nightly

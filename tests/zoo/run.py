@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import polyphase.engine
 from polyphase.engine import Engine
@@ -40,10 +41,18 @@ class Cell(NamedTuple):
         return self.kind in ("equal", "runs", "refused", "warned")
 
 
-def run(model: Model, strategy: str, accelerator: str = "cpu", timeout_s: float = 120) -> Cell:
-    """Runs it in a process of its own, that takes its children along; `accelerator` as torch names it."""
+def run(model: Model, strategy: str, accelerator: str = "cpu", devices: int = 2, timeout_s: float = 120) -> Cell:
+    """Runs it in a process of its own, that takes its children along.
+
+    Args:
+        model: of the zoo.
+        strategy: flag.
+        accelerator: as torch names it.
+        devices: at most so many; of an accelerator, those that are there.
+        timeout_s: seconds until all of its processes are ended.
+    """
     try:
-        found = in_a_fork(_report, model, strategy, accelerator, timeout_s=timeout_s)
+        found = in_a_fork(_report, model, strategy, accelerator, devices, timeout_s=timeout_s)
     except TimeoutError as error:
         found = Cell("hangs", str(error))
     except EOFError as error:
@@ -51,9 +60,8 @@ def run(model: Model, strategy: str, accelerator: str = "cpu", timeout_s: float 
     return Cell(found.kind, re.sub(r"(/[^\s:\"]*/)?([\w-]+\.py)", r"\2", found.detail))  # no paths of a machine
 
 
-def _report(model: Model, strategy: str, accelerator: str) -> Cell:
+def _report(model: Model, strategy: str, accelerator: str, devices: int) -> Cell:
     os.environ["POLYPHASE_TRACEBACK"] = "full"  # to see who has raised
-    devices = 2
     if accelerator != "cpu":
         devices = min(devices, torch.accelerator.device_count())
         torch.backends.cudnn.allow_tf32 = False  # torch rounds what convolutions multiply to 10 bits there
@@ -84,7 +92,9 @@ def _run_under(model: Model, strategy: str, flags: dict[str, Any]) -> Cell:
         return _of_error(error)
     if model.is_random or not (model.is_mean or strategy.startswith("tp")):
         return Cell("runs", "")
-    expected, found = plain_loop(model, device=flags["accelerator"]), module.state_dict()
+    expected = plain_loop(model, device=flags["accelerator"])
+    # A process that was itself a rank has its shards.
+    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in module.state_dict().items()}
     difference = largest_difference(expected, found)
     if engine.global_step < STEPS:
         return Cell("failed", f"{engine.global_step} steps of {STEPS}")

@@ -23,6 +23,13 @@ def test_equal_or_refused_by_name(strategy, name, kind, detail):
     assert (found.kind, detail in found.detail) == (kind, True), found
 
 
+@pytest.mark.parametrize("name", ["batch norm", *nightly("spectral norm", "contrastive")])
+def test_a_pipeline_of_one_stage_is_one_process(name):
+    assert run(MODELS[name], "pp", devices=1) == Cell("equal", "0e+00")
+    cut = run(MODELS[name], "pp:microbatches=2", devices=1)  # a warning, which these tests make an error
+    assert "microbatches=1 with schedule=gpipe is as in one process" in cut.detail, cut
+
+
 def test_what_is_wrong_is_seen():
     wrong = MODELS["DiT"]._replace(data=_drawn_anew)
     assert run(wrong, "ddp").kind == "different"

@@ -8,6 +8,8 @@ from .finding import Finding, at, ms, who
 
 __all__ = ["checkpoint_stall", "slow_callback", "slow_logging", "slow_validation"]
 
+_OBSERVER = "Doctor"
+"""Whoever reads this has asked for it, and in a trial of few steps its notes are a large part."""
 _SAVERS = ("ModelCheckpoint", "Snapshot", "OnExceptionCheckpoint")
 """Callbacks whose time counts as the checkpoints' time."""
 _MIN_SAVES = 3
@@ -17,7 +19,7 @@ _MIN_SAVES = 3
 def slow_callback(figures: Figures, threshold: float) -> Finding | None:
     """Hooks of one class take long."""
     by_class = {rank: _by_class(figures.totals[rank].by_hook) for rank in figures.totals}
-    names = {name for classes in by_class.values() for name in classes} - {"others", *_SAVERS}
+    names = {name for classes in by_class.values() for name in classes} - {"others", _OBSERVER, *_SAVERS}
     if not names:
         return None
 

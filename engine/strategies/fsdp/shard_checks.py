@@ -8,24 +8,9 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_callbacks", "check_loss", "check_parameters", "check_tensor_parallel", "explained"]
+__all__ = ["check_callbacks", "check_loss", "check_tensor_parallel", "explained"]
 
 _MIXED = "mixed torch.Tensor and DTensor"  # torch: its message about an operation on a shard and a plain tensor
-
-
-def check_parameters(model: nn.Module, flag: str) -> None:
-    """Checks that the gradients of all parameters can be averaged, before any is sharded.
-
-    Raises:
-        ValueError: a parameter has sparse gradients.
-    """
-    for name, submodule in model.named_modules():
-        for key, parameter in submodule.named_parameters(recurse=False):
-            if parameter.requires_grad and getattr(submodule, "sparse", False) is True:
-                raise ValueError(
-                    f"{flag} can't average the sparse gradient of {f'{name}.{key}'.lstrip('.')}: build"
-                    f" {type(submodule).__name__} with sparse=False."
-                )
 
 
 def check_tensor_parallel(whole: Collection[str], num_tp: int, flag: str) -> None:

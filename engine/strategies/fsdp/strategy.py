@@ -39,6 +39,7 @@ from ...precision.plugins import autocast_dtype
 from ..layout import share_random_state
 from ..mesh import MeshStrategy
 from ..options import FSDPOptions, HSDPOptions
+from ..sparse_gradients import check_dense_gradients
 from ..units import named_blocks, untied
 from .by_hand import ByHand, called_parts, optimizes_by_hand
 from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
@@ -46,7 +47,7 @@ from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .overlap import overlap_more
 from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
-from .shard_checks import check_callbacks, check_loss, check_parameters, check_tensor_parallel, explained
+from .shard_checks import check_callbacks, check_loss, check_tensor_parallel, explained
 from .unit_order import watch_units
 from .unit_plan import Unit, plan_units
 from .unit_steps import UnitSteps
@@ -255,7 +256,7 @@ class FSDP(UnitSteps):
         if by_hand:
             units |= set(untied(model, called_parts(model)))
         if self._shards:
-            check_parameters(model, repr(self))
+            check_dense_gradients(model, repr(self))
             # By name, since parameters on the meta device will be replaced by other objects.
             self._names_of_whole = list(kept_whole(model, units))
             check_tensor_parallel(self._names_of_whole, self.layout.tp, repr(self))

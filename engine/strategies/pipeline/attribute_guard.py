@@ -129,8 +129,9 @@ class AttributeGuard:
 
     @property
     def written(self) -> set[Key]:
-        """The attributes that any stage is known to write."""
-        return set(self._writers)
+        """The attributes that any stage is known to write, also where every stage writes the same."""
+        states = (writes.states for by_stage in self._written_in_step.values() for writes in by_stage.values())
+        return set(self._writers).union(*states)
 
     def buffer_stages(self) -> dict[str, int]:
         """Maps the name of each buffer that a step writes to a stage that has its value."""

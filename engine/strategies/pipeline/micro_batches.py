@@ -91,7 +91,7 @@ def loss_warning(stage: StageModule, step: Callable[[Any], Any], batch: Any, num
     """
     width, job = batch_size_of(batch) // number, stage.partitioned.job
     assert job is not None
-    sent = job.shapes.sent(stage.stage - 1)
+    sent = job.shapes.sent(stage.stage - 1) if stage.stage else []
     if number == 1 or not all(t.is_floating_point() and t.dim() and t.shape[0] == width for t in sent):
         return None
     if (results := _trial_losses(stage, step, batch, sent, width)) is None:

@@ -198,7 +198,7 @@ class Runner:
     def _record_writes(self, name: str) -> bool:
         """Begins to record the attributes that a step writes, unless they are known; returns whether it does."""
         kind = name, self.module.training
-        is_new = kind not in self._recorded and self.partitioned.plan.num_stages > 1
+        is_new = kind not in self._recorded
         self._recorded.add(kind)
         self.partitioned.written = {} if is_new else None
         return is_new

@@ -134,7 +134,9 @@ class StageModule(nn.Module):
         job.begin(index, self.stage)
         # Not in the last stage's trial run, which may have failed because of the zeros.
         records_now = (
-            partitioned.written is not None and self.stage not in partitioned.written and (received or not self.is_last)
+            partitioned.written is not None
+            and self.stage not in partitioned.written
+            and (received or not self.is_last or self.stage == 0)
         )
         self._recorder = (
             WriteRecorder(partitioned.module, parameters=partitioned.borrowed.allowed) if records_now else None

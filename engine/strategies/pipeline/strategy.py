@@ -249,6 +249,7 @@ class Pipeline(MeshStrategy):
     def _start_runner(self) -> None:
         assert self._partitioned is not None
         assert self.lightning_module is not None
+        plan = self._partitioned.plan
         self._runner = self._runner_class(
             self.lightning_module,
             self._partitioned,
@@ -256,7 +257,8 @@ class Pipeline(MeshStrategy):
             group=self._group,
             hosts=self._hosts,
             schedule=self.options.schedule,
-            num_micro_batches=self.options.microbatches or 2 * self.layout.pp,
+            # One stage waits for nobody: parts of a batch would gain nothing.
+            num_micro_batches=self.options.microbatches or (2 * self.layout.pp if plan.num_stages > 1 else 1),
         )
         # Not where this would gather parameters, or compile for another batch size.
         self._runner.checks_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None

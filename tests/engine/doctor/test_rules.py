@@ -137,6 +137,11 @@ def test_a_hook_that_is_hidden_behind_the_device_is_not_slow():
     assert judge(run_of(hidden, device="cuda")).findings == []
 
 
+def test_the_doctor_does_not_name_itself():
+    notes = changed(interval(callbacks=5.0), by_hook={"Doctor.on_train_batch_end": 0.5})
+    assert "slow_callback" not in {finding.cause for finding in judge(run_of(notes, notes)).findings}
+
+
 def test_slow_logging_names_the_loggers():
     finding = only(run_of(interval(logging=3.0), interval(waiting=3.2), loggers=["WandbLogger"]))
     assert (finding.cause, finding.ranks) == ("slow_logging", (0,))

@@ -144,6 +144,12 @@ def test_gradients_that_are_added_to_are_none_of_a_graphs(mode, monkeypatch):
     torch.testing.assert_close(recorded.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("reduce-overhead", 0), ("default", 1)])
+def test_a_run_leaves_no_graphs_that_another_module_might_replay(mode, kept):
+    run(Net(), compile=mode, limit_val_batches=0)
+    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(Net.training_step.__code__)) == kept
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize(
     ("strategy", "why"),

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.strategies.fsdp.shard_checks import check_callbacks, check_parameters, check_tensor_parallel
+from polyphase.engine.strategies.fsdp.shard_checks import check_callbacks, check_tensor_parallel
+from polyphase.engine.strategies.sparse_gradients import check_dense_gradients
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.fsdp.test_unit_order_integration import ROWS, Skipping, fit
 from tests.engine.strategies.test_ddp_integration import QUIET
@@ -19,7 +20,7 @@ def test_a_sparse_gradient_is_named():
     module = Skipping()
     module.part = nn.Embedding(4, 8, sparse=True)
     with pytest.raises(ValueError, match=r"sparse gradient of part\.weight: build Embedding with sparse"):
-        check_parameters(module, "'fsdp'")
+        check_dense_gradients(module, "'fsdp'")
 
 
 def test_beside_split_layers_nothing_is_kept_whole():
