@@ -17,7 +17,7 @@ from polyphase.engine.compression import CountingGroup
 from polyphase.engine.strategies.pipeline.tree_broadcast import TreeBroadcast
 
 from . import device
-from .child import Outcome, elsewhere, two_ranks
+from .child import ROOT, Outcome, elsewhere, two_ranks
 from .meter import Meter
 from .subjects import GPT, MLP, QUIET, STEPS, close, engine, largest_difference, rows, seeded, text, weights
 
@@ -132,7 +132,7 @@ def stuck() -> str:
     assert found.status == "ok", f"{found.reason}\n{found.output}"
     for part in ("no progress for", "step 5", "benchmarks/gpu/", "in "):
         assert part in found.value, f"{part!r} is not in its report: {found.value}"
-    return found.value
+    return found.value.replace(f"{ROOT}/", "")
 
 
 def stand_still() -> str:

@@ -48,7 +48,7 @@ def overhead() -> str:
         for name in order.sample(list(times), len(times)):
             times[name].append(_small_step_us(name, steps))
     hand, ours, stock = (statistics.median(times[name]) for name in times)
-    seen = f"by hand {hand:.0f} us, Engine +{ours - hand:.0f}, Trainer +{stock - hand:.0f}"
+    seen = f"by hand {hand:.0f} us, Engine {ours - hand:+.0f}, Trainer {stock - hand:+.0f}"
     # A quarter on an idle machine; half of it is certainly no noise.
     assert device.smoke() or ours - hand < 0.5 * (stock - hand), f"{seen}: more than half of Trainer's own time"
     return seen

@@ -24,7 +24,7 @@ from typing import Any
 
 from . import device
 
-__all__ = ["Outcome", "Process", "elsewhere", "two_ranks"]
+__all__ = ["ROOT", "Outcome", "Process", "elsewhere", "two_ranks"]
 
 ROOT = Path(__file__).parents[2]
 LINES = 25

@@ -18,6 +18,9 @@ LEAST_S = 5.0
 """The least time that must be left to begin one more item."""
 
 
+_IN_WORDS = {"devices": "devices: {}", "memory_gb": "{} GB each"}
+
+
 class Results:
     """What is known of each item, in a JSON file beside the report: a later run adds to it and replaces.
 
@@ -59,7 +62,7 @@ class Results:
 
     def text(self) -> str:
         """The report."""
-        about = [f"{value} {key}" if key == "devices" else str(value) for key, value in self._about.items()]
+        about = [_IN_WORDS.get(key, "{}").format(value) for key, value in self._about.items()]
         lines = ["# GPU suite", "", self._header.strip(), "", ", ".join(about), "", "## Checks", ""]
         rows = [
             {

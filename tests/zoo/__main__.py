@@ -1,20 +1,27 @@
-"""Runs the zoo, and writes docs/models.md: ``python -m tests.zoo``. Exit code 1 if a cell is a failure."""
+"""Runs the zoo, and writes docs/models.md, or of an accelerator benchmarks/results/zoo-DEVICE.md.
+
+Exit code 1 if a cell is a failure.
+"""
 
 import argparse
 import json
 import logging
 import platform
+import re
 import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from .run import STRATEGIES, TOLERANCE, Cell, run
 
+_ROOT = Path(__file__).parents[2]
 _HEAD = """# Other people's models
 
 Tiny models of other packages, and modules of the kinds that people bring, each in a `LightningModule` as a user writes
-it, trained for 3 steps of SGD on 2 CPU processes and compared with a plain PyTorch loop in one process. `make zoo`
+it, trained for 3 steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
 writes this page, from `tests/zoo`; {versions}.
 
 A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves
@@ -31,7 +38,7 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
     parser.add_argument("--accelerator", default="cpu", help="as torch names it (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="a file of cells, to go on with after a stop; default: none")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "models.md")
+    parser.add_argument("--output", type=Path, help="of the page; default: as above")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -50,18 +57,29 @@ def main() -> int:
                 if asked.results:
                     asked.results.write_text(json.dumps(known, indent=1))
     cells = {key: Cell(*cell) for key, cell in known.items()}
-    if not asked.models and asked.accelerator == "cpu":
-        asked.output.write_text(_page(groups, cells))
+    if not asked.models:
+        where, output = _place(asked.accelerator)
+        (asked.output or output).write_text(_page(groups, cells, where))
     bad = [key for key, cell in cells.items() if not cell.is_good]
     print(f"{len(cells)} cells, {len(bad)} failures", *bad, sep="\n")
     return bool(bad)
 
 
-def _page(groups: dict[str, dict], cells: dict[str, Cell]) -> str:
+def _place(accelerator: str) -> tuple[str, Path]:
+    """Where it was run, in words, and the file of the page."""
+    if accelerator == "cpu":
+        return "2 CPU processes", _ROOT / "docs" / "models.md"
+    count = min(2, torch.accelerator.device_count())
+    name = torch.cuda.get_device_name(0) if accelerator == "cuda" else accelerator
+    file = f"zoo-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.md"
+    return f"{count} x {name}", _ROOT / "benchmarks" / "results" / file
+
+
+def _page(groups: dict[str, dict], cells: dict[str, Cell], where: str) -> str:
     packages = ("torch", "lightning", "transformers", "peft", "diffusers")
     said = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
     reasons: dict[str, int] = {}
-    parts = [_HEAD.format(versions=said, tolerance=TOLERANCE)]
+    parts = [_HEAD.format(versions=said, tolerance=TOLERANCE, where=where)]
     for title, models in groups.items():
         lines = [f"## {title}\n", f"| | {' | '.join(STRATEGIES)} |", "|---" * (1 + len(STRATEGIES)) + "|"]
         for name, model in models.items():

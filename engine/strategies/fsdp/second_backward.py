@@ -1,4 +1,10 @@
-"""Gradients of gradients under FSDP2, which frees gathered parameters after the first backward."""
+"""Gradients of gradients under FSDP2, which frees gathered parameters after the first backward.
+
+FSDP2 reduces a unit's gradients when backward comes to the unit's inputs. In a graph of a graph these may have no
+gradient at all; autograd then comes to them at once, on the host's thread, while an accelerator's thread still computes
+the unit's gradients. Those that came later were lost, or mixed into the next step's. So all reductions of such a step
+wait for the end of its backward.
+"""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +26,21 @@ class SecondBackward:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[FSDPModule] = []
-        for submodule in model.modules():
-            if isinstance(submodule, FSDPModule) and submodule is not model:  # the root is gathered for the whole step
-                # torch: FSDPState._pre_backward, called when the gradient of an output of the unit is known. An earlier
-                # run may have replaced it.
-                state: Any = submodule._get_fsdp_state()
+        self._is_over = False
+        """Whether all gradients of a backward are there."""
+        for unit in model.modules():
+            if not isinstance(unit, FSDPModule):
+                continue
+            # torch: FSDPState._pre_backward is called when the gradient of an output of the unit is known, and
+            # _root_post_backward_final_callback at the end of a backward. An earlier run may have replaced them.
+            state: Any = unit._get_fsdp_state()
+            if unit is not model:  # which is gathered for the whole step
                 pre_backward = functools.partial(type(state)._pre_backward, state)
-                state._pre_backward = functools.partial(self._before, submodule, pre_backward)
+                state._pre_backward = functools.partial(self._before, unit, pre_backward)
+            end = functools.partial(type(state)._root_post_backward_final_callback, state)
+            state._root_post_backward_final_callback = functools.partial(self._end, end)
+            for group in state._fsdp_param_groups:  # torch: FSDPState._fsdp_param_groups, FSDPParamGroup.post_backward
+                group.post_backward = _Deferred(self, group.post_backward)
 
     def _before(self, unit: FSDPModule, pre_backward: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
         if torch.is_grad_enabled() and unit not in self._kept:  # autograd: enabled while a graph is created
@@ -34,9 +48,33 @@ class SecondBackward:
             unit.set_reshard_after_backward(False, recurse=False)
         return pre_backward(gradient)
 
+    def _end(self, end: Callable[[], None]) -> None:
+        self._is_over = True
+        try:
+            end()  # which reduces what was not
+        finally:
+            self._is_over = False
+
+    @property
+    def is_early(self) -> bool:
+        """Whether some gradients of a unit may still be on their way."""
+        return bool(self._kept) and not self._is_over
+
     def release(self) -> None:
         """Frees the units; called after the last backward of a step."""
         for unit in self._kept:
             unit.set_reshard_after_backward(True, recurse=False)
             unit.reshard()
         self._kept.clear()
+
+
+class _Deferred:
+    """A unit's reduction, which does nothing as long as it is early."""
+
+    def __init__(self, owner: SecondBackward, reduction: Any) -> None:
+        self._owner = owner
+        self.reduction: Callable[..., None] = getattr(reduction, "reduction", reduction)  # an earlier run's, unwrapped
+
+    def __call__(self, *unused: Any) -> None:
+        if not self._owner.is_early:
+            self.reduction(*unused)

@@ -45,6 +45,7 @@ from .by_hand import ByHand, called_parts, optimizes_by_hand
 from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .overlap import overlap_more
+from .recurrent import flatten_again, never_flatten
 from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
 from .shard_checks import check_callbacks, check_loss, check_tensor_parallel, explained
@@ -204,13 +205,14 @@ class FSDP(UnitSteps):
             gather_rounded(self.model, autocast_dtype(self.precision_plugin) if is_rounded else None)
         if fitting:
             self._hook_units()
-            self._second_backward = SecondBackward(self.model)
             if self._by_hand is not None:
                 self._by_hand.end()
             by_hand = optimizes_by_hand(trainer.lightning_module) and isinstance(self.model, FSDPModule)
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
         meets_others = self.world_size > 1 and isinstance(self.model, FSDPModule)
         self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s) if meets_others else None
+        if fitting:
+            self._second_backward = SecondBackward(self.model)
         read_whole_numbers(self._order)
         keep_data()
         if fitting and isinstance(self.model, FSDPModule):
@@ -225,6 +227,8 @@ class FSDP(UnitSteps):
             self._kept_whole.end()
         give_back_numbers()
         forget_data()
+        if self.model is not None:
+            flatten_again(self.model)
         super().teardown()
 
     @property
@@ -273,6 +277,8 @@ class FSDP(UnitSteps):
             self._fully_shard(submodule, is_kept=submodule in kept)
             read_stored(submodule, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
+        if self._shards:
+            never_flatten(model)
         hooks_before = {*model._forward_pre_hooks, *model._forward_hooks}
         materialize(model, on_complete=shard, draws=not self._receives_weights)
         if self.options.rank0_init:

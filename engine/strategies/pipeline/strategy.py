@@ -34,6 +34,7 @@ from ...flags import Layout
 from ...initialization.materialize import materialize
 from ...initialization.stored_weights import read_stored
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
+from ..fsdp.recurrent import flatten_again, never_flatten
 from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..units import named_blocks, shard_units
@@ -234,6 +235,7 @@ class Pipeline(MeshStrategy):
         self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends)
         self._parts = [StageModule(self._partitioned, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
+            never_flatten(model)
             units = set(shard_units(model))
             for submodule in self._parts:
                 self._shard(submodule, units)
@@ -357,6 +359,8 @@ class Pipeline(MeshStrategy):
         """Removes from the module what was attached to it."""
         if self._runner is not None:
             self._runner.close()
+        if self.model is not None:
+            flatten_again(self.model)
         super().teardown()
 
     # --- checkpoints

@@ -1,0 +1,38 @@
+"""Recurrent layers, whose weights must stay where they were gathered."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+from polyphase.engine import Engine
+from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.pairs import nightly
+
+
+class Recurrent(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(4))
+        self.may_move = []
+
+    def training_step(self, batch, batch_idx):
+        self.may_move += ["flatten_parameters" not in vars(block) for block in self.blocks]
+        for block in self.blocks:
+            batch = batch + block(batch)[0]
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "moves"), [("fsdp", False), ("ddp", True), *nightly(("pp+fsdp:pipeline_size=1", False))]
+)
+def test_no_layer_moves_gathered_weights(strategy, moves):
+    module = Recurrent()
+    data = DataLoader(torch.randn(8, 3, 8), batch_size=4)
+    Engine(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET).fit(module, data)
+    assert set(module.may_move) == {moves}
+    assert not any("flatten_parameters" in vars(block) for block in module.blocks), "it is as it was"
