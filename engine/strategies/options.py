@@ -159,8 +159,8 @@ class PPOptions:
     pipeline_size: int | None = renamed("stages", default=None)
     """Number of ranks in a pipeline; default: all processes, or these divided by `replicate` or `shard`, or 2."""
     microbatches: int | None = None
-    """Number of equal parts of a batch; default: the largest divisor of the batch up to 2 x `pipeline_size`, or 1 for one
-    stage."""
+    """Number of equal parts of a batch; default: the largest divisor of the batch up to 2 x `pipeline_size`, or 1 for
+    one stage."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """Order of the micro-batches' forwards and backwards."""
     virtual_stages: int | None = renamed("chunks", default=None)
