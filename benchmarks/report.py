@@ -11,7 +11,7 @@ from pathlib import Path
 import lightning
 import torch
 
-__all__ = ["Table", "about", "write_report"]
+__all__ = ["Table", "about", "slug", "write_report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,11 @@ class Table:
         columns = list(self.rows[0])
         lines = [columns, ["---"] * len(columns), *([row[c] for c in columns] for row in self.rows)]
         return f"## {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def slug(name: str) -> str:
+    """A device's name, as a part of a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def about(command: str) -> str:

@@ -1,11 +1,12 @@
 """Runs the suite's items one after the other, each in a process of its own, and writes the report after each."""
 
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import slug
 
 from .child import Outcome, elsewhere, last_lines
 from .suite import Item
@@ -16,8 +17,6 @@ HALF_S = 590.0
 """The longest a half may take: it fits where a command may take ten minutes."""
 LEAST_S = 5.0
 """The least time that must be left to begin one more item."""
-
-
 _IN_WORDS = {"devices": "devices: {}", "memory_gb": "{} GB each"}
 
 
@@ -32,8 +31,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], header: str, items: Sequence[Item]) -> None:
-        name = re.sub(r"[^a-z0-9]+", "-", str(about["name"]).lower()).strip("-")
-        self.path = folder / f"gpu-{name}.md"
+        self.path = folder / f"gpu-{slug(about['name'])}.md"
         self._records_path = self.path.with_suffix(".json")
         self._about, self._header, self._items = about, header, items
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..launch.process_launchers import end_group_at_exit
 from .compressing import CommHookMixin
 from .layout import DistributedStrategy
+from .recurrent import flatten_again
 from .whole_steps import as_whole
 
 __all__ = ["MeshStrategy"]
@@ -48,3 +49,9 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         mode, closure = as_whole(optimizer, closure)
         with mode:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def teardown(self) -> None:
+        """Leaves recurrent layers as they were."""
+        if self.model is not None:
+            flatten_again(self.model)
+        super().teardown()

@@ -7,7 +7,6 @@ import argparse
 import json
 import logging
 import platform
-import re
 import sys
 import warnings
 from importlib.metadata import version
@@ -15,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from .run import STRATEGIES, TOLERANCE, Cell, run
+from benchmarks.report import slug
+
+from .run import STRATEGIES, TOLERANCE, Cell, num_devices, run
 
 _ROOT = Path(__file__).parents[2]
 _HEAD = """# Other people's models
@@ -69,10 +70,8 @@ def _place(accelerator: str) -> tuple[str, Path]:
     """Where it was run, in words, and the file of the page."""
     if accelerator == "cpu":
         return "2 CPU processes", _ROOT / "docs" / "models.md"
-    count = min(2, torch.accelerator.device_count())
     name = torch.cuda.get_device_name(0) if accelerator == "cuda" else accelerator
-    file = f"zoo-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.md"
-    return f"{count} x {name}", _ROOT / "benchmarks" / "results" / file
+    return f"{num_devices(accelerator)} x {name}", _ROOT / "benchmarks" / "results" / f"zoo-{slug(name)}.md"
 
 
 def _page(groups: dict[str, dict], cells: dict[str, Cell], where: str) -> str:

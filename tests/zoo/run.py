@@ -41,6 +41,11 @@ class Cell(NamedTuple):
         return self.kind in ("equal", "runs", "refused", "warned")
 
 
+def num_devices(accelerator: str, most: int = 2) -> int:
+    """So many processes of a CPU, or as many as there are devices."""
+    return most if accelerator == "cpu" else min(most, torch.accelerator.device_count())
+
+
 def run(model: Model, strategy: str, accelerator: str = "cpu", devices: int = 2, timeout_s: float = 120) -> Cell:
     """Runs it in a process of its own, that takes its children along.
 
@@ -62,8 +67,8 @@ def run(model: Model, strategy: str, accelerator: str = "cpu", devices: int = 2,
 
 def _report(model: Model, strategy: str, accelerator: str, devices: int) -> Cell:
     os.environ["POLYPHASE_TRACEBACK"] = "full"  # to see who has raised
+    devices = num_devices(accelerator, devices)
     if accelerator != "cpu":
-        devices = min(devices, torch.accelerator.device_count())
         torch.backends.cudnn.allow_tf32 = False  # torch rounds what convolutions multiply to 10 bits there
     flags = {"devices": devices, "accelerator": accelerator, "sync_batchnorm": model.sync_batchnorm and devices > 1}
     # One device needs no process but this one.

@@ -39,13 +39,13 @@ from ...precision.plugins import autocast_dtype
 from ..layout import share_random_state
 from ..mesh import MeshStrategy
 from ..options import FSDPOptions, HSDPOptions
+from ..recurrent import never_flatten
 from ..sparse_gradients import check_dense_gradients
 from ..units import named_blocks, untied
 from .by_hand import ByHand, called_parts, optimizes_by_hand
 from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .overlap import overlap_more
-from .recurrent import flatten_again, never_flatten
 from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
 from .shard_checks import check_callbacks, check_loss, check_tensor_parallel, explained
@@ -211,7 +211,7 @@ class FSDP(UnitSteps):
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
         meets_others = self.world_size > 1 and isinstance(self.model, FSDPModule)
         self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s) if meets_others else None
-        if fitting:
+        if fitting:  # around the units' own reductions, as they check and count
             self._second_backward = SecondBackward(self.model)
         read_whole_numbers(self._order)
         keep_data()
@@ -227,8 +227,6 @@ class FSDP(UnitSteps):
             self._kept_whole.end()
         give_back_numbers()
         forget_data()
-        if self.model is not None:
-            flatten_again(self.model)
         super().teardown()
 
     @property

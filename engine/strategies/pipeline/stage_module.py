@@ -136,7 +136,7 @@ class StageModule(nn.Module):
         records_now = (
             partitioned.written is not None
             and self.stage not in partitioned.written
-            and (received or not self.is_last or self.stage == 0)
+            and not (self.is_last and self._is_trial)
         )
         self._recorder = (
             WriteRecorder(partitioned.module, parameters=partitioned.borrowed.allowed) if records_now else None

@@ -34,9 +34,9 @@ from ...flags import Layout
 from ...initialization.materialize import materialize
 from ...initialization.stored_weights import read_stored
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
-from ..fsdp.recurrent import flatten_again, never_flatten
 from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
+from ..recurrent import never_flatten
 from ..units import named_blocks, shard_units
 from .gradients import StageGradients
 from .optimizers import check_optimizer
@@ -359,8 +359,6 @@ class Pipeline(MeshStrategy):
         """Removes from the module what was attached to it."""
         if self._runner is not None:
             self._runner.close()
-        if self.model is not None:
-            flatten_again(self.model)
         super().teardown()
 
     # --- checkpoints

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from tests.distributed import in_a_fork
-from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.engine.tiny import QUIET
 from tests.pairs import nightly
 
 
@@ -31,7 +31,7 @@ class Recurrent(LightningModule):
 def _trained(strategy):
     module = Recurrent()
     data = DataLoader(torch.randn(8, 3, 8), batch_size=4)
-    Engine(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET).fit(module, data)
+    Engine(strategy=strategy, devices=1, max_epochs=1, **QUIET).fit(module, data)
     return set(module.may_move), [name for name, part in module.named_modules() if "flatten_parameters" in vars(part)]
 
 

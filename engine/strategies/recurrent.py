@@ -1,4 +1,4 @@
-"""Recurrent layers of torch under FSDP2."""
+"""Recurrent layers of torch whose weights FSDP2 gathers."""
 
 from torch import nn
 
