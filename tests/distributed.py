@@ -120,6 +120,7 @@ def in_a_fork(function: Callable[..., Any], *arguments: Any, timeout_s: float) -
 
 def _send(to: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
+    gc.freeze()  # collected here, dropped groups and stores would join threads that only the parent has
     to.send(function(*arguments))
     to.close()
 
@@ -180,6 +181,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout_s - _LAST_WORDS_S), file=2)
+    gc.freeze()  # in a fork, dropped groups and stores would join threads that only the parent has
     torch.set_num_threads(1)
     all_started.wait()
     if port is not None:

@@ -286,8 +286,10 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     # of exceptions, so callbacks don't see them there.
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         watch_parent(process_idx, grace_s=0.0)
-        if self._start_method == "spawn":  # as are its loaders' workers
-            pickle_generators()
+        if self._start_method == "fork":
+            gc.freeze()  # collected here, the parent's dropped groups and stores would join threads that only it has
+        else:
+            pickle_generators()  # as do its loaders' workers
         if not faulthandler.is_enabled():  # a fork: other processes read it from the environment
             faulthandler.enable(file=2)
         if _before:  # a fork of the parent

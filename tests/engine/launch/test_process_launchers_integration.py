@@ -1,5 +1,6 @@
 """The launchers of workers: the port that they meet at, and what is told of those that end."""
 
+import gc
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
@@ -105,6 +107,24 @@ def test_a_port_that_is_named_is_taken(monkeypatch):
     engine("ddp_fork").fit(Regression(), rows())
     assert ports() == [named]
     assert os.environ["MASTER_PORT"] == str(named)
+
+
+class Collects(Callback):
+    def on_train_start(self, trainer, pl_module):
+        gc.collect()
+
+
+def test_a_fork_keeps_what_its_parent_has_dropped():
+    """As an earlier run's process group may be, in a notebook: its threads are not there to be joined."""
+    dropped = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    dropped.append(dropped)
+    gc.disable()
+    try:
+        del dropped
+        Engine(strategy="ddp_fork", devices=2, max_steps=1, callbacks=[Collects()], **QUIET).fit(Regression(), rows())
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 class Stuck(Callback):
