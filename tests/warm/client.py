@@ -17,6 +17,8 @@ PYTHON: str = globals().get("PYTHON", "")
 FORWARDED = (_signal.SIGHUP, _signal.SIGINT, _signal.SIGQUIT, _signal.SIGTERM, _signal.SIGUSR1, _signal.SIGUSR2)
 SOCKET_LIMIT = 100
 """Characters that a socket's path may have."""
+_LATEST_S = 0.5
+"""After which a signal is forwarded, however it comes."""
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
@@ -86,6 +88,8 @@ def main() -> None:
     _signal.pthread_sigmask(_signal.SIG_SETMASK, blocked)
     for number in descriptors:  # else a pipe that the process closes would stay open
         os.close(number)
+    # A signal that comes just before the wait begins does not end it, and is forwarded only by what Python does next.
+    connection.settimeout(_LATEST_S)
     end_as(receive(connection, 8))
 
 
@@ -100,7 +104,10 @@ def ask(connection: "_socket.socket", request: bytes, descriptors: list[int]) ->
 def receive(connection: "_socket.socket", num_bytes: int) -> bytes:
     received = b""
     while len(received) < num_bytes:
-        some = connection.recv(num_bytes - len(received))
+        try:
+            some = connection.recv(num_bytes - len(received))
+        except TimeoutError:
+            continue
         if not some:  # the server is gone, and with it the process
             os._exit(125)
         received += some

@@ -130,7 +130,8 @@ def test_no_two_draw_the_same():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_reaches_the_script(number):
-    code = f"signal.signal({number}, lambda *_: sys.exit(5)); print('ready', flush=True); time.sleep(60)"
+    code = f"signal.signal({number}, lambda *_: sys.exit(5)); print('ready', flush=True)\n"
+    code += "while True: time.sleep(0.1)"  # one that comes just before a sleep does not end it
     client = started(code)
     process_of(client)
     assert client.stdout.readline() == "ready\n"
