@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from tests.entry_points import remember_entry_points
 from tests.huge_pages import have_huge_pages
 from tests.warm import interpreter
 from tests.warm.client import here
@@ -35,6 +36,8 @@ NOT_FOR_SERVER = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 IMPORTED = ("torch", "lightning.pytorch", "torchmetrics", "polyphase.engine")
+LATER = ("torch.distributed.algorithms.ddp_comm_hooks", "torch.distributed.checkpoint.state_dict", "omegaconf")
+"""What torch and Lightning import when a run begins or saves."""
 
 
 class _Recorded(os._Environ):  # type: ignore[type-arg]
@@ -70,7 +73,7 @@ def import_all() -> Imports:
     environment, path = dict(os.environ), list(sys.path)
     importlib.import_module("fsspec.config")  # it copies all variables, for those that begin with its name
     os.environ.__class__ = _Recorded
-    for name in IMPORTED:
+    for name in (*IMPORTED, *LATER):
         importlib.import_module(name)
     getattr(sys.modules["polyphase.engine"], "Engine")  # noqa: B009 - imported when it is asked for
     os.environ.__class__ = os._Environ
@@ -83,6 +86,7 @@ class Server:
 
     def __init__(self, path: str, owner: int) -> None:
         self.imports = import_all()
+        remember_entry_points()
         self.place = here([], set())["place"]
         self.pid = os.getpid()
         self.is_stopped = False

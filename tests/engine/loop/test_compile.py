@@ -92,6 +92,7 @@ def test_compiled_steps_compute_the_same(said):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "training and validation were compiled"
 
 
+@pytest.mark.nightly
 def test_a_log_in_the_middle_is_named_once(said):
     run(LogsInTheMiddle(), compile=True, limit_val_batches=0)
     (message,) = said()
@@ -207,6 +208,7 @@ class Gates(Net):
         self.found.append(self.loss.item())
 
 
+@pytest.mark.nightly
 def test_blocks_that_are_computed_again_drop_the_same_and_split_no_graph(said):
     module = Gates()
     run(module, compile=True, activation_checkpointing="full", limit_val_batches=0)
