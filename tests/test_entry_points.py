@@ -21,7 +21,7 @@ def found_before_and_after() -> tuple[set[str], ...]:
 
 def test_installed_ones_are_the_same():
     before, first, second = in_a_fork(found_before_and_after, timeout_s=20)
-    assert "pytest = pytest:console_main" in before
+    assert any(line.startswith("pytest = ") for line in before)
     assert before == first == second
 
 
