@@ -238,7 +238,7 @@ def _stop_because_of(
         if job is not None:
             has_told = _has_told(job)
     if not has_told:
-        print_rank(rank, f"stops because {because(first)}")
+        print_rank(rank, f"stops because {because(first, rank)}")
     if not is_asked and not requests.was_asked_to_end():  # the launcher asks once it has seen the other's exit
         time.sleep(_GRACE_S)
     _end_group(exception)

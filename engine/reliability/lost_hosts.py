@@ -31,11 +31,14 @@ _ENDING_S = 0.5
 _UNKNOWN = "the culprit is unknown: that host, or the network between"
 
 
-def because(failure: dict[str, Any]) -> str:
-    """Describes a recorded failure as the reason why a rank stops."""
+def because(failure: dict[str, Any], rank: int) -> str:
+    """Describes a recorded failure as the reason why `rank` stops."""
+    message = failure["message"]
     if failure["kind"] == HOST_LOST:
-        return failure["message"]
-    return f"rank {failure['rank']} failed first: {failure['message']}"
+        return message
+    if failure["rank"] != rank:
+        return f"rank {failure['rank']} failed first: {message}"
+    return message if failure["by"] == rank else f"rank {failure['by']} reports its failure: {message}"
 
 
 def blame(failure: dict[str, Any]) -> str:

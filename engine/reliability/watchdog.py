@@ -359,7 +359,7 @@ class Watchdog:
     def _await_own_exception(self, first: dict[str, Any]) -> None:
         """Ends this process if its thread has not raised an exception in time."""
         if self._clock - (self._failed_at or 0.0) >= _VERDICT_S:
-            print_rank(self.heartbeat.rank, f"stops because {because(first)}")
+            print_rank(self.heartbeat.rank, f"stops because {because(first, self.heartbeat.rank)}")
             hard_exit()
 
     def _end(self, kind: str, message: str, culprits: list[int]) -> None:

@@ -1,8 +1,9 @@
 """Runs as their ranks would have noted them, of ten-millisecond steps."""
 
+import dataclasses
 from typing import Any
 
-from polyphase.engine.doctor import Interval, RankInfo, Run
+from polyphase.engine.doctor import Finding, Interval, RankInfo, Run, judge
 from polyphase.engine.phases import PHASES
 
 STEPS = 100
@@ -34,3 +35,20 @@ def run_of(*intervals: Interval, **fields: Any) -> Run:
     """A run of as many ranks."""
     ranks = {rank: info(rank, len(intervals), **fields) for rank in range(len(intervals))}
     return Run(ranks, {rank: [each] for rank, each in enumerate(intervals)})
+
+
+def changed(each: Interval, **fields: Any) -> Interval:
+    return dataclasses.replace(each, **fields)
+
+
+def only(run: Run) -> Finding:
+    """The one finding."""
+    findings = judge(run).findings
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def exposed(**fields: Any) -> Run:
+    """A run that nothing but its communication slows down."""
+    intervals = [changed(interval(communication=4.0), **fields)] * 2
+    return run_of(*intervals, flags={"strategy": "ddp_fork:bucket_cap_mb=0.1"} if not fields else {})
