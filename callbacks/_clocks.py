@@ -39,11 +39,12 @@ class Measured:
     """The measurements of a clock since they were last taken.
 
     Args:
-        seconds: by phase. Those of pauses are divided among the phases of steps as the measured ones are.
+        seconds: by phase. The seconds of pauses are divided among the phases of steps, in proportion to the measured
+            seconds.
         num_steps: optimizer steps that ended.
 
     Attributes:
-        scale: the seconds of steps, over the measured ones of them: 1 without pauses.
+        scale: all seconds of steps divided by the measured seconds of steps; 1 without pauses.
         shortest: the shortest time that a rank was in collectives in each step, once waits are separated.
     """
 
@@ -96,7 +97,7 @@ class Measured:
 
 
 def _fill_pauses(seconds: dict[str, float]) -> float:
-    """Divides the unmeasured seconds among the phases of steps; returns what those were multiplied by."""
+    """Divides the unmeasured seconds among the phases of steps; returns the factor by which these grew."""
     unmeasured_s = seconds.pop(UNMEASURED, 0.0)
     of_steps = [phase for phase in seconds if phase not in SEALED]
     measured_s = sum(seconds[phase] for phase in of_steps)
@@ -158,7 +159,7 @@ class HostClock(PhaseClock):
         return itertools.takewhile(lambda step: step is not None, self._at_ends)  # type: ignore[arg-type]
 
     def forget_steps(self, num_steps: int) -> None:
-        """Drops the first ones of `by_step`."""
+        """Drops the first `num_steps` steps of `by_step`."""
         if num_steps:
             self._at_start = self._at_ends[num_steps - 1] or self._at_last
         del self.by_step[:num_steps], self._at_ends[:num_steps]
@@ -267,7 +268,7 @@ class DeviceClock(HostClock):
         return Measured(seconds, num_steps)
 
     def forget_all_steps(self) -> None:
-        """Drops all steps that the host has ended: the ranks' lists go on with the same one."""
+        """Drops all steps that have ended on the host, so that the lists of all ranks continue with the same step."""
         super().forget_all_steps()
         self._num_to_forget = self.num_pending
 
@@ -292,8 +293,8 @@ def shown_steps(
         last_step: the number of the last step that has ended on the host.
 
     Returns:
-        for each of the two, its number as ``"step"``, the mean over the ranks as ``"wall_s"``, and this rank's seconds
-        by phase; nothing where steps are too few.
+        For each of the two steps: its number as ``"step"``, its mean time over the ranks as ``"wall_s"``, and this
+        rank's seconds by phase. An empty list if there are too few steps.
     """
     num_steps = min([len(shortest), *map(len, walls)])
     if num_steps < _MIN_STEPS:

@@ -27,11 +27,11 @@ class Notes:
 
     @property
     def has_file(self) -> bool:
-        """Whether they are written."""
+        """Whether the intervals are written to a file."""
         return self._path is not None
 
     def open(self, folder: str | None) -> None:
-        """Writes all that was noted, and what follows; nothing if `folder` is None."""
+        """Opens the file in `folder` and writes all intervals so far; later ones follow. Does nothing for None."""
         if folder is not None:
             self._path = os.path.join(folder, f"rank_{self.info.rank}.jsonl")
             os.makedirs(folder, exist_ok=True)
@@ -50,7 +50,7 @@ class Notes:
             self._file.flush()
 
     def write(self, intervals: list[Interval]) -> None:
-        """Writes these, and nothing more."""
+        """Replaces the content of the file by `intervals`, and closes it."""
         self.intervals = intervals
         self._write_all()
         self.close()

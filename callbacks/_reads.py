@@ -30,7 +30,7 @@ class ReadWatch:
         trainer: an engine.
 
     Attributes:
-        may: whether there is anything to watch.
+        may: whether calls are sampled at all: on an accelerator, and without compilation.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Announces to a clock what loop and strategy don't: waits in torch.distributed, the end of backward, hooks."""
+"""Announces to a clock what loop and strategy do not announce: collectives, the end of backward, hooks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,9 +38,9 @@ def collectives(clock: PhaseClock) -> Iterator[None]:
 def mark_end_of_backward(loss: Tensor, clock: PhaseClock) -> None:
     """Announces to `clock` the waits between the last gradient of `loss` and the end of backward.
 
-    Callbacks at the end of backward run in the order of their registration. A callback that is registered at the
-    beginning runs before those that DistributedDataParallel and FSDP2 register when they see a gradient, and one that
-    it registers itself runs after them.
+    Callbacks at the end of backward run in the order of their registration. DistributedDataParallel and FSDP2 register
+    theirs when they see a gradient. A callback that is registered at the beginning of backward runs before these. A
+    callback that it registers when it runs comes after them.
     """
     # torch: DistributedDataParallel and FSDP2 register their last work of a backward here.
     queue = torch.autograd.Variable._execution_engine.queue_callback

@@ -98,14 +98,14 @@ class Watches:
             self._reads.begin(self._num_batches)
 
     def begin_backward(self, model: nn.Module) -> None:
-        """Called before each backward, where there is something to do then: see `has_backward`."""
+        """Ends the watch of reads, and counts averages of gradients; called before backward, see `has_backward`."""
         self._reads.end()
         if isinstance(model, DistributedDataParallel):
             self._syncs = (self._syncs or 0) + model.require_backward_grad_sync
 
     @property
     def has_backward(self) -> bool:
-        """Whether there is something to do before backward: averages of gradients to count, or a watch to end."""
+        """Whether `begin_backward` has something to do: a watch to end, or averages of gradients to count."""
         return self._reads.may or self._has_ranks
 
     def end_backward(self) -> None:

@@ -72,7 +72,7 @@ class Doctor(Callback):
     """
 
     _writes_at_once = True
-    """Whether there is a file before there is anything to note."""
+    """Whether the file is created at the start of training, before the first interval."""
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
@@ -345,7 +345,7 @@ class Doctor(Callback):
 
 
 def describe(trainer: Any) -> RankInfo:
-    """Line 1 of this rank."""
+    """Returns the first line of this rank's file: where and how the rank runs."""
     loader = trainer.train_dataloader
     flag = trainer.flags.get("strategy")
     name = flag.partition(":")[0] if isinstance(flag, str) and flag != "auto" else repr(trainer.strategy).strip("'")

@@ -1,10 +1,10 @@
 """`LightDoctor`: the shares of a run's time for a few microseconds of a step.
 
-In contrast to `Doctor` it measures the first 32 steps of an interval of 512, and takes the others for equal to them;
-validations and saves are always measured. If the others were quicker or slower by more than a quarter, the next
-interval is measured as a whole. It separates waits for slower ranks by interval, not by step, when the records are
-read. It does not measure the CPU time of the thread, reads of the device, padding or the slowest step, and it logs
-nothing. Its only collectives are one broadcast at the start and one gather at the end.
+Unlike `Doctor` it measures only the first 32 steps of each interval of 512 steps, and assumes that the other steps are
+equal to them; validations and saves are always measured. If the other steps were faster or slower by more than a
+quarter, the next interval is measured as a whole. Waits for slower ranks are separated by interval, not by step, when
+the records are read. It does not measure the CPU time of the thread, reads of the device, padding or the slowest step,
+and it logs nothing. Its only collectives are one broadcast at the start and one gather at the end.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ INTERVAL_STEPS = 512
 MEASURED_STEPS = 32
 """Number of first steps of an interval that are measured."""
 _UNEVEN = 1.25
-"""How much longer a batch of the others may take on average, or of the measured ones, without being measured."""
+"""Ratio of the mean times of measured and other batches from which on the whole next interval is measured."""
 _WORTH_S = 3.0
 """Seconds that a finding must have cost in the run to be printed, since short runs need no advice."""
 
@@ -109,7 +109,7 @@ class LightDoctor(Doctor):
         trainer.heartbeat.listen(self._clock, is_paused=True)
 
     def _is_even(self) -> bool:
-        """Whether the batches after the first part of the interval took about as long as those in it."""
+        """Whether the unmeasured batches of the interval took about as long as the measured ones."""
         if len(self._marks_s) < 2 or self._left == self._left_at_pause:
             return False
         start_s, middle_s = self._marks_s
@@ -147,7 +147,7 @@ class LightDoctor(Doctor):
         return []
 
     def _begin_watches(self, trainer: Any) -> None:
-        """Returns none."""
+        """Returns None: `LightDoctor` has no measurements besides its clock."""
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Records the rest, and sends all records to rank 0, by one gather."""
@@ -156,7 +156,7 @@ class LightDoctor(Doctor):
         super().on_train_end(trainer, pl_module)
 
     def _write_others(self, parts: list[tuple[RankInfo, list[Interval]]]) -> None:
-        """Writes what ranks have noted that have no file: those of far hosts, and all of a run of one interval."""
+        """Writes the records of ranks without a file: those of other hosts, or all if there is only one interval."""
         if self._notes.has_file:
             super()._write_others(parts)
         elif self._folder is not None and sum(interval.wall_s for interval in self._notes.intervals) >= _WORTH_S:

@@ -87,7 +87,7 @@ def allow_late_nodes() -> None:
 
 @contextmanager
 def owns_master_port(environment: Any) -> Iterator[bool]:
-    """Whether nobody has set the port of the rendezvous; a port that is set in this context is then unset at its end.
+    """Context manager that yields whether nobody has set the port of the rendezvous; if so, unsets it at the end.
 
     Args:
         environment: the strategy's cluster environment.
@@ -150,7 +150,7 @@ def own_address() -> str:
 
 def _interface_towards(address: str) -> str | None:
     interfaces = psutil.net_if_addrs()
-    # On the machine of rank 0, its name may stand for a loopback address: take the interface that leads out.
+    # On rank 0's own machine, its name may resolve to a loopback address: then use the interface of outgoing traffic.
     for target in (address, _ELSEWHERE):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing
@@ -175,7 +175,7 @@ def job_secret() -> bytes | None:
 
 
 def job_marks() -> list[str]:
-    """Texts by which launchers tell jobs apart; the same in all processes of one."""
+    """Values by which launchers distinguish jobs; they are equal in all processes of one job."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
     return [os.environ.get(name, "") for name in names]
 

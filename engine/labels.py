@@ -1,10 +1,10 @@
 """Torch's labels of code in a profile.
 
-`record_function` opens and closes a label in Python, whether anything records it or not, which takes as long as four
-operations on small tensors. A training step has four: of the loader, of `DistributedDataParallel.forward`, of
+`record_function` opens and closes a label in Python even if nothing records it. This takes as long as four operations
+on small tensors. A training step has four labels: those of the loader, of `DistributedDataParallel.forward`, of
 `zero_grad` and of the optimizer's step. The engine leaves these out while nothing records labels.
 
-An `ExecutionTraceObserver` without a profiler, of which Python is not told, does without the four.
+Python can't detect an `ExecutionTraceObserver` that runs without a profiler, so its traces lack these four labels.
 """
 
 import torch
@@ -15,7 +15,7 @@ __all__ = ["are_recorded"]
 
 
 def are_recorded() -> bool:
-    """Whether a profiler records labels, or the steps of all optimizers have hooks, as profilers from outside set."""
+    """Whether a profiler records labels, or there are hooks on all optimizers' steps, which external profilers set."""
     return bool(
         profiler._is_profiler_enabled  # torch: those that Python has begun, in any thread
         or torch.autograd._profiler_enabled()  # torch: those of this thread

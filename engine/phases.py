@@ -156,7 +156,7 @@ class PhaseClock:
             self._change(outer)
 
     def pause(self) -> None:
-        """Measures nothing until `resume`, but sealed parts."""
+        """Measures only sealed parts until `resume`."""
         self._change(UNMEASURED)
         self.is_open = False
 
@@ -186,10 +186,10 @@ class PhaseClock:
 
 
 def _add_up(activities: list[str], began: list[float], sums: dict[str, float]) -> None:
-    """Adds the seconds of each activity but the last one to `sums`.
+    """Adds the seconds of each activity except the last one to `sums`.
 
-    Most steps, which begin with a fetch, are the same activities in the same order. Where they follow each other they
-    are summed up place by place, in C, which takes a sixth of the time.
+    A step begins with a fetch, and most steps have the same activities in the same order. Successive steps with the
+    same activities are summed up together, activity by activity, in C. This takes a sixth of the time.
 
     Args:
         activities: in their order.
@@ -248,9 +248,9 @@ def exposed_s(seconds: Mapping[str, float]) -> float:
 
 
 def tell_wait(seconds: Mapping[str, float], waited_s: float) -> dict[str, float]:
-    """Returns seconds by phase, of which `waited_s` are no longer a bubble or communication but waiting.
+    """Returns seconds by phase, after moving `waited_s` from the phases "bubble" and "communication" to "waiting".
 
-    There are no more of them than there are seconds in these phases.
+    If these two phases have fewer seconds, it moves all that they have.
     """
     separated, moved_s = dict(seconds), 0.0
     for phase in EXPOSED:

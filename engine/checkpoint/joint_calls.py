@@ -1,4 +1,4 @@
-"""Calls of a function on one rank or on all, after which all ranks go on alike: with its result, or with an error."""
+"""Calls a function on rank 0 or on all ranks; if it raises on one rank, all ranks raise an error."""
 
 from collections.abc import Callable
 from typing import Any

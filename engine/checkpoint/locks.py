@@ -1,4 +1,4 @@
-"""A lock on a folder, so that only one run at a time saves into it. It is released when the process ends, however."""
+"""A lock on a folder, so that only one run at a time saves into it. However the process ends, the lock is released."""
 
 import fcntl
 import os

@@ -200,9 +200,9 @@ class AsyncCheckpointer:
 
         Args:
             path: path of the directory.
-            template: takes a tensor's key and returns the tensor to load into, whose sharding the loaded tensor gets.
-                If it returns None, the whole tensor is loaded, on the CPU; a tensor on the meta device is not read, and
-                stands in place of the loaded one.
+            template: function from a tensor's key to the tensor to load into; the loaded tensor has the same sharding.
+                If it returns None, the whole tensor is loaded on the CPU. If it returns a tensor on the meta device,
+                nothing is read, and the result has that tensor.
             leave_out: top-level keys that are not loaded.
             weights_only: as for `torch.load`; None for True.
             layout: layout of this run. If the checkpoint has the same layout, each rank loads only its own rank state.

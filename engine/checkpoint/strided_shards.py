@@ -1,7 +1,7 @@
-"""Strided shards: tensors of which a rank has several blocks, such as q, k and v in one matrix, each of them split.
+"""Strided shards: a rank has several blocks of one tensor, for example its parts of q, k and v in one matrix.
 
-torch.distributed.checkpoint takes a DTensor's local tensor for one block. A tensor-like object may list its blocks
-itself, by torch's protocol `_Checkpointable`: `Blocks` does.
+torch.distributed.checkpoint treats the local tensor of a DTensor as one block. An object that implements torch's
+protocol `_Checkpointable` can list its blocks itself; `Blocks` does so.
 """
 
 import itertools

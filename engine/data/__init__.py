@@ -1,4 +1,4 @@
-"""The order of samples, which is the user's and is split over the ranks; and the position of a run in it."""
+"""Splits the user's order of samples over the ranks, and tracks the position of a run in this order."""
 
 from .batch_size_flags import check_batch_sizes, check_loader
 from .clone_loader import clone_loader

@@ -1,7 +1,7 @@
-"""A checksum of batches, which shows whether a stream that is read again yields the same batches.
+"""A checksum of batches. It shows whether a stream yields the same batches when it is read again.
 
-A stream without a state is read again up to its position. It may draw its order from a generator that no checkpoint
-has, such as one that is seeded by the clock; then it yields other samples, and some would be left out.
+A stream without a state is read again up to its position. Checkpoints may lack the generator that draws its order, for
+example one that is seeded by the clock. Then the stream yields other samples, and the run would skip some samples.
 """
 
 import zlib

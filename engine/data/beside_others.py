@@ -1,4 +1,4 @@
-"""The error of a training loader that is read side by side with others, if the ranks' shares of it are uneven."""
+"""The error for a training loader that is read side by side with others, and whose samples are shared unevenly."""
 
 __all__ = ["SHARE_EVENLY", "not_beside_others"]
 
@@ -7,7 +7,7 @@ SHARE_EVENLY = "Give each rank as much of it, or set uneven='drop' and this load
 
 
 def not_beside_others(name: str, problem: str, remedy: str) -> ValueError:
-    """Returns the error of a loader that is read side by side with others, if the ranks' shares of it are uneven.
+    """Returns the error for a loader that is read side by side with others, and whose samples are shared unevenly.
 
     Args:
         name: name of the loader, the subject of the message.

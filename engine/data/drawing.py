@@ -40,13 +40,13 @@ _TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def draws_at_once(users: Any, sampler: Any) -> bool:
-    """Whether making an iterator over `users` may draw the order already, before the first item is read.
+    """Whether the order may be drawn as soon as an iterator over `users` is created, before its first item is read.
 
-    It matters with workers: torch makes two iterators then, and reads the second one only.
+    This matters with workers: torch then creates two iterators, and reads only the second one.
 
     Args:
-        users: the sampler or batch sampler that a DataLoader iterates. Those of torch are generator functions, which
-            draw nothing before the first item; those of torchdata are not.
+        users: the sampler or batch sampler that a DataLoader iterates. In torch's samplers, `__iter__` is a generator
+            function, which draws nothing before the first item. This is not so for torchdata's samplers.
         sampler: the sampler in it that draws the order.
     """
     return all(not inspect.isgeneratorfunction(type(source).__iter__) for source in (users, sampler))
@@ -61,7 +61,7 @@ def generator_of(sampler: Any) -> torch.Generator | None:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Whether a sampler is torch's: it draws from torch's generators only, and after its first item from its own."""
+    """Whether a sampler is torch's: it uses only torch's generators, and after its first item only one of its own."""
     return type(sampler) in _TORCHS + classes_of_torchdata("sampler", "RandomSampler")
 
 
@@ -129,8 +129,8 @@ def restore_sampler(sampler: Any, num_passes: int, state: Any) -> None:
 
     Args:
         sampler: the new sampler.
-        num_passes: number of passes; a sampler of the user's without a state or generator repeats them.
-        state: the `state_of` the sampler then.
+        num_passes: number of passes; a user's sampler without a state, generator and `set_epoch` repeats them.
+        state: what `state_of` returned for the sampler after these passes.
     """
     has_state = (
         generator_of(sampler) is not None or hasattr(sampler, "load_state_dict") or hasattr(sampler, "set_epoch")
@@ -237,7 +237,7 @@ class DrawnOrder(OrderRecord):
         sampler: the sampler that draws.
         whole: draw the whole order at once, unless the sampler is torch's: the global generators of several ranks
             differ after the first step, so a later draw would differ as well.
-        before: states from which to draw again, without a change of the global generators; None: draw from these.
+        before: states to draw from, without changing the global generators; None: draw from the global generators.
         broadcast: returns rank 0's value on all ranks; None with one process.
     """
 
@@ -292,14 +292,15 @@ class DrawnOrder(OrderRecord):
         return items
 
     def go_on(self) -> None:
-        """Called before items are taken, since a DataLoader may have drawn from the sampler's generator meanwhile."""
+        """Restores the sampler's generator before items are taken, since a DataLoader may have drawn from it."""
         _set_generator(self.sampler, self._after)
         self._after = None
 
     def settle(self) -> None:
-        """Called when the global generators have the states of the saved run: advances them past the order's draws.
+        """Advances the global generators past the draws of the order; called when they have the saved run's states.
 
-        Not if that run had drawn the order before: with workers the order is read early, else with the first batch.
+        Does nothing if these states are from after the order was drawn: with workers the order is drawn early, without
+        workers it is drawn with the first batch.
         """
         before, after = (self.before or {}).get("global"), self._global_after
         if before is not None and after is not None and is_same_state(before, _global_state(self.sampler)):
@@ -339,9 +340,9 @@ class DrawnOrder(OrderRecord):
 
 
 class PassHistory:
-    """The passes over one sampler: in one epoch there are several if its loader is shorter than another and restarts.
+    """The passes over one sampler. An epoch has several if the loader is shorter than another one, and restarts.
 
-    The last two are kept, since a checkpoint may be of a batch before the one that was fetched.
+    The last two passes are kept: a checkpoint may be for an earlier batch than the one that was fetched last.
     """
 
     def __init__(self) -> None:

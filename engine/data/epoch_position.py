@@ -131,7 +131,7 @@ class EpochPosition:
             order.count_done(batches if self._dealt is not None else batches * _per_rank(self.loader))
 
     def state_dict(self, epoch: int, batches: int, *, begins: bool = False) -> dict[str, Any]:
-        """Returns the position after `batches` batches of the epoch on this rank, those before the resumption included.
+        """Returns the position after `batches` batches of the epoch on this rank, including those of earlier runs.
 
         Args:
             epoch: the current epoch, or the next one.

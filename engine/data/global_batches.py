@@ -95,7 +95,7 @@ class GlobalBatches(Sampler[list[Any]]):
         return functools.partial(self._samples_in_pass, order.num_done, num_full)
 
     def _samples_in_pass(self, first: int, num_full: int, index: int) -> Samples:
-        """Counts the same; from micro-batch `first` on there are `num_full` of full global batches."""
+        """Returns `samples(index)`; the `num_full` micro-batches from `first` on belong to full global batches."""
         at = index - first
         return self._of_full[at % self._per_step] if at < num_full else self.samples(index)
 

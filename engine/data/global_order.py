@@ -127,7 +127,7 @@ class GlobalOrder(DistributedSamplerWrapper):
             self._at_end = state.get("after")
 
     def settle(self) -> None:
-        """Called when the iterator of a resumed epoch exists: if the epoch was at its end, no more is drawn for it."""
+        """Advances the generators past the resumed order, or to the epoch's end; called when its iterator exists."""
         if self.passes.latest is not None:
             self.passes.latest.settle()
             # Where `drop_last` leaves out the rest of the order, nothing is read of the epoch.
@@ -158,9 +158,9 @@ class GlobalOrder(DistributedSamplerWrapper):
         return self._num_done + self._rounds(len(self.sampler) - self._start)  # type: ignore[arg-type]
 
     def open(self) -> DrawnOrder | None:
-        """Called when an iterator is made: returns the pass if its order is drawn then; None if with the first item.
+        """Called when an iterator is created. If the order is drawn now, returns the pass; otherwise returns None.
 
-        The order of a resumed pass was drawn by the saved run.
+        Otherwise the order is drawn with the first item, or, for a resumed pass, the saved run has drawn it.
         """
         if not self._at_once or self._resumes:
             return None
@@ -205,10 +205,12 @@ class GlobalOrder(DistributedSamplerWrapper):
         drawing.take(1)
 
     def _check_sizes(self, drawing: DrawnOrder, num_rounds: int, name: str) -> None:
-        """Checks that the batches of a pass, which are read side by side with others, are alike on all ranks.
+        """Checks that in each step of a pass the batches of all ranks have the same size.
+
+        Loaders that are read side by side with others need this.
 
         Raises:
-            ValueError: those of one step have other sizes.
+            ValueError: the batches of one step have different sizes.
         """
         at, num_ranks = drawing.at, self.num_replicas
         order = drawing.up_to(at + num_rounds * num_ranks)

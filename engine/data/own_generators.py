@@ -106,7 +106,7 @@ class _Container:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is an empty list or dict; a module has ten of them."""
+        """Whether it is an empty list or dict; a module has about ten of these."""
         return isinstance(self.owner, (list, dict)) and not self._values
 
     def is_unchanged(self) -> bool:

@@ -40,7 +40,7 @@ class PassDraws:
         return True
 
     def check_order(self, loader: DataLoader) -> bool:
-        """Called when the iterator was made: warns if the stream was read again with other draws; returns whether."""
+        """Whether the stream was read again with other draws, with a warning if so; called once the iterator exists."""
         saved = None if self._resumed is None else self._resumed["next"]
         reads_again = saved is not None and not is_stateful(self._dataset)
         is_other = reads_again and self._draws_between and not is_same_state(saved, self._own.state_here())

@@ -59,7 +59,7 @@ _IN_ORDER = (
     "SelectColumnsIterable",
     "FormattedExamplesIterable",
 )
-"""Hugging Face: the iterables that yield of several shards what they yield of each, one after the other."""
+"""Hugging Face: iterables that yield several shards one after the other, each shard as they yield it alone."""
 
 
 def num_shards_of(dataset: Any) -> int | None:
@@ -109,9 +109,9 @@ def why_not_dealable(dataset: Any) -> str | None:
 
 
 def ends_with_one_source(dataset: Any) -> bool:
-    """Whether a data set mixes sources until the first, or the last, of them has ended; each rank mixes its own shards.
+    """Whether a data set mixes sources until the first source, or the last one, has ended.
 
-    Such ranks together read other samples than one process does, or read others twice.
+    Each rank mixes its own shards. So the ranks together read other samples, or repeat other samples, than one process.
     """
     strategies = {getattr(iterable, "stopping_strategy", None) for iterable in iterables_of(dataset)}
     return not strategies.isdisjoint(("first_exhausted", "all_exhausted"))  # Hugging Face: interleave_datasets
@@ -226,21 +226,22 @@ class ShardedStream(DatasetProxy):
         return part, iter(part)
 
     def _read_again(self, index: int, count: int, digest: int | None) -> tuple[Any, Iterator[Any]]:
-        """Returns a shard without a state and its iterator, from which the first `count` samples are taken.
+        """Returns a shard without a state, and its iterator after the first `count` samples.
 
         Args:
             index: index of the shard.
-            count: count of the samples.
-            digest: the checksum of the samples that were taken of it; None in a checkpoint of an earlier version.
+            count: number of samples that the saved run has taken of the shard.
+            digest: the checksum of these samples; None in a checkpoint of an earlier version.
 
         Raises:
-            ValueError: it has fewer samples, or each time other ones.
+            ValueError: the shard has fewer samples, or yields other samples each time.
         """
         remaining = self._skip(index, count)
         read_first = self._digest
         if digest in (None, read_first):
             return remaining
-        # Others may have drawn from the generators between its samples; if so, it yields the same ones once more.
+        # Other code may have drawn from the generators between these samples. Read alone, the shard then yields the
+        # same samples twice.
         set_state_here(self.dataset, self._start)
         remaining = self._skip(index, count)
         name = type(self.dataset).__name__

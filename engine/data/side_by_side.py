@@ -1,9 +1,10 @@
 """Refuses loaders that several ranks read side by side (a `CombinedLoader`) with uneven shares.
 
-A step then has one loss, of a batch of each loader. The ranks' losses are averaged, and a number can weigh a loss, but
-not its parts: if a rank has more samples of one loader than another rank, and as many of the other loader, some samples
-would count for more than in one process. So each rank needs as many samples of a loader as the others, in each step.
-(A single loader, and evaluation loaders that are read one after the other, are weighed by their samples.)
+A step then has one loss, computed from one batch of each loader. The ranks' losses are averaged. A weight applies to
+the whole loss, not to the part of one loader. Suppose that two ranks have different numbers of samples of one loader,
+and equal numbers of another one: then some samples would count for more than in one process. So in each step all ranks
+need the same number of samples of each loader. (The losses of a single loader, and of evaluation loaders that are read
+one after the other, are weighted by their numbers of samples.)
 """
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -67,7 +68,7 @@ def _check_last_step(loader: DataLoader, order: GlobalOrder, num_left: int, num_
     """Checks that the ranks have equal shares of the last step of a pass over `num_left` items of an order.
 
     Raises:
-        ValueError: they have not.
+        ValueError: the shares differ.
     """
     if order.drop_last or num_left % num_ranks == 0:
         return
@@ -88,15 +89,15 @@ def _num_steps(combined: CombinedLoader) -> float:
 
 
 def check_evaluated_side_by_side(combined: CombinedLoader) -> None:
-    """Checks that no rank evaluates a sample of another one, to fill up its part of a batch of several loaders.
+    """Checks that no rank has to evaluate another rank's sample to fill up its part of a batch of several loaders.
 
     For streams, whose lengths are unknown, it only warns.
 
     Args:
-        combined: the prepared loaders, which are not read one after the other, with their limits.
+        combined: the prepared loaders, which are read side by side, with their limits.
 
     Raises:
-        ValueError: a loader's last batch has fewer samples than there are ranks, whereas another loader's has not.
+        ValueError: the last batch of a loader has fewer samples than there are ranks, and the loaders differ in this.
     """
     loaders = combined.flattened
     if len(loaders) > 1 and any(isinstance(loader, UnevenEvalLoader) for loader in loaders):
@@ -106,7 +107,7 @@ def check_evaluated_side_by_side(combined: CombinedLoader) -> None:
             " loaders, or CombinedLoader's mode 'sequential') for exact figures."
         )
     evens = [batches for loader in loaders if (batches := even_batches_of(loader)) is not None]
-    # All of it is padding on a rank, which then evaluates nothing.
+    # If the loaders are alike, all parts of the last batch are padding on the same ranks, which then evaluate nothing.
     are_alike = len(evens) == len(loaders) and len({(len(batches), batches.num_real) for batches in evens}) == 1
     num_steps = _num_steps(combined)
     for batches in evens:

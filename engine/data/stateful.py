@@ -53,7 +53,7 @@ def is_litdata_loader(loader: Any) -> bool:
 
 
 def starts_iterator(loader: Any) -> bool:
-    """Whether `state_dict` of `loader` would make an iterator, which draws: torchdata's without an iterator."""
+    """Whether `loader.state_dict()` would create an iterator, which draws: so does torchdata's if it has none yet."""
     return is_torchdata_loader(loader) and loader._iterator is None and not isinstance(loader, StateTrackingLoader)
 
 
@@ -83,8 +83,9 @@ def why_no_state(dataset: Any) -> str | None:
 def as_stateful(loader: DataLoader) -> DataLoader:
     """Returns a `StreamLoader` in place of a plain loader of an `IterableDataset`, and any other loader as it is.
 
-    Also in place of torchdata's if the stream has no state: read again, it may yield other batches, which torchdata's
-    does not see. Warns of a data set whose state can't be read; its loader is returned as it is.
+    A torchdata loader is replaced, too, if its stream has no state: read again, such a stream may yield other batches,
+    and torchdata's loader does not detect that. If the state of a data set can't be read, it warns, and returns the
+    loader as it is.
     """
     standard = DataLoader, *classes_of_torchdata("stateful_dataloader", "StatefulDataLoader")
     if type(loader) not in standard or not can_be_read(loader):
@@ -134,9 +135,10 @@ class StateTrackingLoader(DataLoader):
         self._is_iterated = False
 
     def begin_again(self, epoch: int) -> None:
-        """Called before an epoch's iterator is made; for a new loader that is its second iterator.
+        """Called before the iterator of an epoch is created. A new loader has had another iterator before.
 
-        Lightning has fetched a batch from the first iterator: a data set with a state would continue after that batch.
+        Lightning has fetched a batch from that one. A data set with a state would continue after this batch, so it is
+        set back to the state before it.
         """
         is_second = epoch == self._epoch and self._is_iterated
         if epoch != self._epoch and is_litdata_loader(self):
@@ -152,7 +154,7 @@ class StateTrackingLoader(DataLoader):
         self.begin(epoch)
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any] | None:
-        """Returns the state after a number of batches of an epoch; None for that of a new loader.
+        """Returns the state after a number of batches of an epoch; None stands for the state of a new loader.
 
         Args:
             epoch: the current epoch, or the next one.
@@ -245,7 +247,7 @@ class StateTrackingLoader(DataLoader):
         if not is_twice:
             return super().__iter__()
         before = get_random_state()
-        batches = super().__iter__()  # makes the iterator that had ended, and another one; each draws a seed
+        batches = super().__iter__()  # creates again the iterator that had ended, then a new one; each draws a seed
         set_random_state(before)
         if not self.persistent_workers:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -254,7 +256,7 @@ class StateTrackingLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the latest batch; Lightning calls it at each save.
 
-        torchdata's own method starts workers, which read ahead, if there is no iterator any more.
+        If there is no iterator any more, torchdata's own method would start workers, which read ahead.
         """
         return super().state_dict() if self._latest is None else self._latest["state"]  # type: ignore[misc]
 

@@ -135,7 +135,7 @@ class DrawingLoader(DataLoader):
             return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torchdata's state, for which that makes an iterator where there is none."""
+        """Returns torchdata's state; if there is no iterator, torchdata creates one, which reads a `DrawingStream`."""
         with substitute_dataset(self, self._stream()):
             return super().state_dict()  # type: ignore[misc]
 

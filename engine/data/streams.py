@@ -153,7 +153,7 @@ def check_script_makes_none(num_ranks: int) -> None:
 
 @contextmanager
 def naming_foreign_ranks(rank: int, num_ranks: int, num_local: int) -> Iterator[None]:
-    """Context manager that explains why a MosaicML stream can't be created in a rank, if it has the wrong rank.
+    """Context manager that explains why a MosaicML stream can't be created, if the stream sees a wrong rank.
 
     The stream on the first rank of a machine creates the shared memory; if several ranks count as the first, it fails.
 
@@ -208,7 +208,8 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
         index: this rank.
 
     Raises:
-        ValueError: the data set has fewer shards (`num_shards`) than there are ranks, or other samples by its shards.
+        ValueError: the data set has fewer shards (`num_shards`) than there are ranks, or counts samples within each
+            shard, so that the shards together have other samples than the whole.
     """
     dataset: Any = loader.dataset
     if _shards_itself(dataset):

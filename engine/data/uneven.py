@@ -51,7 +51,7 @@ class UnevenTrainLoader(DataLoader):
     lengths: list[int | None]
     """Number of batches by rank; None for a rank that does not know its own."""
     name_beside_others: str | None = None
-    """The name of the loader in messages, if it is read side by side with others, whose batches a loss has together."""
+    """The name of the loader in messages, if it is read side by side with others: one loss is then for all of them."""
     _sizes: dict[int, list[int]]
 
     def samples(self, index: int) -> Samples:
@@ -161,7 +161,7 @@ def as_uneven_train(
 
 
 def _numbers_of_strings(batch: Any) -> Iterator[int]:
-    """Yields the lengths of the lists of strings in a batch that torch has collated: each has one of every sample."""
+    """Yields the lengths of the lists of strings in a batch collated by torch: such a list has a string per sample."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     if not isinstance(parts, (list, tuple)):
         return

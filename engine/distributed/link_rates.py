@@ -39,7 +39,7 @@ def receive_rates() -> list[float]:
 
 
 def all_reduce_rate() -> float:
-    """Returns how many MB of 8 MB each rank sends in a second of an all-reduce; to be called on all ranks."""
+    """Returns the rate in MB/s at which each rank sends in an all-reduce of 8 MB; to be called on all ranks."""
     values = torch.zeros(4 * _BYTES // 4)
     times_s = []
     for _ in range(_REPEATS):

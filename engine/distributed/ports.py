@@ -10,8 +10,8 @@ __all__ = ["reserve_port"]
 def reserve_port(environment: Any) -> socket.socket:
     """Chooses a free port for the rendezvous; the returned socket reserves it until it is closed.
 
-    Another program could take a port that is only looked up before rank 0 listens on it. On Linux, rank 0 can listen on
-    a port that another socket is bound to, as long as that socket does not listen.
+    Without a reservation, another program could take the port before rank 0 listens on it. On Linux, rank 0 can listen
+    on a port that another socket is bound to, as long as that socket does not listen.
 
     Args:
         environment: a `LightningEnvironment`, which gets the port.

@@ -57,7 +57,7 @@ class Run:
 
 
 def _separate_waits(by_rank: Mapping[int, list[Interval]]) -> dict[int, list[Interval]]:
-    """Separates waits from communication and bubbles: time beyond that of the rank with the shortest is a wait.
+    """Separates waits from communication and bubbles: a rank's time beyond the shortest of all ranks is a wait.
 
     This is done by interval, for intervals that all ranks have. If different ranks are slow in turn, it finds less
     waiting than a separation by step.

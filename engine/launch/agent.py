@@ -1,4 +1,4 @@
-"""torchrun that ends when the host of its rendezvous stops to answer; `polyphase launch` runs it on several machines.
+"""torchrun that ends when the host of its rendezvous no longer answers; `polyphase launch` runs it on several machines.
 
     python -m polyphase.engine.launch.agent [torchrun options] script.py [arguments]
 

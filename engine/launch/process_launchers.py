@@ -224,7 +224,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     """Folder to which workers write their exceptions."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        # multiprocessing: Lightning uses the same sign of a script without a guard, with a longer message.
+        # multiprocessing: set in a worker that runs the script again, since the script has no ``__main__`` guard.
+        # Lightning checks the same attribute, but its message is longer.
         if self._start_method == "spawn" and getattr(mp.current_process(), "_inheriting", False):
             sys.exit(_UNGUARDED)  # the parent prints the reason
         if self._start_method == "spawn":

@@ -1,7 +1,7 @@
-"""An optimizer's `step` and `zero_grad` without torch's labels in a profile, while nothing records them: `labels.py`.
+"""Calls an optimizer's `step` and `zero_grad` without torch's profiler labels while nothing records them: `labels.py`.
 
-All else that the two do is done here too: hooks of steps, a scheduler's note that there was a step, and the optimizer's
-own code. An optimizer whose `step` or `zero_grad` is anything but torch's keeps it.
+Everything else that the two methods do still happens: the hooks of steps, the mark by which a scheduler knows that a
+step was taken, and the optimizer's own code. If `step` or `zero_grad` is not torch's, it is called as it is.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ def zero_grad(optimizer: Any) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = None  # without a look: what a pipeline's stage does not have refuses to show its gradient
+            parameter.grad = None  # not read before: reading it raises for parameters of other pipeline stages
 
 
 class BareStep:
-    """Calls `step` of optimizers; it looks into the function that it last found there once."""
+    """Calls the `step` of optimizers; inspects a `step` function again only if it is not the last one it has met."""
 
     def __init__(self) -> None:
         self._function: Any = None
         """The function that was last found as an optimizer's `step`."""
         self._own: Callable[..., Any] | None = None
-        """The optimizer's own code in it; None if it is not as torch has it."""
+        """The optimizer's own code, which torch has wrapped in it; None if it was not wrapped by torch."""
         self._is_scheduled = False
         """Whether a scheduler has wrapped it, to know that there was a step."""
 
@@ -55,7 +55,7 @@ class BareStep:
         self._own(optimizer, closure)
 
     def _look_into(self, function: Any) -> None:
-        """Finds the optimizer's own code in `step`, which torch has wrapped, and a scheduler may have once more."""
+        """Finds the optimizer's own code in `step`: torch has wrapped it, and a scheduler may have done so again."""
         self._function, self._own = function, None
         self._is_scheduled = _is_from(function, "torch.optim.lr_scheduler")
         if self._is_scheduled:
@@ -65,5 +65,5 @@ class BareStep:
 
 
 def _is_from(function: Any, module: str) -> bool:
-    # By where it was compiled: `functools.wraps` copies all other signs.
+    # `functools.wraps` copies the name and module of the wrapped function, but not its globals and code.
     return getattr(function, "__globals__", {}).get("__name__") == module and function.__code__.co_name == "wrapper"

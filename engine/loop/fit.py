@@ -23,8 +23,8 @@ class NothingTrainedError(ValueError, MisconfigurationException):
 class FitLoop(_FitLoop):
     """Lightning's fit loop, which raises an error if nothing is trained.
 
-    Empty data is an error when it is first read. `training_step` may return None, which skips a batch. An epoch
-    in which it has returned nothing else is a warning, and an error if it is the last one, or the next one is the same.
+    Empty data is an error when it is first read. `training_step` may return None, which skips a batch. If it has
+    returned only None so far, the end of the first epoch is a warning, and that of the second or last one an error.
     """
 
     has_restored_position = False
@@ -151,7 +151,7 @@ class FitLoop(_FitLoop):
         message = f"`training_step` of {type(trainer.lightning_module).__name__} returned None for each of the"
         message += f" {optimization.num_skipped} batches so far: nothing was trained. Return the loss"
         if self._num_lossless_epochs > 1 or self._is_last_epoch():
-            raise NothingTrainedError(f"{message}; or optimize by hand (automatic_optimization = False).")
+            raise NothingTrainedError(f"{message}; or use manual optimization (automatic_optimization = False).")
         rank_zero_warn(f"{message}; if the next epoch has no loss either, the run ends with an error.")
 
     def _is_last_epoch(self) -> bool:

@@ -27,7 +27,7 @@ _STEP_HOOKS = (
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """Returns `function` as a method of `owner`; a copy of a module gets it in place of a run's replacement."""
+    """Returns `function` as a method of `owner`; a copied module gets it in place of a run's replacement."""
     return types.MethodType(function, owner)
 
 

@@ -1,8 +1,8 @@
 """The logger connector, which computes logged metrics when they are read, not at every step.
 
 Lightning rebuilds the dicts behind `callback_metrics`, `logged_metrics` and `progress_bar_metrics` after every batch,
-and reads each progress-bar value from the device then. The properties rebuild them anyway whenever they are read, so it
-is enough to do so then, and once before a state is left in which the values could still have been read.
+and reads each progress-bar value from the device then. The properties rebuild them anyway whenever they are read. So it
+is enough to rebuild them on a read, and once more before values are dropped that could have been read until then.
 """
 
 import inspect

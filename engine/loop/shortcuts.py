@@ -34,7 +34,7 @@ _ENGINE_PRECISION = plugins.__name__
 def _is_from(owner: Any, name: str, *modules: str) -> bool:
     """Whether a method of `owner` is code of one of `modules`, neither overridden nor wrapped."""
     function = getattr(getattr(owner, name, None), "__func__", None)
-    # Compared by the file of the code: `functools.wraps` copies everything else.
+    # Compared by the module of its globals: `functools.wraps` copies the name and module of the wrapped function.
     return function is not None and function.__globals__["__name__"] in modules
 
 

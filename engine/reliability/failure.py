@@ -56,11 +56,11 @@ how long to wait: a writer that is no rank makes a rank wait for less, or until 
 _GRACE_S = 2.0
 """The time that a rank that stops because of another waits, so that the launcher sees the other's exit first."""
 _TELLING_S = 10.0
-"""The time that it waits before that for the other to have printed what happened."""
+"""The longest time that such a rank first waits until the other one has printed what happened."""
 _COLLECT_S = 1.0
 """The time that the first rank that failed waits for the others' tracebacks."""
 _HOST_S = 3.0
-"""The time that it waits for the others to be done with the store, where its process may have it."""
+"""The longest time that it waits until the others no longer need the store, which its process may host."""
 _POLL_S = 0.05
 _TOLD = f"{FIRST_FAILURE}/told"
 _NUMBER = f"{FIRST_FAILURE}/number"

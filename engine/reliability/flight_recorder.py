@@ -48,7 +48,7 @@ class Traffic:
 
     number: int = 0
     sent_bytes: float = 0.0
-    """The bytes that this rank has to send, as a ring does it: no method sends fewer."""
+    """The bytes that this rank sends if the collectives use rings; no algorithm sends fewer."""
 
 
 def traffic(windows_ns: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Traffic]]:
@@ -269,7 +269,7 @@ def _missing_calls(key: str, records: Mapping[int, dict[str, Any]]) -> list[str]
     absent = [rank for rank in reported if last[rank] < number]
     waiting = [rank for rank in present if not present[rank]["is_done"]]
     unreported = [rank for rank in members if rank not in records]
-    # A rank without a report lacks in a pending collective; if none is pending, in the last call of all ranks.
+    # A rank without a report counts as missing from a pending collective, or, if none is pending, from the last call.
     is_last = all(record["calls"] and next(reversed(record["calls"])) == key for record in records.values())
     if not present or not (absent or (unreported and (waiting or is_last))):
         return []

@@ -42,7 +42,7 @@ def shown(exception: BaseException) -> str:
     kind, trace = type(exception), exception.__traceback__
     if isinstance(
         exception, (ProcessExitedException, ProcessRaisedException)
-    ):  # its text is a worker's traceback, and its cause that once more
+    ):  # its message is the worker's traceback, which its cause would repeat
         own_text = "".join(traceback.format_tb(trace))
         if not shows_all_frames():
             own_text = shorten(own_text, keeps_innermost=False, says_how=False)

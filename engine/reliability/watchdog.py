@@ -245,7 +245,7 @@ class Watchdog:
             self.peers.job.line.patience_s = self._silence_s
             self.peers.job.line.gives_up = self._gives_up
         if self.first_failure is not None:
-            # From the check after the one that has read it: an exception of this rank's own is published until then.
+            # Only in the check after the one that read the failure: until then this rank may publish its own exception.
             if not self.is_done_with_store:
                 self.is_done_with_store = True
                 with suppress(RuntimeError):  # the store's process has ended
@@ -273,7 +273,7 @@ class Watchdog:
             self._end("death", DIED, ended)
 
     def _check_other_hosts(self, peers: RankRegistry) -> bool:
-        """Continues without lost ranks of other machines, or ends the run; whether any rank is without a heartbeat."""
+        """Continues without lost ranks of other machines, or ends the run; returns whether a rank has no heartbeat."""
         patience_s = _ENDING_S if self._wakeup.was_asked_to_end() else self._silence_s
         silent = peers.silent(self._clock, patience_s)
         lost = lost_ranks(peers, silent, max(_LIVE_SILENCE_S, patience_s)) if silent else None

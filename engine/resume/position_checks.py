@@ -47,7 +47,7 @@ def check_data_set(loader: DataLoader, state: dict[str, Any], *, in_mid_epoch: b
 
 
 def check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> None:
-    """Checks that so many ranks can continue in an order which the saved run's ranks shared, or each had for itself.
+    """Checks that this number of ranks can continue the saved order, or the separate orders of the saved run's ranks.
 
     Args:
         state: state of the loader, in mid-epoch or not.
@@ -69,10 +69,10 @@ def check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> No
 
 
 def check_same_batch_size(loader: DataLoader) -> None:
-    """Called for a loader in mid-epoch whose batches have another size now.
+    """Checks that a loader can continue in mid-epoch with another batch size than in the saved run.
 
     Raises:
-        ValueError: the ranks have samplers of their own, of different lengths.
+        ValueError: it can't, since the ranks have their own samplers, of different lengths.
     """
     if isinstance(loader, UnevenTrainLoader):
         raise ValueError(

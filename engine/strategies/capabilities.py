@@ -38,8 +38,8 @@ class Capabilities:
     averages_on_request: bool = False
     """Whether only `manual_backward` averages gradients (where any are), and a tensor's own `backward` does not."""
     unsupported_counting: str | None = "is not the engine's own"
-    """Counting the bytes that are sent for gradients and parameters."""
+    """Why the bytes that are sent for gradients and parameters can't be counted."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"
-    """Repeating a step for which one rank lacked memory."""
+    """Why a step can't be repeated after one rank has run out of memory."""
     unsupported_join: str | None = "whose ranks take part in each other's forward passes"
-    """Taking part in a micro-batch without running the module."""
+    """Why a rank can't take part in a micro-batch without running the module."""

@@ -74,7 +74,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
         """Takes part in a micro-batch of the other ranks.
 
         Args:
-            weigh: called between what would be forward and backward.
+            weigh: called at the point between forward and backward of the other ranks.
             synchronises: whether gradients are averaged in this micro-batch.
         """
         raise NotImplementedError
@@ -115,7 +115,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
             return False
         owners = (vars(owner) for owner in (self, *type(self).__mro__))
         steps = [names["optimizer_step"] for names in owners if "optimizer_step" in names]
-        # Compared by the file of the code: a function that replaced one may have its name.
+        # Compared by the module of its globals: a function that replaced one may have the same name.
         return all(getattr(step, "__globals__", {}).get("__name__") in _PASSING_ON for step in steps)
 
     def optimizer_step(

@@ -1,4 +1,4 @@
-"""Recurrent layers of torch whose weights FSDP2 gathers."""
+"""Keeps torch's recurrent layers from moving weights that FSDP2 has gathered."""
 
 from torch import nn
 
@@ -6,10 +6,10 @@ __all__ = ["flatten_again", "never_flatten"]
 
 
 def never_flatten(model: nn.Module) -> None:
-    """Has recurrent layers leave their weights where they were gathered, until `flatten_again`.
+    """Makes recurrent layers leave their weights in the memory into which they were gathered, until `flatten_again`.
 
     On CUDA an `nn.LSTM` moves weights that it has not seen before into one piece of memory. FSDP2 would gather the next
-    step's weights where these were, and the layer would go on with the old ones.
+    step's weights into the former memory, and the layer would continue with the old weights.
     """
     for layer in _recurrent(model):
         layer.flatten_parameters = _nothing  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ def check_dense_gradients(model: nn.Module, flag: str) -> None:
 
     Args:
         model: the module.
-        flag: what can't average others, in words.
+        flag: the strategy or compression that can't average sparse gradients, the subject of the message.
 
     Raises:
         ValueError: a parameter has sparse gradients.

@@ -46,7 +46,11 @@ class _SyncBatchNorm(_BatchNorm):
         self.__dict__["_local_class"]._check_input_dim(self, input)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input's shape and dtype."""
+        """Normalises `input` [batch, channels, ...]; while training, by the statistics of all ranks' batches.
+
+        Returns:
+            A tensor of the input's shape and dtype.
+        """
         if not self.training or not dist.is_initialized():
             return super().forward(input)
         self._check_input_dim(input)
@@ -79,7 +83,7 @@ class _SyncBatchNorm(_BatchNorm):
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over ranks; every rank's output depends on every rank's input, so gradients are summed as well."""
+    """Sums over the ranks. Each rank's output depends on all ranks' inputs, so backward sums the gradients as well."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

@@ -9,7 +9,7 @@ from .finding import Finding, at, ms, who
 __all__ = ["checkpoint_stall", "slow_callback", "slow_logging", "slow_validation"]
 
 _OBSERVER = "Doctor"
-"""Whoever reads this has asked for it, and in a trial of few steps its notes are a large part."""
+"""Callback that is never reported as slow: the user has asked for it, and in a short trial its share is large."""
 _SAVERS = ("ModelCheckpoint", "Snapshot", "OnExceptionCheckpoint")
 """Callbacks whose time counts as the checkpoints' time."""
 _MIN_SAVES = 3

@@ -24,7 +24,7 @@ _QUICK_QUANTILE = 0.75
 _MIN_RANKS = 3
 """Number of ranks below which there is no other link to compare with."""
 _MIN_LATER_S, _MESSAGE_MB = 0.01, 2.0
-"""A message of this size must take longer than on that link by this time."""
+"""On a slow link, a message of `_MESSAGE_MB` takes at least `_MIN_LATER_S` longer than on a fast link."""
 
 
 UNDERUSED = 0.6

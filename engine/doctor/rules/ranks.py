@@ -14,11 +14,11 @@ _SYNCS_A_STEP = 1.5
 _SMALL_BUCKET_MB = 1.0
 """The size of torch's first bucket."""
 _TIMES_ON_CPUS = 3
-"""On CPUs collectives also wait for a CPU, so they are exposed for longer even in a healthy run."""
+"""Factor on the threshold of exposed communication on CPUs: there collectives also wait for a CPU in a healthy run."""
 _SMALL_MESSAGE_MB, _MANY_CALLS = 1.0, 8
-"""Number in a step and mean size of small collectives, which end before a link reaches its rate."""
+"""Mean size of small collectives, which end before a link reaches its rate, and their number in a step."""
 _MICRO_BATCHES_A_STAGE = 2
-"""The default number of `pp`."""
+"""The default number of micro-batches of `pp`, for each stage."""
 
 
 def slow_rank(figures: Figures, threshold: float) -> Finding | None:
@@ -116,7 +116,7 @@ def _num_micro_batches(figures: Figures) -> int:
 
 
 def few_micro_batches(figures: Figures, threshold: float) -> Finding | None:
-    """All stages of a pipeline wait for each other at the beginning and the end of a batch for a large part of it."""
+    """The stages of a pipeline wait for each other at both ends of a batch, for a large part of its time."""
     if figures.info.layout.get("pp", 1) < 2:
         return None
     share = sum(figures.share("bubble", rank) for rank in figures.totals) / len(figures.totals)
@@ -153,8 +153,8 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         "hsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or compression='bf16'",
         "tp": "fewer ranks along tp, and fsdp or ddp for the others",
         "pp": "more micro-batches: pp:microbatches=...",
-        "local_sgd": "a larger local_sgd:every",
-        "diloco": "a larger diloco:every",
+        "local_sgd": "a larger local_sgd:sync_every",
+        "diloco": "a larger diloco:sync_every",
         "ps": "compression, or a larger ps:staleness",
     }.get(info.strategy.partition(":")[0].partition("+")[0], "a larger batch")
     if info.strategy.startswith(("ddp", "zero1", "fsdp", "hsdp")):
@@ -180,7 +180,7 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
 
 
 def _times_on_cpus(figures: Figures) -> float:
-    """Returns by how much more communication may be exposed: on CPUs, and most where ranks outnumber them."""
+    """Returns the factor on the threshold: above 1 on CPUs, larger still if a host has more ranks than CPUs."""
     info = figures.info
     if info.device != "cpu":
         return 1.0

@@ -1,8 +1,8 @@
-"""Lets `fsdp` train a module that optimizes by hand: its `training_step` calls backward and the optimizers itself.
+"""Manual optimization under `fsdp`: `training_step` itself calls backward and the optimizers.
 
 FSDP2 expects one forward, then one backward, then the optimizer's step. Here each sub-module that the step calls, such
-as a generator and a discriminator, is a unit: outside of its forward its parameters are the shards that the optimizers
-have. Parameters of the module itself are gathered for the whole step.
+as a generator and a discriminator, is a unit. Outside of a unit's forward, its parameters are the shards that the
+optimizers have. Parameters of the module itself are gathered for the whole step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ __all__ = ["ByHand", "called_parts", "optimizes_by_hand"]
 
 
 def optimizes_by_hand(module: nn.Module) -> bool:
-    """Whether the `training_step` of `module` calls backward and the optimizers itself."""
+    """Whether `module` uses manual optimization: its `training_step` itself calls backward and the optimizers."""
     return not getattr(module, "automatic_optimization", True)
 
 

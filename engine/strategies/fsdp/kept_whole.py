@@ -88,14 +88,14 @@ def refuse_fused(optimizers: Iterable[torch.optim.Optimizer], whole: dict[str, n
 
 
 class KeptWhole:
-    """Averages the gradients of such parameters over the ranks, each when a backward has completed it.
+    """Averages the gradients of whole parameters over the ranks, each when a backward has completed it.
 
     Within an accumulation window the gradients add up on each rank; the last micro-batch averages the sum.
 
     Args:
         parameters: by name; the same on all ranks.
         wire: group of the ranks with different samples.
-        order: checks that all ranks have such a gradient; None with one rank.
+        order: checks that all ranks average the same gradients in the same order; None with one rank.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], wire: CountingGroup, order: UnitOrder | None) -> None:

@@ -1,9 +1,9 @@
 """Gradients of gradients under FSDP2, which frees gathered parameters after the first backward.
 
-FSDP2 reduces a unit's gradients when backward comes to the unit's inputs. In a graph of a graph these may have no
-gradient at all; autograd then comes to them at once, on the host's thread, while an accelerator's thread still computes
-the unit's gradients. Those that came later were lost, or mixed into the next step's. So all reductions of such a step
-wait for the end of its backward.
+FSDP2 reduces a unit's gradients when backward reaches the unit's inputs. In a second backward these inputs may have no
+gradient at all. Then autograd reaches them at once, on the host's thread, while an accelerator's thread still computes
+the unit's gradients. Gradients that are ready later would be lost, or mixed with those of the next step. So all
+reductions of such a step wait for the end of its backward.
 """
 
 import functools

@@ -112,7 +112,7 @@ class UnitOrder:
         return {"number": number, "done": self._said(call)}
 
     def begin(self, kind: Hashable) -> None:
-        """Called when a step begins or ends.
+        """Begins the calls of a step, or, with None, the calls between two steps.
 
         Args:
             kind: steps of one kind are expected to make the same calls; None between steps.
@@ -127,7 +127,7 @@ class UnitOrder:
         self._begun = self._place, self._number
 
     def repeat(self) -> None:
-        """The next step repeats this one from its begin: all ranks made the calls that this rank has made in it."""
+        """Goes back to the start of this step, which is run again; all ranks have made this rank's calls in it."""
         self._place, self._number = self._begun
         self._repeats = True
 

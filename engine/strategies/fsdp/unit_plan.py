@@ -106,7 +106,7 @@ def _called(submodule: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator
         if child in blocks:
             continue
         if isinstance(child, nn.Embedding) and type(child) is nn.Embedding:
-            if child.max_norm is None:  # otherwise its forward writes
+            if child.max_norm is None:  # otherwise its forward writes to its weight
                 yield key, child
         elif isinstance(child, nn.Linear) and type(child) is nn.Linear:
             if child.bias is None:

@@ -1,7 +1,8 @@
 """Lends parameters for the time of a batch to stages that use them outside of units but do not hold them.
 
-Such as an output layer that is registered before the blocks, or a norm behind them that the first stage uses. In a
-trial run each stage notes which parameters it needs. Optimizer, checkpoints and norms use the holder's parameter only.
+Examples are an output layer that is registered before the blocks, and a norm after the blocks that the first stage
+uses. In a trial run each stage notes which parameters it needs. Optimizer, checkpoints and norms use the holder's
+parameter only.
 
 Phases, per batch, for each pair of a holder and a borrower:
 1. before the micro-batches: the holder sends the values, one message for each dtype;

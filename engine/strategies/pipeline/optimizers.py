@@ -54,7 +54,7 @@ def _is_independent(optimizer: Optimizer, group: int) -> bool:
 
 
 def _movement(optimizer: Optimizer, group: int, factors: tuple[float, ...]) -> Tensor:
-    """Returns how far the first parameter of a group moves when the gradients of all others have these factors."""
+    """Returns how far the first parameter of a group moves if all other gradients are multiplied by `factors`."""
     torch.manual_seed(0)
     copies = {id(p): _small(p) for param_group in optimizer.param_groups for p in param_group["params"]}
     first = copies[id(optimizer.param_groups[group]["params"][0])]

@@ -33,7 +33,7 @@ class StepJob:
         context: entered around each micro-batch.
         shapes: shapes of this kind of micro-batch; a trial run fills them in.
         micro_batch: a micro-batch in words, for messages.
-        trial_has_last_stage: whether the trial run includes the last stage's part; not if it is known what that uses.
+        trial_has_last_stage: whether the trial run includes the last stage's part; False once its values are known.
     """
 
     step: Callable[[int], Any]

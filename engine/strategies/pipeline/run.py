@@ -1,9 +1,9 @@
 """Runs steps of a module through the stages of a pipeline, and broadcasts the last stage's results to all of them.
 
 Random numbers: the ranks of a pipeline have a common stream. Its state and the number of the batch seed a stream for
-each micro-batch. Nothing is drawn from it: it is where samplers draw the order of the next epochs from. Numbers that a
-step draws before its units, such as noise that its loss needs again, are equal on all stages; the units of a stage
-(dropout) draw from the stage's own stream.
+each micro-batch. A step draws nothing from the common stream, since samplers draw the order of later epochs from it.
+Numbers that a step draws before its units, such as noise that its loss needs again, are equal on all stages. The units
+of a stage (dropout) draw from the stage's own stream.
 """
 
 from collections import OrderedDict
@@ -182,10 +182,10 @@ class Runner:
         return self._share(work, warning)
 
     def seed_of_batch(self, *, trains: bool) -> int:
-        """Returns a seed for the numbers of this batch, and leaves the stream that all stages share as it is.
+        """Returns a seed for the random numbers of this batch; the common stream of the stages does not change.
 
         Args:
-            trains: whether it is a training batch; how many are evaluated between two of these makes no difference.
+            trains: whether it is a training batch. Its seed does not depend on the number of evaluated batches.
         """
         trainer = self.module.trainer
         loops: list[Any] = [epoch := trainer.fit_loop.epoch_loop]
@@ -204,7 +204,7 @@ class Runner:
         return is_new
 
     def _first_batch_warning(self, work: _Work) -> str | None:
-        """Warns of BatchNorm; returns the last stage's warning about the loss, which all ranks are to know."""
+        """Warns of BatchNorm; returns the last stage's warning about the loss, which is broadcast to all ranks."""
         if text := batch_norm_warning(self.module, work.num_micro_batches, work.size):
             rank_zero_warn(text)
         if not (self._is_last and self.checks_loss):

@@ -39,7 +39,7 @@ class PendingGathers:
         """Adds the message of a rank to a gather.
 
         Returns:
-            The messages of all ranks, once they are there: a list in the order of the ranks.
+            The future of the messages of all surviving ranks, a list in the order of the ranks.
         """
         with self._lock:
             answer = self._answers[name]

@@ -240,7 +240,7 @@ class Connection:
         return False
 
     def _await_keys(self, store: Any, keys: Callable[[], list[str]]) -> None:
-        """Waits until the store has all keys; `keys` is asked again each time, since ranks may be lost meanwhile."""
+        """Waits until the store has all keys; `keys` is called for each check, since ranks may be lost meanwhile."""
         deadline = time.monotonic() + self.timeout_s
         with waiting("the end of the parameter server"):
             while not store.check(keys()):

@@ -123,7 +123,7 @@ class PS(DistributedStrategy, DDPStrategy):
                     tensor.copy_(value)
 
     def setup(self, trainer: Trainer) -> None:
-        """Sets the module up, and has its torchmetrics objects gather over the surviving ranks."""
+        """Sets the module up, and makes its torchmetrics objects gather over the surviving ranks."""
         super().setup(trainer)
         self._connect_metrics()
 
@@ -322,7 +322,7 @@ class PS(DistributedStrategy, DDPStrategy):
     # --- collectives of the surviving ranks
 
     def _connect_metrics(self) -> None:
-        """Has torchmetrics objects gather over the surviving ranks."""
+        """Makes the module's torchmetrics objects gather over the surviving ranks."""
         assert self.lightning_module is not None
         for module in self.lightning_module.modules():
             if isinstance(module, Metric) and module.dist_sync_fn is None:

@@ -78,7 +78,12 @@ def test_a_stage_with_a_busy_neighbour_is_not_unequal():
 
 @pytest.mark.parametrize(
     ("strategy", "remedy"),
-    [("ddp", "compression="), ("fsdp", "bf16-mixed"), ("tp", "fewer ranks along tp"), ("local_sgd", "local_sgd:every")],
+    [
+        ("ddp", "compression="),
+        ("fsdp", "bf16-mixed"),
+        ("tp", "fewer ranks along tp"),
+        ("local_sgd", "local_sgd:sync_every"),
+    ],
 )
 def test_exposed_communication(strategy, remedy):
     finding = only(run_of(*[interval(communication=5.0)] * 2, strategy=strategy))
