@@ -28,7 +28,7 @@ def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
     if why_not is not None:
         raise ValueError(
             f"micro_batch_size='auto' can't repeat a step under {why_not}, in which a rank that ran out of memory could"
-            " not take part: give a number, or choose strategy 'ddp', 'fsdp' or 'hsdp' without it."
+            " not take part: give a number, or choose strategy 'ddp', 'zero1', 'fsdp' or 'hsdp' without it."
         )
     assert isinstance(strategy, CommHookMixin)
     strategy.may_repeat()
