@@ -246,7 +246,7 @@ class DeviceClock(HostClock):
         self._marks.append((self.phase, self._event()))
         if waits:
             wait_for(self._device)
-        self.sums()  # of the hooks, by the host's clock
+        self.sums()  # sums up the hooks' times, which the host's clock measures
         seconds, num_steps = dict.fromkeys(PHASES, 0.0), 0
         num_read = self._num_passed()
         for phase, event in self._marks[:num_read]:

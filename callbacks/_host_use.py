@@ -11,8 +11,8 @@ __all__ = ["HostUse", "num_cpus", "own_cpus", "rss_mb"]
 
 _PAGE_BYTES = mmap.PAGESIZE
 _EVERY_BATCHES = (4, 16)
-"""Batches from one that is measured to the next: among the first sixteen of an interval, and after these. Two reads
-take as long as all else that is done in a step."""
+"""Distance in batches between two measured ones: among the first sixteen of an interval, and after these. It is not
+smaller, since the two reads of a measurement take as long as all other work of `Doctor` in a step."""
 
 
 class HostUse:
@@ -20,7 +20,8 @@ class HostUse:
 
     Attributes:
         cpu_s: CPU time since `take`.
-        runqueue_s: time ready to run, while another thread had the CPU; None if the system does not report it.
+        runqueue_s: time since `take` in which the thread was ready to run, but another thread had the CPU; 0 if the
+            system does not report it.
     """
 
     def __init__(self) -> None:

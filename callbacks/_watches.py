@@ -150,8 +150,8 @@ class Watches:
         Args:
             trainer: the engine.
             is_warmup: whether the interval has the first steps.
-            num_batches: without those that only keep this rank in step with the others.
-            num_samples: in these; None if unknown.
+            num_batches: number of batches, without those that only keep this rank in step with the others.
+            num_samples: number of samples in these batches; None if unknown.
         """
         cpu_s, runqueue_s = self._use.take()
         padding, num_padding_looks = self._padding.take()

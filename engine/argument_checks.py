@@ -1,7 +1,8 @@
 """Checks the arguments of `Engine` before anything is built: their names, types, closed sets and ranges.
 
 Types and closed sets come from the annotations of `Arguments`. The tables here have the rest: the
-ranges of counts, and descriptions of arguments with a grammar of their own. All that Lightning accepts is accepted.
+ranges of counts, and descriptions of arguments with a grammar of their own. Every value that Lightning accepts is
+accepted here, too.
 """
 
 import functools
@@ -98,7 +99,7 @@ _REPR.maxlevel = 2
 
 
 class ArgumentError(RefusedError, TypeError):
-    """An unknown argument, or an invalid value; also of the types of error that Python and Lightning raise for it."""
+    """An unknown argument, or an invalid value; a subclass of the errors that Python and Lightning raise for it."""
 
 
 def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
@@ -141,14 +142,14 @@ def check_arguments(flags: Mapping[str, Any]) -> None:
 
 def _as_lightning_says(name: str, value: Any) -> str:
     template = _LIGHTNING_SAYS.get(name)
-    # A text without quotes, as in Lightning's message.
+    # A text is shown without quotes, as in Lightning's message.
     return (
         f" (Lightning: {template.format(name=name, value=' '.join(str(value)[:80].split()))} ...)" if template else ""
     )
 
 
 def _is_right(name: str, value: Any, hint: Any, flags: Mapping[str, Any]) -> bool:
-    """Whether an argument can have a value; raises ValueError where there is more to say."""
+    """Whether an argument can have a value; raises a ValueError if it has a more precise message than the caller's."""
     if value is None and _fits(None, hint):
         return True
     if name in _LEAST and isinstance(value, numbers.Number):
@@ -165,7 +166,7 @@ def _is_right(name: str, value: Any, hint: Any, flags: Mapping[str, Any]) -> boo
 
 
 def _shorten(value: Any) -> str:
-    """`value` as it would be written, on one line and cut where it is long."""
+    """The `repr` of `value` on one line, shortened if it is long."""
     return " ".join(_REPR.repr(value).split())
 
 
@@ -258,7 +259,7 @@ def _words(name: str, hint: Any) -> list[str]:
 def _is_devices(value: Any, flags: Mapping[str, Any]) -> bool:
     accelerator = flags.get("accelerator", "auto")
     if not isinstance(accelerator, str) or accelerator not in typing.get_args(AcceleratorName):
-        return True  # the user's own accelerator reads them
+        return True  # the user's own accelerator parses `devices`
     if isinstance(value, str):
         return _INDICES.fullmatch(value) is not None and all(len(digits) < 6 for digits in re.findall(r"\d+", value))
     values = value if isinstance(value, Sequence) and not isinstance(value, bytes) else [value]

@@ -32,7 +32,7 @@ __all__ = ["EngineConfig", "plain_value"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EngineConfig:
-    """The arguments of `Engine` that the engine reads itself; the rest, for Lightning's `Trainer` alone, in `trainer`.
+    """The arguments of `Engine`: a field for each that the engine reads itself; `trainer` has those for Lightning only.
 
     Raises:
         ArgumentError: a value of the wrong type or out of its range.

@@ -43,7 +43,7 @@ __all__ = [
 
 
 ALL_FRAMES = "POLYPHASE_TRACEBACK"
-"""The variable that is ``full`` if the terminal is to show each traceback with all frames."""
+"""Name of the variable; its value ``full`` makes the terminal show all frames of each traceback."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _ELSEWHERE = "192.0.2.1"
@@ -87,7 +87,9 @@ def allow_late_nodes() -> None:
 
 @contextmanager
 def owns_master_port(environment: Any) -> Iterator[bool]:
-    """Context manager that yields whether nobody has set the port of the rendezvous; if so, unsets it at the end.
+    """Context manager that yields whether this process chooses the port of the rendezvous; if so, unsets it at the end.
+
+    The process chooses it if neither a launcher nor the user has set a port.
 
     Args:
         environment: the strategy's cluster environment.
@@ -104,7 +106,7 @@ def owns_master_port(environment: Any) -> Iterator[bool]:
 
 @contextmanager
 def bind_interface(interface: str | None) -> Iterator[None]:
-    """In this context, gloo and TensorPipe listen on a network interface; None: the one that is set, or loopback."""
+    """In this context, gloo and TensorPipe listen on `interface`; None: on the configured interface, or loopback."""
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     with _restored(*names):
         for name in names:
@@ -229,7 +231,7 @@ def child_environment() -> Iterator[None]:
 
 
 def parent_pid() -> int | None:
-    """The process that started this one as a rank of its job, and whose end ends this one; None if there is none.
+    """Id of the process that has started this one as a rank; when it ends, this one ends. None if there is none.
 
     Processes of SLURM have none: SLURM ends them itself.
     """

@@ -29,7 +29,7 @@ _LOOKED_UP = ("auto", "fresh", "best", "hpc", "last")
 
 
 class RefusedError(ValueError, MisconfigurationException):
-    """The requested run is impossible; also of the type of error that Lightning raises for it."""
+    """The requested run is impossible; a subclass of the error that Lightning raises in this case."""
 
 
 class MissingCheckpointError(RefusedError, FileNotFoundError):
@@ -88,7 +88,7 @@ def check_checkpoint(path: Any, checkpoint_io: Any) -> None:
     folder, name = os.path.split(os.path.abspath(path_text))
     entries = os.listdir(folder) if os.path.isdir(folder) else []
     if any(entry.startswith(LEFTOVERS) for entry in entries):
-        return  # the folder's repair may give this name to what a killed save has left
+        return  # repairing the folder may rename the remains of a killed save to this name
     beside = {entry: os.path.join(os.path.dirname(path_text), entry) for entry in entries}
     names = beside | {name: name for name in _LOOKED_UP}
     hint = did_you_mean(name, names, lambda near: repr(names[near]))

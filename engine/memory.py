@@ -13,7 +13,7 @@ __all__ = ["held_bytes", "model_state_bytes"]
 
 
 def model_state_bytes(trainer: Any) -> dict[str, int]:
-    """Bytes of this rank's part of the trained state, by kind: see `held_bytes`; and of what the strategy keeps."""
+    """Bytes of this rank's part of the trained state: by kind, see `held_bytes`, and of the strategy's own copies."""
     own_bytes = adapt(trainer.strategy).held_bytes
     return {**held_bytes(trainer.lightning_module, trainer.optimizers), "strategy": own_bytes}
 

@@ -48,13 +48,13 @@ PHASES = {
 """The phases of training, with a description of each."""
 
 EXPOSED = ("bubble", "communication")
-"""The phases of which a part may be waiting for slower ranks, those first whose waits are longest."""
+"""The phases that may include waits for slower ranks; the phase with the longest waits is first."""
 
 SEALED = ("checkpoint", "validation")
-"""The phases that are measured though a clock pauses: rare parts of a run, each announced as a whole."""
+"""The phases that are measured even while a clock pauses: rare parts of a run, each announced as a whole."""
 
 UNMEASURED = "unmeasured"
-"""In place of a phase: the time in which a clock pauses, without the sealed phases in it."""
+"""Key, in place of a phase, of the time in which a clock pauses, without the sealed phases in this time."""
 
 _ANNOUNCED = {
     "fetch": "data_wait",
@@ -73,22 +73,23 @@ _OPTIMIZER = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 
 
 _MOST_NOTES = 20_000
-"""Notes of a clock, two for each activity, from which on they are summed up though nobody reads them."""
+"""Number of notes of a clock (two for each activity) at which they are summed up, even if nothing reads them."""
 
 
 class PhaseClock:
     """Adds up the seconds of each activity, the parts of phases; an activity lasts until the next one is entered.
 
-    An activity is a phase, what a loop calls one (``"fetch"``), or a hook (``"EarlyStopping.on_train_end"``). To enter
-    one takes a tenth of a microsecond: it is noted with its time, and the notes are summed up when they are read.
+    An activity is a phase, a loop's name for a phase (``"fetch"``), or a hook (``"EarlyStopping.on_train_end"``).
+    Entering one takes a tenth of a microsecond: its name and the time are noted, and the notes are summed up when they
+    are read.
 
     Args:
         now: a clock, in seconds.
 
     Attributes:
-        now: the same.
-        note: appends to the notes, an activity and then the time at which it begins.
-        is_open: whether activities are entered; not in a sealed one, nor in a pause.
+        now: the clock, in seconds.
+        note: appends to the notes: first an activity, then the time at which it begins.
+        is_open: whether activities are entered; False within a sealed phase, and in a pause.
         num_saves: how often the phase "checkpoint" was entered.
     """
 

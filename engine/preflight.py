@@ -16,7 +16,7 @@ def check_module(module: LightningModule, *, precision: str, comm_hook: CommHook
 
     Raises:
         MisconfigurationException: it has no optimizer, or its own optimization loop would bypass the loss scale.
-        ValueError: gradients that `comm_hook` can't compress.
+        ValueError: it has gradients that `comm_hook` can't compress.
     """
     kind = type(module).__name__
     if not _overrides(module, "configure_optimizers"):

@@ -1,4 +1,4 @@
-"""`ByteGPT`: a GPT over bytes; by default small enough for a CPU, up to GPT-2's 124M."""
+"""`ByteGPT`: a GPT over bytes, in sizes from one for CPUs (the default) to GPT-2's 124M."""
 
 import math
 from typing import Any, Literal

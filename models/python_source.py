@@ -38,7 +38,7 @@ class Windows(Dataset[Tensor]):
 
 
 class PythonSource(LightningDataModule):
-    """Bytes of the standard library's ``.py`` files in the order of their paths; a tenth of them for validation.
+    """Bytes of the standard library's ``.py`` files in the order of their paths; a tenth of the files for validation.
 
     The split depends only on the files' names, so it is the same everywhere.
 
@@ -98,7 +98,7 @@ def source_files(validation: bool) -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     kept = []
     for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - _SKIPPED  # most of the files are in there, and are not even listed
+        folders[:] = set(folders) - _SKIPPED  # these folders have most of the files, and are not even listed
         kept += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     return [root / path for path in sorted(kept) if (zlib.crc32(path.as_posix().encode()) % 10 == 0) == validation]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lightning.pytorch import Trainer
 
 from polyphase.engine import Engine
-from polyphase.engine.cli.strategies import field_docs
+from polyphase.engine.cli.strategies import default_of, field_docs
 from polyphase.engine.compression.registry import ROWS as HOOKS
 from polyphase.engine.strategies.registry import STRATEGIES
 
@@ -105,11 +105,10 @@ def _table(options: type) -> Iterator[str]:
     yield "| option | meaning | default | values |"
     yield "|---|---|---|---|"
     for field in dataclasses.fields(options):
-        is_left_out = field.default is None and types[field.name] == bool | None  # then it counts as false
-        default = (
-            "`false`" if is_left_out else "derived" if field.default is None else f"`{str(field.default).lower()}`"
-        )
-        yield f"| `{field.name}` | {_cell(texts.get(field.name, ''))} | {default} | {_values(types[field.name])} |"
+        text, type_ = texts.get(field.name, ""), types[field.name]
+        default = default_of(field.default, type_, text)
+        shown = default if default == "derived" else f"`{default}`"
+        yield f"| `{field.name}` | {_cell(text)} | {shown} | {_values(type_)} |"
 
 
 def _values(kind: typing.Any) -> str:

@@ -51,8 +51,8 @@ class Files:
 
         Args:
             name: name of the file.
-            notes_sum: note its size and checksum in `written`. A file with checksums of its own needs none: it takes a
-                third of the time of a save.
+            notes_sum: record the size and checksum of the file in `written`. The checksum takes a third of a save's
+                time, so a file that contains its own checksums does without it.
         """
         with self.fs.open(self.join(name), "wb") as stream:
             checked = _Checked(stream, sums=notes_sum)
@@ -103,7 +103,7 @@ class Files:
         return content
 
     def check(self, name: str, size: int, crc: int) -> str | None:
-        """Checks the size and the checksum of a file; returns what is wrong, None if nothing is."""
+        """Checks the size and the checksum of a file; returns a description of the fault, or None."""
         try:
             return self._check(name, size, crc)
         except FileNotFoundError:
@@ -163,7 +163,7 @@ class _Checked:
         return self._stream.fileno()
 
     def close(self) -> None:
-        """Does nothing: whoever opened the stream closes it."""
+        """Does nothing: the code that opened the stream closes it."""
 
 
 def resolve(path: str | os.PathLike[str]) -> tuple[AbstractFileSystem, str]:

@@ -186,7 +186,7 @@ def _prune(folder: str, keep_last: int, keep_every: int | None, dry_run: bool) -
     return 0
 
 
-# --- what they print
+# --- output of the commands
 
 
 def _row(manifest: Manifest) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ def read_index(files: Files, manifest: Manifest) -> Index:
     """Reads the index of the tensors and checks it against the manifest.
 
     Raises:
-        CheckpointError: it can't be parsed, or contradicts the manifest.
+        CheckpointError: the index can't be parsed, or contradicts the manifest.
     """
     is_packed = manifest.format < 2
     try:
@@ -210,7 +210,7 @@ def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetad
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor on the host; a conjugation or negation that torch has put off is carried out."""
+    """Returns a contiguous tensor on the host; applies conjugations and negations that torch has deferred."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -251,7 +251,7 @@ def _header(chunks: list[_LocalChunk]) -> bytes:
 
 
 def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tuple[Tensor, list[int]]:
-    """Reads the planned rows of a chunk (entries of dim 0); returns them, and the planned block's offsets in them."""
+    """Reads the rows (entries of dim 0) of a chunk that are planned; returns them and the block's offsets in them."""
     offsets, sizes = list(item.storage_offsets), list(chunk.sizes)
     start = chunk.start
     if sizes:

@@ -33,8 +33,8 @@ def begin_run(continues: Mapping[str, Any] | None = None, *, is_same: bool = Fal
     """Returns the id of a run that begins now.
 
     Args:
-        continues: the run id in the checkpoint that the run starts from, as from `RunId.as_dict`; None without one.
-        is_same: the run is that run, restarted, and keeps its id.
+        continues: the run id in the opened checkpoint, as `RunId.as_dict` returns it; None without a checkpoint.
+        is_same: the run is a restart of the saved run, and keeps its id.
     """
     before = tuple(continues.get("lineage", ())) if continues else ()
     if is_same and continues and continues.get("id"):
@@ -55,7 +55,7 @@ class Snapshot(NamedTuple):
 class Ledger:
     """Tracks a run's snapshots and the number of its next save, so that manifests are read only once.
 
-    Rank 0 keeps it. The save thread adds to it.
+    Only rank 0 has a ledger. The thread that saves adds to it.
 
     Args:
         run: the run that saves into the folder.

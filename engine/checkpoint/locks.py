@@ -16,7 +16,7 @@ __all__ = ["keep_lock", "lock"]
 
 _LOCK = ".lock"
 _HOLDER_PREFIX = "process "
-"""The beginning of each of our lock files."""
+"""The first characters of every lock file of Polyphase."""
 
 
 class _Held(NamedTuple):

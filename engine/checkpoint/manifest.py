@@ -47,7 +47,7 @@ RANKS = "ranks.pt"
 TENSORS = "tensors.json"
 """The index of the tensors, with the file and position of each; since format 2."""
 METADATA = ".metadata"
-"""The same in format 1: a pickle of `torch.distributed.checkpoint`."""
+"""The index of the tensors in format 1: a pickle of `torch.distributed.checkpoint`."""
 
 FORMAT = 2
 """Version of the directory format; larger versions are refused. Format 1 had pickles instead of `TENSORS`."""

@@ -54,7 +54,8 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
             of_ranks = tensor_keys([{key: state[key] for key in state.keys() - wants.own} for state in ranks])
         shared = tensor_keys(rest)
         _check_present([*shared, *of_ranks], index)
-    templates = {key: wants.template(key) for key in shared} | dict.fromkeys(of_ranks)  # ranks' own are not sharded
+    # The tensors in a rank's own state are not sharded, so they have no template.
+    templates = {key: wants.template(key) for key in shared} | dict.fromkeys(of_ranks)
     elsewhere = {key: template for key, template in templates.items() if template is not None and template.is_meta}
     with _as_damage(path, wants.weights_only):
         tensors = {
@@ -113,7 +114,7 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
     Args:
         path: the directory.
         manifest: the directory's manifest.
-        is_to_open: also count objects that could run code when the checkpoint is opened.
+        is_to_open: also report objects that could run code when the checkpoint is opened.
 
     Returns:
         One text for each fault.
@@ -132,7 +133,7 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
 
 
 def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
-    """Reads `REST` or `RANKS`; sharded tensors are replaced by marks.
+    """Reads `REST` or `RANKS`; a mark with its key stands for each tensor that `split` has taken out.
 
     Raises:
         CheckpointError: the file has objects that `weights_only` does not allow.

@@ -27,7 +27,7 @@ class PathStatus(NamedTuple):
     """The kind of the file or directory at a path, and whether it is ours."""
 
     kind: Literal["free", "ours", "damaged", "foreign"]
-    """Damaged: a directory of only our files, without a valid manifest. It may be moved away, but not deleted."""
+    """Damaged: a directory with only our files, but no valid manifest; a local save of that name moves it aside."""
     about: str = ""
     """A description, if it is foreign."""
     extras: tuple[str, ...] = ()

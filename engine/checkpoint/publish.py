@@ -109,7 +109,7 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> s
 
 @contextmanager
 def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]]:
-    """Opens a stream for the single-file checkpoint `path`, which appears under its name when all is written.
+    """Opens a stream that writes the single-file checkpoint `path`; the file gets its name once it is complete.
 
     Yields the stream, and a list to which notes for the user are added.
 
@@ -162,7 +162,7 @@ def _give_name(staging: str, final: str) -> str | None:
 
 
 def update_link(path: str | os.PathLike[str], name: str = "last") -> str | None:
-    """Points the link `name` beside a local checkpoint at it. A file or directory of that name is left unchanged.
+    """Makes the link `name` in a local checkpoint's folder point to it; a file or directory of that name stays.
 
     Returns:
         A note for the user, or None.
@@ -187,7 +187,7 @@ def discard(staging: str) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint. Its manifest goes first, so that a partly removed one never counts as a checkpoint.
+    """Removes a checkpoint, its manifest first, so that a partly removed checkpoint does not count as one.
 
     A path that is not one of our checkpoints is kept, with a warning; so are foreign files inside a checkpoint.
     """
@@ -295,7 +295,7 @@ def repair(folder: str | os.PathLike[str]) -> list[str]:
     if not isinstance(fs, LocalFileSystem) or not os.path.isdir(root):
         return restored
     for entry in os.listdir(root):
-        if _LEFT_LINK.fullmatch(entry) and os.path.islink(f"{root}/{entry}"):  # killed before it got its name
+        if _LEFT_LINK.fullmatch(entry) and os.path.islink(f"{root}/{entry}"):  # killed before the rename
             os.remove(f"{root}/{entry}")
     leftovers = [f"{root}/{entry}" for entry in sorted(os.listdir(root)) if is_leftover(f"{root}/{entry}")]
     # Staged checkpoints first: they are newer than the checkpoints that they replace.

@@ -61,7 +61,7 @@ def _numpy_state() -> list[Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Sets the random generators to a state of `get_random_state`."""
+    """Sets the random generators to a state that `get_random_state` has returned."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, keys, *rest = state["numpy"]
@@ -94,7 +94,8 @@ def seed_all(*numbers: int) -> None:
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:
-        # torch notes the call's stack for each kind of device that might come: 0.7 ms, for each micro-batch of a stage.
+        # `torch.manual_seed` records the call stack for each kind of device that may be initialised later. This takes
+        # 0.7 ms, in each micro-batch of a pipeline stage.
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -2,8 +2,8 @@
 
 Phases of a save:
 1. On the trainer's thread, the tensors are copied (`staging.py`) and everything else is serialised. The next step waits
-   for no more than that. A save in the foreground copies no tensors of host memory.
-2. On a thread of its own, over a gloo group of its own, the copies go to host memory and each rank writes its shards.
+   only for this phase. A save in the foreground copies no tensors of host memory.
+2. On a separate thread, over a separate gloo group, the copies go to host memory and each rank writes its shards.
    Rank 0 gathers the checksums and each rank's own state (random state, position in the data), writes the other files
    and publishes the directory.
 A save that fails leaves no files; all ranks get the error, and training continues.
@@ -77,7 +77,7 @@ class AsyncCheckpointer:
         self._notes: list[str] = []
         self._has_checked_rest = False
         self.ranks: ObjectGroup | None = None
-        """The group in which ranks agree; None: their own gloo group. If it has no process group, rank 0 writes all."""
+        """The group of the ranks that save; None: a separate gloo group. Without a process group, rank 0 writes all."""
         self.newest: str | None = None
         """The path of the last checkpoint that was published; None before the first."""
         self.on_published: Callable[[str, Manifest], None] | None = None
@@ -86,7 +86,7 @@ class AsyncCheckpointer:
         """Called with the path of a checkpoint that was removed."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads, groups and memory to copy to live in this process alone.
+        # Threads, groups and staging memory can't leave this process.
         stays = ("newest", "on_published", "on_removed")
         return {**vars(AsyncCheckpointer()), **{name: getattr(self, name) for name in stays}}
 
@@ -174,7 +174,7 @@ class AsyncCheckpointer:
             rank_zero_warn(note)
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint, after the save in flight has succeeded, since that may replace it."""
+        """Removes a checkpoint once the save in flight has succeeded; if that save fails, the checkpoint stays."""
         if self._thread is None:
             self._remove(path)
         else:
@@ -228,7 +228,7 @@ class AsyncCheckpointer:
             checkpoint = open_directory(path, manifest, share[1], wants)
         except CheckpointError as raised:
             error = raised
-        # If one rank can't read the checkpoint, all ranks raise, and try the same next one.
+        # If one rank can't read the checkpoint, all ranks raise, so that all of them try the same next checkpoint.
         messages = group.all_gather_object(None if error is None else str(error))
         errors = [message for message in messages if message is not None]
         if errors:
@@ -271,7 +271,7 @@ class AsyncCheckpointer:
         return call_on_rank_0(self._ranks(), function)
 
     def _ranks(self) -> ObjectGroup:
-        """Returns `ranks`, or a group of its own, whose collectives can't mix with those of training.
+        """Returns `ranks`, or a separate gloo group, whose collectives can't mix with those of training.
 
         Waits for the save in flight, which uses the same connections.
         """
@@ -362,7 +362,7 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
 
 
 def _packed(value: Any) -> bytes:
-    """Serialises the present value, which may change afterwards."""
+    """Serialises a value at once, since training may change it while the save is written."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

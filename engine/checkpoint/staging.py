@@ -2,12 +2,13 @@
 
 Phases:
 1. On the trainer's thread, an accelerator copies its tensors within its own memory, in the order of its other work. The
-   copies are the values of that moment, however a tensor is changed later (`.data` has no version). The trainer does
-   not wait. Tensors for which the device has no room, and tensors in host memory, are copied to the host at once.
-2. On the thread that writes, on a stream of its own, the copies go to pinned host memory, which later saves use again.
-   Then the device's memory is released.
+   copies keep the values of this moment, even if a tensor is changed later through `.data`, which no version counter
+   shows. The trainer does not wait. Tensors for which the device has no room, and tensors in host memory, are copied to
+   the host at once.
+2. On the thread that writes, on a separate stream, the copies go to pinned host memory, which later saves reuse. Then
+   the device's memory is released.
 
-The room on a device is the memory that no step has needed so far, less a tenth of the device's memory: so the copies
+The room on a device is the memory that no step has needed so far, minus a tenth of the device's memory. So the copies
 take no memory that the next step needs.
 """
 
@@ -57,7 +58,7 @@ class Staging:
 
 
 class _HostMemory:
-    """Host memory, pinned if tensors are on a CUDA device, which is used again for the same storages.
+    """Host memory for copies, pinned if tensors are on a CUDA device; later saves reuse it for the same storages.
 
     Args:
         waits_once: copy all tensors without blocking, and wait for the device once; otherwise each copy blocks, and
@@ -69,7 +70,7 @@ class _HostMemory:
         self._stager: DefaultStager | None = None
 
     def stage(self, tensors: Tensors) -> Tensors:
-        """Returns copies of tensors, when they are complete."""
+        """Copies tensors, and returns the copies once they are complete."""
         if self._stager is not None:
             try:
                 return self._stager.stage(tensors)  # type: ignore[return-value]

@@ -34,14 +34,14 @@ _ALWAYS = ("state_dict", "optimizer_states")
 
 
 def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Takes out the tensors that are weights or optimizer state, sharded, or large.
+    """Separates tensors from the rest: weights and optimizer state, and all tensors that are sharded or large.
 
     Args:
         checkpoint: nested dict.
         under: prefix of the tensors' keys.
 
     Returns:
-        The tensors by key, and the checkpoint with marks in their places.
+        The tensors by key, and the checkpoint with a mark in place of each of them.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -70,7 +70,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Puts the tensors back in their places; None where a tensor was not read."""
+    """Replaces the marks of `split` by their tensors; a mark whose tensor was not read becomes None."""
     if type(rest) in (dict, OrderedDict):
         if rest.keys() == {_MARK}:
             return tensors.get(rest[_MARK])

@@ -65,7 +65,7 @@ class SavePlanner(DefaultSavePlanner):
     """torch's planner of a save, which plans each block of a strided shard by itself."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Takes the values to be saved, by their keys."""
+        """Sets the values to save, by key."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict = _in_blocks(self.state_dict)
 
@@ -79,7 +79,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     """torch's planner of a load, which plans each block of a strided shard by itself."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Takes the tensors to be read into, by their keys."""
+        """Sets the tensors to read into, by key."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = _in_blocks(self.state_dict)
 
@@ -93,7 +93,7 @@ def reading_plan(tensors: dict[str, Tensor], metadata: Metadata) -> tuple[Defaul
     """Plans the reads of one rank, as `torch.distributed.checkpoint.load` does, without its warning about one rank.
 
     Args:
-        tensors: to be filled, by their keys.
+        tensors: the tensors to fill, by key.
         metadata: metadata of the stored tensors.
     """
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -111,7 +111,7 @@ def _is_strided(tensor: Any) -> bool:
 
 
 def _local_indices(size: int, dim: int, mesh: Any, placements: Any) -> Tensor:
-    """Returns the indices along `dim`, of `size`, that this rank has, in the order of its local tensor."""
+    """Returns this rank's indices along `dim`, which has length `size`, in the order of its local tensor."""
     indices = torch.arange(size)
     for axis, placement in enumerate(placements):
         if getattr(placement, "dim", None) == dim:

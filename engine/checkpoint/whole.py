@@ -28,7 +28,7 @@ __all__ = ["names_in", "part_of", "read_file", "refusal_of", "whole_checkpoint",
 
 
 _NOT_OURS = ".safetensors"
-"""The ending of paths which torch.load treats as safetensors files; for a stream it checks the content."""
+"""Extension of the paths that torch.load opens as safetensors files; of a stream it checks the content instead."""
 
 
 def write_file(checkpoint: dict[str, Any], path: str) -> None:

@@ -1,7 +1,7 @@
 """Checks a command line without torch: names of flags and classes, and values that are texts or numbers.
 
-It only refuses flags that would fail later, and passes everything that it can't judge. So a mistake is reported at once
-in one line, and the check costs a run some milliseconds.
+It only refuses flags that would fail later, and accepts everything that it can't check. So a mistake is reported at
+once, in one line, and the check costs a run only some milliseconds.
 """
 
 import re

@@ -150,7 +150,7 @@ def models_of(kind: str) -> tuple[str, ...]:
 
 
 def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
-    """Returns the classes in the files of a folder and its subfolders: import path by ``"module.Class"``."""
+    """Returns the classes in the files of a folder and its subfolders, as ``{"module.Class": "Class"}``."""
     root = Path(folder or os.getcwd())
     files = [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]
     paths: dict[str, str] = {}

@@ -15,7 +15,7 @@ _SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "config")
 
 
 def check_config(command: str, path: str) -> bool:
-    """Checks the file behind ``--config``; returns whether it names a model.
+    """Checks the file that ``--config`` names; returns whether the file names a model.
 
     Raises:
         UsageError: the file is missing, is not YAML, or has an invalid key or value; the message has its path.

@@ -1,7 +1,7 @@
 """Shortens jsonargparse's errors to the flag, its problem, and a suggestion.
 
-Its messages describe the whole search in ten lines or more. The relevant parts are extracted here; from unknown
-messages the informative lines are kept.
+jsonargparse describes its whole search, in ten lines or more. This module extracts the relevant parts. Of messages that
+it does not know, it keeps the informative lines.
 """
 
 import importlib

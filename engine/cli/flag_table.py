@@ -47,7 +47,7 @@ class FlagRow:
     choices: tuple[str, ...] = ()
     """All possible values, if there are few."""
     commands: tuple[str, ...] = tuple(COMMANDS)
-    """The commands that have it."""
+    """The commands that have this flag."""
 
 
 _WHAT, _HOW, _LONG, _BATCHES, _STEP, _SAVING, _SHOWN = GROUPS

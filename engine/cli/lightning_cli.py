@@ -38,7 +38,7 @@ class _CLI(LightningCLI):
         return {**LightningCLI.subcommands(), "verify": own, "bench_comm": own}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds to the full help that the flags of the engine have short names."""
+        """Adds a line about the short names of the engine's flags to the full help."""
         parser.epilog = "Each --trainer.NAME may be written --NAME."
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -80,7 +80,7 @@ class _CLI(LightningCLI):
             _exit("bench-comm needs data to take its steps on: --data NAME or --data package.Class.")
 
     def after_verify(self) -> None:
-        """Exits with 1 if the run was not equal to one process."""
+        """Exits with 1 if the run did not give the result of one process."""
         if not self.trainer.certificate.equal:  # type: ignore[attr-defined]
             sys.exit(1)
 

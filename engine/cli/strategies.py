@@ -186,14 +186,17 @@ def _options(options: type) -> Iterator[str]:
     yield "options, as name:option=value,option=value"
     types, texts = typing.get_type_hints(options), field_docs(options)
     for field in fields:
-        is_left_out = field.default is None and types[field.name] == bool | None  # None means false here
-        left = f"  {field.name}={_text(False if is_left_out else field.default)}"
-        words = f"{texts.get(field.name, '')} ({_type_name(types[field.name])})".strip()
+        text = texts.get(field.name, "")
+        left = f"  {field.name}={default_of(field.default, types[field.name], text)}"
+        words = f"{text} ({_type_name(types[field.name])})".strip()
         yield from _wrapped(words, " " * 35, f"{left:<34} ")
 
 
-def _text(default: object) -> str:
-    return str(default).lower() if isinstance(default, bool) else "derived" if default is None else str(default)
+def default_of(default: object, type_: typing.Any, doc: str) -> str:
+    """Returns the default of an option in words. None of a bool is false, unless the option's docstring says more."""
+    if default is None:
+        return "false" if type_ == bool | None and "default:" not in doc.lower() else "derived"
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _type_name(type_: typing.Any) -> str:
@@ -205,7 +208,7 @@ def _type_name(type_: typing.Any) -> str:
 
 
 def _example(name: str, options: type) -> str:
-    """Returns a flag with a size, if it has one."""
+    """Returns an example of the flag, with a size if the strategy has an option for one."""
     sizes = {"pipeline_size": 2, "tp": 2, "replicate": 2, "sync_every": 16, "staleness": 4}
     names = [field.name for field in dataclasses.fields(options)]
     size = next((f"{key}={value}" for key, value in sizes.items() if key in names), None)

@@ -118,7 +118,7 @@ class CommHook(ABC):
     # --- for strategies to call
 
     def begin(self, module: nn.Module, wire: CountingGroup, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Prepares for a run with `module`, whose parameters will have gradients, and the loss scale, if any."""
+        """Prepares for a run that trains `module`; `scaler` is the loss scaler, if there is one."""
         if not self.is_checked:
             self.check(module)
         self.step = 0
@@ -158,7 +158,7 @@ class CommHook(ABC):
         model.register_comm_hook(state=None, hook=self._on_bucket)
 
     def run(self, bucket: Bucket, ready: Any = None) -> Tensor:
-        """Averages `bucket` at once."""
+        """Runs the three phases for `bucket`, and returns the averaged gradients."""
         assert self.wire is not None
         self.num_calls += 1
         self.wire.bucket = bucket.index
@@ -225,7 +225,7 @@ class CommHook(ABC):
         )
 
     def finish(self) -> None:
-        """Waits until all buckets are averaged, since this overlaps with backward."""
+        """Waits until all buckets are averaged: this may take longer than backward, with which it overlaps."""
         if self._background is not None:
             self._background.wait()
 

@@ -47,7 +47,10 @@ class Bucket:
     members: tuple[ParamSlice, ...]
 
     def cut(self, least_numel: int) -> "Iterator[tuple[slice, Bucket]]":
-        """Splits the bucket into runs of at least `least_numel` values (except the last), with their position in it."""
+        """Splits the bucket into runs of members with at least `least_numel` values each; the last may have fewer.
+
+        Yields each run with its position in the bucket.
+        """
         start = numel = 0
         run: list[ParamSlice] = []
         for position, member in enumerate(self.members, start=1):

@@ -143,7 +143,7 @@ def forecast(
 
 
 def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link], size: int) -> tuple[list[float], int]:
-    """Returns the seconds for each bucket, and the bytes sent for all."""
+    """Returns the time of each bucket in seconds, and the number of bytes sent for all buckets."""
     hook.step = 10**9  # past any warm-up
     costs_s, num_bytes = [], 0
     # The state of each bucket is freed at once: it may be as large as the gradients.
@@ -161,11 +161,15 @@ def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link],
 
 
 def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: SimulatedGroup) -> float:
-    """Runs the method with a simulated group, and adds each message's time on the links from its start."""
+    """Returns the seconds of one bucket: the method's computation, measured here, and its waits for messages.
+
+    The method runs with a simulated group. A message takes its time on the links from the moment when it is started.
+    """
     device = bucket.gradients.device
     dry.messages.clear()
     dry.sent.clear()
-    generator = torch.Generator(bucket.gradients.device).manual_seed(0)  # not the one that orders and dropout draw from
+    # Not the default generator: orders of samples and dropout draw from that one.
+    generator = torch.Generator(bucket.gradients.device).manual_seed(0)
     bucket.gradients.normal_(generator=generator)
     began_s = clock_s(device)
     hook.average(bucket, dry)
@@ -187,7 +191,7 @@ def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: Simu
 
 
 def _step_s(step: Step, costs: Sequence[float], plain_costs: Sequence[float]) -> float:
-    """Returns the length of a step whose buckets take other times than the measured ones."""
+    """Returns the length of a step if its buckets take `costs` seconds, instead of `plain_costs`."""
     if not step.overlaps:
         # For short steps, the forecast of the plain hook may exceed the whole measured step.
         return max(step.length_s - sum(plain_costs), 0.0) + sum(costs)

@@ -30,7 +30,7 @@ one message does not; on a fast link more messages bring no gain."""
 _SMALL = 2**14
 """Parameters with fewer values are processed together."""
 _CHUNK = 2**22
-"""Number of values processed at a time, since temporary tensors for a whole embedding would be larger than it."""
+"""Number of values processed at a time; temporary tensors for a whole embedding would be larger than the embedding."""
 _NUM_ROWS = 2**14
 _LARGEST = 127
 
@@ -54,14 +54,14 @@ class _Piece(NamedTuple):
         return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
     def put(self, rows: Tensor, flat: Tensor) -> None:
-        """Writes the result of `rows` back to `flat`, if it is a copy."""
+        """Writes a result of the method `rows` back to `flat`, unless it is a view of `flat`."""
         if rows.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
             return
         for position, values in zip(self.places, rows.split(self.sizes, dim=1), strict=True):
             flat[position] = values.reshape(-1)[: position.stop - position.start]
 
     def noise(self, noise: "Noise") -> "Noise":
-        """Returns the noise of each block; for each parameter it is the same, however parameters are grouped."""
+        """Returns the noise of each block; a parameter's noise does not depend on how parameters are grouped."""
         starts = [noise.starts[: size // noise.rows.size(1)] for size in self.sizes]
         return Noise(noise.rows, torch.cat(starts) if len(starts) > 1 else starts[0])
 
@@ -98,7 +98,7 @@ class Int8(ErrorFeedbackHook):
     def exchange(self, total: Tensor, bucket: Bucket, wire: CountingGroup) -> None:
         """See the phases above."""
         runs = [(total[position], run, self._pieces(run, wire.size)) for position, run in bucket.cut(_RUN)]
-        num_blocks = total.numel() // self.block + 1  # of a parameter, at most
+        num_blocks = total.numel() // self.block + 1  # the most that one parameter can have
         noise, owners_noise = (self._noise(total.device, stream, num_blocks) for stream in (wire.rank, wire.size))
         # Phases 1 and 2, one run of parameters after the other; each is sent while the next one is quantised.
         received = []

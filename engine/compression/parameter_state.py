@@ -76,7 +76,7 @@ class ParameterState:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continues with these parts, whatever the buckets are."""
+        """Loads parts by parameter name; each moves into its bucket when that bucket is first seen."""
         self._waiting = dict(state)
         for kept in (self._tensors, self._staged, self._parts, self._members):
             kept.clear()

@@ -68,7 +68,7 @@ class TopK(ErrorFeedbackHook):
                 average.index_add_(0, torch.cat([whole, chosen]), values, alpha=1 / wire.size)
 
     def _places(self, total: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Returns the indices of the values that all ranks send, and of those that this rank has chosen."""
+        """Returns the indices of the values that all ranks send, and the indices that this rank has chosen."""
         offsets = itertools.accumulate(bucket.numels, initial=0)
         whole, chosen = ([torch.empty(0, dtype=torch.int64, device=total.device)] for _ in range(2))
         for member, part, offset in zip(bucket.members, total.split(bucket.numels), offsets, strict=False):

@@ -1,8 +1,8 @@
 """Calls of the job's key-value store with a time limit.
 
-torch's client waits for a response until the kernel gives the connection up. If the other host has lost its power, or
-the network drops packets, that takes a quarter of an hour, in which the calling thread can do nothing else. So a thread
-of its own makes the calls, and the caller waits for a limited time.
+torch's client waits for a response until the kernel gives up the connection. If the other host has lost its power, or
+the network drops packets, this takes a quarter of an hour, in which the calling thread can do nothing else. So a
+separate thread makes the calls, and the caller waits for a limited time.
 """
 
 import os
@@ -22,7 +22,7 @@ __all__ = ["PATIENCE_S", "StoreLine", "StoreLostError", "end_threads", "place_of
 PATIENCE_S = 22.0
 """The longest time that a call of a store may take."""
 _LONGEST_S = 60.0
-"""The same if the store's process still accepts connections: the network was down, and TCP waits to send again."""
+"""The longest time if the store's process still accepts connections: TCP may wait to resend after a network failure."""
 _TICK_S = 1.0
 
 _lines: "weakref.WeakSet[StoreLine]" = weakref.WeakSet()

@@ -33,7 +33,7 @@ class waiting:  # noqa: N801 (a context manager, named as a function is)
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _waits[threading.get_ident()].pop()
-        # The report of a failure is made when the wait is over: the innermost wait stays with the exception.
+        # A failure is reported after the wait has ended. So the exception keeps the name of its innermost wait.
         if error is not None and wait_that_raised(error) is None:
             with suppress(AttributeError, TypeError):  # some exceptions take no attributes
                 setattr(error, _ATTRIBUTE, self._name)

@@ -105,7 +105,7 @@ def _reset(submodule: nn.Module, name: str, *, must: bool, real: dict[Tensor, Te
     loaded = [(t, t.detach().clone()) for t in _tensors(submodule, recurse=True) if id(t) not in materialized | own]
     with torch.no_grad():
         reset()
-        for tensor, value in loaded:  # such as pretrained weights, which a parent's reset must not change
+        for tensor, value in loaded:  # a parent's reset must not change loaded values, such as pretrained weights
             tensor.copy_(value)
     for key, tensor in (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)):
         if must and tensor.isnan().any():

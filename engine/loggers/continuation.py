@@ -34,7 +34,7 @@ class LogContinuation:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # By the logger's index in the trainer's list; loggers with points that are still to be removed.
+        # Entries by the logger's index in the trainer's list, for loggers with points that are still to be removed.
         self._adopted: dict[int, dict[str, Any]] = {}
         self._continued: set[int] = set()
         self._held: list[dict[str, Any]] | None = None
@@ -95,7 +95,7 @@ class LogContinuation:
         """Removes points that were logged after the opened snapshot.
 
         Args:
-            loggers: the entry of its manifest; None if the run begins again without a snapshot.
+            loggers: the entry ``loggers`` of the snapshot's manifest; None if the run begins again without a snapshot.
             step: step of the snapshot.
             waits: postpone it until `take_back_unless_over`, since a run without remaining time logs nothing.
         """
@@ -128,11 +128,11 @@ class LogContinuation:
             kind.note(logger, metrics, step)
 
     def hold(self) -> None:
-        """Freezes `positions` at the current end of the logs until this `fit` ends: later points are logged again."""
+        """Freezes `positions` at the current end of the logs until `fit` ends: a longer run logs later points again."""
         self._held = self.positions()
 
     def positions(self) -> list[dict[str, Any]]:
-        """Class, place, id and position of each logger of a known kind; empty on all ranks but 0."""
+        """Returns class, place, id and position of each logger of a known kind; empty on all ranks but 0."""
         if self._held is not None:
             return self._held
         if not self._trainer.is_global_zero or self._trainer.fast_dev_run:
@@ -157,7 +157,7 @@ class LogContinuation:
 
 
 def _said_in(folder: str, root: str) -> list[dict[str, Any]]:
-    """The positions of the loggers of the run that saves into `folder`, from its newest snapshot or its record."""
+    """Returns the loggers' entries of the run that saves into `folder`, from its newest snapshot or its record."""
     for _, manifest in find(folder):
         if manifest.kind != "weights":
             return list(manifest.loggers)

@@ -1,4 +1,4 @@
-"""The folders a run writes to: a separate log folder, also if several runs begin at the same time in one place."""
+"""The folders that a run writes to. Each run has its own log folder, even if several runs begin at the same time."""
 
 import os
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def folders_written_to(trainer: Trainer) -> dict[str, str]:
 
 
 def claim_log_folders(loggers: Iterable[Any]) -> None:
-    """Creates the next free ``version_N`` of each logger that would choose one, and sets it.
+    """Creates the next free folder ``version_N`` for each logger that would choose its version itself, and sets it.
 
     Lightning looks for the first number without a folder, and creates the folder when something is logged: two runs
     that begin at the same time take the same number. Worker processes get the number from the process that starts

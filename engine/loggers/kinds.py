@@ -41,11 +41,11 @@ class LoggerKind:
     logger_class: ClassVar[type]
 
     def place(self, logger: Any) -> dict[str, Any]:
-        """The user's arguments: a logger of a later start with equal arguments is the same logger."""
+        """Returns the user's arguments that identify a logger: if they are equal, a later start has the same logger."""
         raise NotImplementedError
 
     def id_of(self, logger: Any) -> Any:
-        """The run's name within that place: a plain value; None if it has none yet."""
+        """Returns the run's name within the logger's place, a plain value; None if the run has no name yet."""
         raise NotImplementedError
 
     def adopt(self, logger: Any, run_id: Any) -> str | None:
@@ -168,14 +168,14 @@ class _TensorBoard(_Versions):
 
     def take_back(self, logger: Any, position: Any, step: int) -> None:
         _cut(logger.log_dir, _EVENTS, position)
-        # For a TensorBoard that has already read more, and for logs that are not on this machine's disks.
+        # Tells TensorBoard to drop later points that it has already read, or that are not on this machine's disks.
         logger.experiment.purge_step = step
 
 
 class _Wandb(LoggerKind):
     """W&B writes rows to the disk every 15 s: the last rows of a killed process are lost.
 
-    So a snapshot keeps the latest rows, which are logged again, each under its number.
+    So a snapshot keeps the latest rows. A resumed run logs them again, each under its old number.
     """
 
     logger_class = WandbLogger
@@ -232,7 +232,7 @@ class _Wandb(LoggerKind):
         logger.experiment.log({}, step=position["next"])
 
     def _next_row(self, logger: Any) -> int | None:
-        """None if this version of wandb does not have it."""
+        """Returns the number of the next row; None if this version of wandb does not tell."""
         # wandb: Run.step asks another process for it; `_step` in older versions.
         counters = (getattr(logger.experiment, name, None) for name in ("_local_step", "_step"))
         return next((row for row in counters if type(row) is int), None)
@@ -310,7 +310,7 @@ def _checked_sizes(sizes: Any) -> dict[str, int]:
 
 
 def _sizes(folder: str, marker: str) -> dict[str, int]:
-    """Sizes of the files in a local folder and below whose names contain `marker`, by path within it."""
+    """Returns the sizes of the files under a local folder whose names contain `marker`, by relative path."""
     sizes = {}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -334,7 +334,7 @@ _KINDS: tuple[LoggerKind, ...] = (_TensorBoard(), _CSV(), _Wandb(), _MLFlow())
 
 
 def kind_of(logger: Any) -> LoggerKind | None:
-    """The kind of a logger; None for others, and for subclasses that create their writer differently."""
+    """Returns the kind of a logger; None for other loggers, and for subclasses that create their writer differently."""
     for kind in _KINDS:
         if isinstance(logger, kind.logger_class):
             is_lightnings = type(logger).experiment is kind.logger_class.experiment  # type: ignore[attr-defined]

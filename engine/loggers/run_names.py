@@ -42,7 +42,7 @@ class RunLogger(TensorBoardLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | None = None, step: int | None = None
     ) -> None:
-        """Writes them for TensorBoard, which uses all scalars of the run as metrics if none are passed."""
+        """Writes hyperparameters for TensorBoard. Without `metrics`, it uses all scalars of the run as metrics."""
         super().log_hyperparams(params, metrics, step)
         if metrics:
             return
@@ -87,7 +87,7 @@ def use_run_logger(trainer: Any, name: str | None) -> None:
     """Replaces Lightning's default logger by a `RunLogger`, if `trainer` has it.
 
     Args:
-        trainer: has not run yet.
+        trainer: a trainer that has not run yet.
         name: name of the run's folder; a name in use gets a number: ``name-2``. None: ``version_0``, 1, ...
     """
     (default,) = trainer.loggers if len(trainer.loggers) == 1 else [None]

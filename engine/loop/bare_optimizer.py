@@ -25,18 +25,18 @@ def zero_grad(optimizer: Any) -> None:
 
 
 class BareStep:
-    """Calls the `step` of optimizers; inspects a `step` function again only if it is not the last one it has met."""
+    """Calls the `step` of optimizers; inspects a `step` function only if it differs from that of the last call."""
 
     def __init__(self) -> None:
         self._function: Any = None
         """The function that was last found as an optimizer's `step`."""
         self._own: Callable[..., Any] | None = None
-        """The optimizer's own code, which torch has wrapped in it; None if it was not wrapped by torch."""
+        """The optimizer's own code inside of torch's wrapper; None if torch has not wrapped it."""
         self._is_scheduled = False
-        """Whether a scheduler has wrapped it, to know that there was a step."""
+        """Whether a learning-rate scheduler has wrapped the function, to detect steps."""
 
     def __call__(self, optimizer: Any, closure: Callable[[], Any]) -> None:
-        """Steps; the optimizer calls `closure`."""
+        """Runs the optimizer's step, which calls `closure`."""
         step = optimizer.step
         function = getattr(step, "__func__", step)
         if function is not self._function:

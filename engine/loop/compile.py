@@ -34,7 +34,7 @@ LOG_BREAK_REASON = "self.log stays outside of the graph"
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _TIMEOUT_S = 300.0
-"""The seconds that a process waits until the first one of its node has compiled the same graph."""
+"""The seconds that a process waits for the first process of its node to compile the same graph."""
 
 _run_numbers = itertools.count()  # the same in all processes of a job
 
@@ -56,7 +56,7 @@ def check_cuda_graphs(mode: str | None, layout: Layout) -> None:
     """Checks that a mode's CUDA graphs can be replayed in each step.
 
     Raises:
-        ValueError: they can't, since the layout uses other memory in each step.
+        ValueError: the layout uses different memory in each step.
     """
     why_not = "gathers its parameters into other memory in each step" if layout.shard > 1 else None
     if layout.pp > 1:
@@ -90,10 +90,10 @@ class CompileSteps(Callback):
                 pl_module.__dict__[name] = _Compiled(pl_module, step, backend, strategy)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copies the gradients that the next micro-batch adds to out of the memory of a CUDA graph.
+        """Copies gradients out of the memory of a CUDA graph, if the next micro-batch adds to them.
 
-        The graph overwrites them when it runs again, which torch reports as an error. Later micro-batches add to the
-        copies in place, so one copy a window is enough.
+        When the graph runs again, it overwrites them, which torch reports as an error. Later micro-batches add to the
+        copies in place, so one copy per window is enough.
         """
         is_added_to = trainer.fit_loop._should_accumulate()
         if is_added_to and self.mode in _CUDA_GRAPH_MODES and pl_module.automatic_optimization:

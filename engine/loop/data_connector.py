@@ -1,4 +1,4 @@
-"""The trainer's data connector, which keeps the user's order of samples; Lightning's shuffles with several ranks.
+"""The trainer's data connector: it keeps the user's order of samples; Lightning's own shuffles if ranks are several.
 
 In one process the loader is the user's own object. With several ranks, the samples are split over them in its order.
 """
@@ -152,7 +152,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return seed_samples(dataloader, (self.data_position.sample_seed, *key), epoch)
 
     def _equalize_lengths(self, dataloader: DataLoader) -> DataLoader:
-        """Returns a loader that ends an epoch with those of the other ranks; `dataloader` if all are equally long."""
+        """Returns a loader whose epochs end together on all ranks; `dataloader` itself if all lengths are equal."""
         ranks, order = self.trainer.data_ranks, order_of(dataloader)
         if ranks.size == 1 or (order is not None and order.num_replicas == ranks.size):
             return dataloader
@@ -279,7 +279,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         return dataloader if part is None else part
 
     def _check_not_read_whole(self, data: object, remedy: str) -> None:
-        # Without a run, a loader is prepared to be looked at.
+        # Outside of a run, a loader is prepared only for inspection.
         is_read = self.trainer.state.status == TrainerStatus.RUNNING
         # Lightning: holds the use_distributed_sampler flag; without it, no loader is changed.
         if is_read and self.trainer._accelerator_connector.use_distributed_sampler:

@@ -27,7 +27,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     _padding: EvalPadding | None = None
     """Knows which batches are padding; None if no loader has any."""
     _can_stop_together = False
-    """Whether all ranks can stop after the same batch: during a training, if they have equally many batches."""
+    """Whether all ranks can stop after the same batch: during training, if they have the same number of batches."""
     loaders_made_in_epoch: int | None = None
     """The epoch in which the resumed run has made its validation loaders; None if unknown, or no longer needed."""
 
@@ -39,7 +39,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
 
     def _run(self) -> list[Any]:
         trainer: Any = self.trainer
-        if not isinstance(trainer.profiler, PassThroughProfiler):  # it measures Lightning's own loop
+        if not isinstance(trainer.profiler, PassThroughProfiler):  # a profiler measures Lightning's own loop
             return super().run()
         module = trainer.lightning_module
         attaches_log = "log" not in module.__dict__  # otherwise the training loop has attached it, and detaches it
@@ -75,7 +75,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             raise SIGTERMException
 
     def setup_data(self) -> None:
-        """Makes the loaders."""
+        """Creates the loaders."""
         is_first = self._combined_loader is None
         with hide_tree_warnings():
             super().setup_data()
@@ -90,7 +90,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             self._last_val_dl_reload_epoch = epoch
 
     def reset(self) -> None:
-        """Called before the first batch."""
+        """Finds out which batches are padding; called before the first batch."""
         super().reset()
         combined: Any = self._combined_loader
         padding = EvalPadding(combined.flattened, self._is_sequential)

@@ -1,7 +1,7 @@
 """Comparison of the first steps of a run whose module is split with the same steps in one process.
 
 Phases, which all ranks enter together:
-1. Before the module is split, rank 0 copies it, and broadcasts a text if it can't.
+1. Before the module is split, rank 0 copies it. If it can't, it broadcasts the reason.
 2. Before the first step, rank 0 gathers the weights.
 3. In the first steps, each rank with different samples keeps its batches, random states and losses, and the norm
    of the gradients is computed (an all-reduce of one number, as for clipping).
@@ -37,13 +37,14 @@ from .unsplit import SETTINGS, MicroBatch, NeedsOtherRanks, Replay, Step, UnfitE
 __all__ = ["FirstSteps", "FirstStepsError"]
 
 _NUM_STEPS = 2
-"""Two steps: a wrong state after the first one (a moving average, an attribute) shows in the second."""
+"""Two steps: a wrong state after the first one (a moving average, an attribute) shows in the second. If there are more
+ranks than half of `_MAX_RANKS`, only one step is compared."""
 _MAX_RANKS = 8
 _MAX_BYTES = 2**30
 """The largest size of a module's parameters that "auto" copies; with Adam, rank 0 needs four times as much memory."""
 
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 1e-4, 1e-3
-"""The largest relative differences in float32; another order of summation makes 1e-6 or less."""
+"""The largest relative differences in float32; a different order of summation changes 1e-6 or less."""
 _ROUNDED_TOLERANCE = 3e-2
 """The largest relative difference of loss and norm if the precision, or TF32, rounds to 10 bits or less."""
 _WEIGHTS_TOLERANCE = 3e-2
@@ -250,7 +251,7 @@ class FirstSteps:
                 self._end()
 
     def _compare(self) -> None:
-        """Phase 4, with the steps that were run: an epoch may have fewer."""
+        """Phase 4, for the steps that were recorded: an epoch may have fewer steps than are planned."""
         if not self._is_due or not self._steps:
             return
         start_s, trainer = perf_counter(), self._trainer
@@ -283,7 +284,7 @@ class FirstSteps:
         rank_zero_warn(f"{difference} Training continues; `check_first_steps=True` ends it there.")
 
     def _end(self) -> None:
-        """Detaches everything."""
+        """Removes the hooks and the replaced methods, and drops all that was recorded."""
         vars(self._trainer.strategy).pop("run_schedule", None)
         vars(self._trainer.strategy).pop("training_step", None)
         for handle in self._handles:
@@ -351,7 +352,7 @@ class FirstSteps:
 
     @property
     def _has_low_precision(self) -> bool:
-        """Whether products have fewer bits than float32's."""
+        """Whether products are computed with fewer bits than float32 has."""
         if self._trainer.strategy.root_device.type == "cuda":
             backends, kinds = torch.backends, (_ConvNd, nn.RNNBase)
             uses_cudnn = any(isinstance(part, kinds) for part in self._trainer.lightning_module.modules())

@@ -23,12 +23,12 @@ class NothingTrainedError(ValueError, MisconfigurationException):
 class FitLoop(_FitLoop):
     """Lightning's fit loop, which raises an error if nothing is trained.
 
-    Empty data is an error when it is first read. `training_step` may return None, which skips a batch. If it has
-    returned only None so far, the end of the first epoch is a warning, and that of the second or last one an error.
+    Empty data is an error when it is first read. `training_step` may return None, which skips a batch. If it has only
+    returned None so far, the first epoch ends with a warning, and the second or the last epoch with an error.
     """
 
     has_restored_position = False
-    """Whether a checkpoint was opened, at whose position the next loaders begin."""
+    """Whether a checkpoint was opened; if so, the next loaders begin at its position."""
     loaders_made_in_epoch: int | None = None
     """The epoch in which the resumed run has made its loaders; None if unknown, or no longer needed."""
     resumes_between_epochs = False
@@ -47,7 +47,7 @@ class FitLoop(_FitLoop):
         super().on_run_start()
 
     def setup_data(self) -> None:
-        """Makes the training loader and its iterator."""
+        """Creates the training loaders and their iterator."""
         if self.has_restored_position:
             # Lightning: Trainer.estimated_stepping_batches, if `configure_optimizers` reads it, has already prepared
             # the loaders, at the start of their order.
@@ -98,7 +98,7 @@ class FitLoop(_FitLoop):
         self.trainer._data_connector.data_position.watch(self._combined_loader)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Returns Lightning's state of the loop, without starting an iterator of a loader for it."""
+        """Returns Lightning's state of the loop, without creating a loader's iterator for it."""
         loaders = self._combined_loader
         if loaders is not None and any(map(starts_iterator, loaders.flattened)):
             self._combined_loader = None
@@ -108,7 +108,7 @@ class FitLoop(_FitLoop):
             self._combined_loader = loaders
 
     def teardown(self) -> None:
-        """Ends the loop; if the loaders' iterators could not be made, the error is theirs and not Lightning's."""
+        """Ends the loop. If the loaders' iterators could not be created, Lightning's code must not hide that error."""
         fetcher: Any = self._data_fetcher
         if fetcher is not None and fetcher._combined_loader is not None and fetcher._combined_loader._iterator is None:
             self._data_fetcher = None  # Lightning: _DataFetcher.teardown asks for the length, which needs an iterator

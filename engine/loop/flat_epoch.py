@@ -1,4 +1,4 @@
-"""The flat loop of a training epoch: fetch, transfer, step, log and validate, by calls of what the run uses only.
+"""The flat loop of a training epoch (fetch, transfer, step, log, validate), which calls only what the run uses.
 
 The order is the one of Lightning's documentation: fetch, transfer, `on_train_batch_start`, optimization
 (`optimization.py`), learning-rate schedulers, `on_train_batch_end`, logging, validation.

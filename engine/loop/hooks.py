@@ -27,7 +27,10 @@ _STEP_HOOKS = (
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """Returns `function` as a method of `owner`; a copied module gets it in place of a run's replacement."""
+    """Returns `function` as a method of `owner`.
+
+    A copied or pickled module gets such a method, instead of the replacement that a run has installed.
+    """
     return types.MethodType(function, owner)
 
 
@@ -106,7 +109,7 @@ class Hooks:
         activities: list[str],
         *arguments: Any,
     ) -> Any:
-        """Calls the hooks; the clock measures each as an activity of its own."""
+        """Calls the hooks; the clock measures each of them as a separate activity."""
         callback_hooks, module_hook = hooks
         trainer, module, enter = self.trainer, self.module, clock.enter
         outer = enter(activities[0])
@@ -124,7 +127,7 @@ class Hooks:
             enter(outer)
 
     def in_hook(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `method`; `self.log` takes it for the hook `name`."""
+        """Calls `method`; meanwhile `self.log` acts as if it were called in the hook `name`."""
         state = self.module.__dict__
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name

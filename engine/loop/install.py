@@ -112,7 +112,7 @@ class TrainerBase(Trainer):
             self._ended_by = exception
             is_worker = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
             if is_worker and isinstance(exception, SIGTERMException):
-                call._interrupt(self, exception)  # only in this case there is state to save
+                call._interrupt(self, exception)  # otherwise there is no state to save
             if is_worker or isinstance(exception, _TunerExitException):  # Lightning does not handle it as an error
                 self._end_run(exception)
             raise
@@ -120,7 +120,7 @@ class TrainerBase(Trainer):
         return results
 
     def add_run_summary(self) -> None:
-        """Adds summary and doctor to the callbacks while the engine trains; otherwise the list is the user's."""
+        """Adds the run summary and the doctor to the user's callbacks; `_end_run` removes them."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         if self._run_summary is not None and self._run_summary not in callbacks:
             callbacks.append(self._run_summary)
@@ -327,7 +327,7 @@ def install_loops(
     Args:
         trainer: changed in place.
         config: the arguments of its constructor.
-        watch: gets each loss and gradient norm.
+        watch: checks each loss and gradient norm.
         default_bar: the default progress bar; None for none.
         run_summary: a callback that is added during each run; None for none.
         doctor: another such callback.

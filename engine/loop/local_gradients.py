@@ -15,7 +15,7 @@ __all__ = ["LocalGradients"]
 
 
 class LocalGradients:
-    """Refuses optimizer steps with gradients of this rank only, until it is closed.
+    """Refuses optimizer steps that would use gradients of this rank alone, until it is closed.
 
     Args:
         parameters: the parameters with their names.
@@ -41,7 +41,7 @@ class LocalGradients:
 
     @contextmanager
     def averaged(self) -> Generator[None, None, None]:
-        """Context of a backward of the strategy, which averages all accumulated gradients."""
+        """Context manager around a backward by the strategy, which averages all accumulated gradients."""
         self._averages = True
         try:
             yield
@@ -58,7 +58,7 @@ class LocalGradients:
         """Called before each step.
 
         Raises:
-            RuntimeError: it would use a gradient that is not averaged.
+            RuntimeError: the step would use a gradient that is not averaged.
         """
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         names = [self._names[p] for p in parameters if p in self._local and p.grad is not None]

@@ -1,4 +1,4 @@
-"""A fast `LightningModule.log` for the second and every further call of a call site.
+"""A fast `LightningModule.log` for all calls of a call site after its first one.
 
 The first call of a call site, and all calls in the first batch of an epoch, go through Lightning's own `log`, which
 validates the arguments and creates the `_ResultMetric` that accumulates the values. Further calls with the same
@@ -37,7 +37,7 @@ def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
     """Replaces the module's `log` by a `Log`, unless its class or the module itself overrides it."""
     if type(module).log is LightningModule.log and "log" not in module.__dict__:
         replacement = Log(module, connector)
-        # Then the graph break of a compiled step is at the user's line, not in this file.
+        # Disabled for the compiler, it breaks the graph of a step at the user's line, not in this file.
         is_compiled = bool(connector.trainer.flags["compile"])  # type: ignore[attr-defined]
         module.__dict__["log"] = replacement.outside_of_graph if is_compiled else replacement
 

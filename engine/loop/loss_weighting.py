@@ -1,18 +1,19 @@
 """Weights of the losses of the micro-batches in an optimizer step.
 
-The gradient of a step is that of the mean over all samples of its micro-batches, on all ranks; or over the counts that
-`training_step` returns beside its mean loss, as ``{"loss": mean, "weight": count}``. With the weight w_ij of
-micro-batch j of rank i, the sum T of all w_ij, and W ranks whose gradients the strategy averages:
+The gradient of a step is the gradient of the mean loss over all samples of its micro-batches, on all ranks. If
+`training_step` returns a count beside its mean loss, as ``{"loss": mean, "weight": count}``, the mean is taken over
+these counts instead. With the weight w_ij of micro-batch j of rank i, the sum T of all w_ij, and W ranks whose
+gradients the strategy averages:
 
     gradient = 1/W sum_ij (W w_ij / T) gradient(mean loss_ij)
 
 If each rank steps with its own gradient, W is 1 and T is the rank's own sum.
 
 Communication: the numbers of samples follow from the order of samples, so nothing is sent for them. Weights of
-`training_step` are summed over the ranks by two all-reduces of one number a step. The one in the first micro-batch
-gives an estimate of T (T itself, if the step has one micro-batch); the one in the last runs beside its backward, and
-then the gradients are corrected. On accelerators the first one does not wait for the forward, if the weight is a Python
-number.
+`training_step` are summed over the ranks by two all-reduces of one number a step. The all-reduce in the first
+micro-batch gives an estimate of T (T itself, if the step has one micro-batch). The all-reduce in the last micro-batch
+runs during its backward; then the gradients are corrected. On accelerators the first all-reduce does not wait for the
+forward if the weight is a Python number.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,9 +46,9 @@ class LossWeighting:
         self._samples: dict[int, int] = {}
         """The number of samples of all ranks together, by micro-batch of the step."""
         self._total: Callable[[], Tensor] | None = None
-        """Returns the sum of all weights of the step; None until the last micro-batch has begun it."""
+        """Returns the sum of all weights of the step; None until the last micro-batch has begun this sum."""
         self._is_summed = False
-        """Whether the gradients are of the losses times their weights, without the division by T."""
+        """Whether the gradients belong to the losses times their weights, and are not divided by T yet."""
         self._has_weights = False
         """Whether `training_step` has returned a weight for the last micro-batch."""
         self._weights: dict[int, Tensor] = {}
@@ -75,7 +76,7 @@ class LossWeighting:
             output: output of `training_step`.
             batch_idx: within the epoch.
             is_padding: the micro-batch is run for its collectives only: its weight is 0.
-            is_summed: backward has been run already, of the loss times its weight, without the division by T.
+            is_summed: backward has run already, on the loss times its weight, which was not divided by T.
 
         Raises:
             ValueError: `training_step` has returned a weight for some micro-batches of a step only.
@@ -135,7 +136,7 @@ class LossWeighting:
         if loss is None or self.data_size == 1:
             return loss
         samples = self._trainer._data_connector.sizes.samples(batch_idx)
-        if samples.local * self.data_size == samples.total:  # as nearly always: it counts as those of the other ranks
+        if samples.local * self.data_size == samples.total:  # the usual case: this rank has its equal share
             return loss
         return _weighed(loss, samples.local, _samples_of(samples, self._num_ranks), self._num_ranks)
 

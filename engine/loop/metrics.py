@@ -1,8 +1,8 @@
 """The logger connector, which computes logged metrics when they are read, not at every step.
 
 Lightning rebuilds the dicts behind `callback_metrics`, `logged_metrics` and `progress_bar_metrics` after every batch,
-and reads each progress-bar value from the device then. The properties rebuild them anyway whenever they are read. So it
-is enough to rebuild them on a read, and once more before values are dropped that could have been read until then.
+and then reads each progress-bar value from the device. The properties rebuild the dicts anyway whenever they are read.
+So it is enough to rebuild them on a read, and before the values of a batch or an epoch are dropped.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from .reduction import as_numbers, has_unreduced, reduce_results
 __all__ = ["LoggerConnector", "is_asynchronous"]
 
 _MIN_READS = 3
-"""Number of successive steps with a reading after which it is reported."""
+"""Number of successive steps that read the progress bar's metrics, after which a warning is logged."""
 _READ_WARNING = (
     "%s reads `progress_bar_metrics` at every step, and the host waits for the device each time. Read them at logging"
     " intervals, as polyphase.callbacks.ProgressBar does."
@@ -52,7 +52,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         """The warnings that were issued already, by the name of a logged value or the message."""
         self.overwritten: list[tuple[_ResultMetric, Any]] = []
         """The logged values that the current batch has changed, each with its value before."""
-        self._read_dicts: set[str] = set()  # which of the three dicts were read in it
+        self._read_dicts: set[str] = set()  # which of the three dicts the current batch has read
         self._is_outdated = False  # whether a batch ended since the dicts were brought up to date
 
     def begin_batch(self, results: _ResultCollection, batch: Any, dataloader_idx: int | None = None) -> None:
@@ -158,13 +158,13 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The current values."""
+        """The current values of the metrics for callbacks."""
         self._note_read("callback")
         return super().callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The current values."""
+        """The current values of the metrics for loggers."""
         self._note_read("log")
         return super().logged_metrics
 

@@ -20,7 +20,7 @@ class OffloadActivations(Callback):
     """Keeps the activations of training steps in host memory while a trainer runs."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds the hooks to the precision's context, in which each strategy runs its steps."""
+        """Adds the hooks to the precision plugin's context, in which every strategy runs its steps."""
         plugin, device_type = trainer.precision_plugin, trainer.strategy.root_device.type
         if device_type == "cpu":
             rank_zero_info("offload='activations': they are in host memory already.")
@@ -46,7 +46,7 @@ class ActivationsOnHost(save_on_cpu):
 
     Args:
         device_type: device type of the accelerator.
-        inner: another context, within which this one is.
+        inner: another context manager, which is entered before this one.
     """
 
     def __init__(self, device_type: str, inner: AbstractContextManager[Any]) -> None:
@@ -58,12 +58,12 @@ class ActivationsOnHost(save_on_cpu):
         self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
 
     def __enter__(self) -> None:
-        """Begins."""
+        """Enters both contexts."""
         self._inner.__enter__()
         super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        """Ends."""
+        """Exits both contexts."""
         super().__exit__(*raised)
         self._inner.__exit__(*raised)
 

@@ -55,7 +55,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self.has_loss = False
         """Whether `training_step` has returned a loss."""
         self.num_skipped = 0
-        """The number of times that it has returned None."""
+        """The number of times that `training_step` has returned None."""
 
     def begin_epoch(self) -> None:
         """Looks up the values that stay the same for an epoch, which would cost each step several calls."""
@@ -79,8 +79,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
         Args:
             hooks: hooks of this run.
-            shortcuts: by these hooks.
-            batch_idx: within the epoch.
+            shortcuts: shortcuts that were built from these hooks.
+            batch_idx: index of the micro-batch within the epoch.
             arguments: arguments of `training_step`.
             ends_window: whether the optimizer steps after this micro-batch.
         """
@@ -145,10 +145,10 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """Runs forward and backward by a strategy with its own schedule, after the gradients were zeroed.
 
         Args:
-            in_hook: calls a function while `self.log` sees the name given as the place it is called from.
+            in_hook: calls a function; meanwhile `self.log` acts as if it were called in the hook of the given name.
             arguments: arguments of `training_step`.
-            optimizer: the optimizer whose gradients they are.
-            batch_idx: within the epoch.
+            optimizer: the optimizer of the parameters.
+            batch_idx: index of the batch within the epoch.
             ends_window: whether the optimizer steps after this batch.
         """
         trainer = self.trainer
@@ -168,7 +168,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             loss = loss * by_samples()
         else:
             loss = self.loss_weighting.weigh(loss, {"weight": weight}, batch_idx, is_summed=True)
-        # The hooks around backward, which is over: the loss is only known now.
+        # These hooks belong around backward. It is over by now, because the loss was not known earlier.
         trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
         trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
         strategy.post_backward(loss)
@@ -224,7 +224,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
 
 
 class _TensorResult(ClosureResult):
-    """The result for a loss only, without the cost of creating a dataclass."""
+    """A result that has only a loss; it avoids the cost of the dataclass's constructor."""
 
     def __init__(self, closure_loss: Tensor | None) -> None:
         assert closure_loss is not None
@@ -237,7 +237,7 @@ class _PaddingClosure(Closure):
     """Runs a padding batch, and restores what it has changed.
 
     Args:
-        closure: runs it.
+        closure: runs the padding batch.
         trainer: the trainer of the batch.
     """
 
@@ -252,7 +252,7 @@ class _PaddingClosure(Closure):
 
 
 def _run_and_restore(trainer: Any, run: Callable[[], ClosureResult]) -> ClosureResult:
-    """Calls `run` and returns its result, after restoring the state of the module and the results before it."""
+    """Calls `run`, restores the earlier state of the module and of logged values, and returns the result of `run`."""
     snapshot = StepSnapshot(trainer.lightning_module, trainer._results)
     result = run()
     snapshot.undo()
@@ -352,7 +352,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         strategy.join_micro_batch(lambda: optimization.loss_weighting.weigh_nothing(self._batch_idx), self._ends_window)
         if self._ends_window:
             optimization.loss_weighting.correct(optimizer)
-        # Only with a loss: without one a loss scaler would skip the step.
+        # The result needs a loss: without one, a loss scaler would skip the step.
         return ClosureResult(torch.zeros((), device=strategy.root_device))
 
     def _forward_and_backward(self) -> ClosureResult:
@@ -386,7 +386,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
         progress: Any = self._optimization.optim_progress.optimizer.zero_grad
         total, current = progress.total, progress.current
-        # Else it is over at once, and not worth being measured.
+        # Otherwise gradients are only set to None, which takes too little time to be measured.
         is_announced = not self._shortcuts.skips_zero_grad
         if is_announced:
             trainer.heartbeat.phase = "optimizer"

@@ -1,7 +1,8 @@
 """Padding batches: batches that a rank runs for their collectives only.
 
-A rank that has no samples left, while others have, repeats one of its batches: forward passes gather parameters under
-fsdp and send buffers under ddp, and the module's own collectives need all ranks. All of its changes are undone.
+If a rank has no samples left while other ranks have some, it repeats one of its batches, because all ranks must take
+part in collectives: a forward gathers parameters under fsdp, and sends buffers under ddp, and the module may have
+collectives of its own. All changes that a padding batch makes are undone.
 """
 
 from collections.abc import Iterator
@@ -60,12 +61,12 @@ class EvalPadding:
         return batch_idx >= max(map(self._num_real, self._loaders))
 
     def leave_some_idle(self, dataloader_idx: int | None) -> bool:
-        """Whether some rank has padding only, of one loader or of all (None)."""
+        """Whether some rank has only padding: from the loader of this index, or for None from all loaders."""
         loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
         return bool(loaders) and all(getattr(loader, "leaves_some_idle", False) for loader in loaders)
 
     def is_idle(self, dataloader_idx: int | None) -> bool:
-        """Whether this rank has padding only, of one loader or of all (None)."""
+        """Whether this rank has only padding: from the loader of this index, or for None from all loaders."""
         loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
         return self.leave_some_idle(dataloader_idx) and all(self._num_real(loader) == 0 for loader in loaders)
 
@@ -78,10 +79,10 @@ def run_padding_batch(
     Args:
         loop: Lightning's loop for evaluation or prediction.
         step: name of the step.
-        batch: as it was fetched.
-        batch_idx: its number.
-        dataloader_idx: number of its loader.
-        loader: the same, as an argument of the step; None if there is one loader only.
+        batch: the batch as it was fetched.
+        batch_idx: index of the batch in its loader.
+        dataloader_idx: index of the loader.
+        loader: the same index, as an argument of the step; None if there is only one loader.
         others: other objects that the step may change.
     """
     trainer = loop.trainer

@@ -30,12 +30,12 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
             _PredictionLoop.return_predictions.fset(self, return_predictions)  # type: ignore[attr-defined]
 
     def setup_data(self) -> None:
-        """Makes the loaders."""
+        """Creates the loaders."""
         with hide_tree_warnings():
             super().setup_data()
 
     def reset(self) -> None:
-        """Called before the first batch."""
+        """Finds out which batches are padding; called before the first batch."""
         super().reset()
         padding = EvalPadding(self._combined_loader.flattened, is_sequential=True)  # type: ignore[union-attr]
         self._padding = padding if padding.may_occur else None

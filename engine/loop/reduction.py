@@ -39,7 +39,7 @@ class _Message:
 
 
 def _is_synced(item: _ResultMetric) -> bool:
-    """Whether a value is reduced here; Lightning reduces values with a user's group, or of rank 0 only."""
+    """Whether a value is reduced here; Lightning reduces values with a user's group, or logged on rank 0 only."""
     sync = item.meta.sync
     return bool(item.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None)
 

@@ -37,7 +37,7 @@ def check_request(trainer: Trainer, method: Callable[..., Any], args: Sequence[A
 
     Raises:
         NoModuleError: the model is no `LightningModule`.
-        RefusedError: the model has no step, or there is no data, or it is empty or was made for other ranks.
+        RefusedError: the model lacks the step, or the data is missing, is empty, or was made for other ranks.
     """
     arguments = inspect.signature(method).bind(trainer, *args, **kwargs).arguments
     command = method.__name__

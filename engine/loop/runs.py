@@ -17,7 +17,7 @@ __all__ = ["checked", "reports_uncaught"]
 _MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of shells for a process that Ctrl-C has ended."""
+"""The exit code by which shells report that Ctrl-C has ended a process."""
 
 
 def checked(method: _MethodT) -> _MethodT:

@@ -4,8 +4,8 @@ Between them are some 30 functions of the module, the strategy, the precision pl
 If a class or an object overrides one of them, it is called. Lightning's own functions (and the engine's, for the
 precision) only call the next one, so the loop calls the last one of such a chain directly.
 
-If an object gets another method during an epoch, the next batch uses it, see `Hooks.is_stale`; if a class does, the
-next epoch.
+If a method of an object is replaced during an epoch, the next batch uses the new one, see `Hooks.is_stale`. If a method
+of a class is replaced, the next epoch uses the new one.
 """
 
 from collections.abc import Callable
@@ -85,12 +85,12 @@ class Shortcuts:
 
     @property
     def training_step(self) -> Callable[..., Any]:
-        """Runs the forward of a micro-batch."""
+        """The function that runs the forward of a micro-batch."""
         # Lightning: Strategy.training_step
         return self._hooks.module.training_step if self._skips_forward else self._hooks.strategy.training_step
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """Backward, and the hooks around it."""
+        """Runs backward and the hooks around it."""
         hooks = self._hooks
         if not self._skips_backward:
             hooks.strategy.backward(loss, optimizer)
@@ -116,7 +116,7 @@ class Shortcuts:
             hooks.in_hook("optimizer_zero_grad", users, epoch, batch_idx, optimizer)
 
     def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
-        """Steps; the optimizer calls `closure`."""
+        """Runs the optimizer's step, which calls `closure`."""
         hooks = self._hooks
         wrapped = hooks.strategy._lightning_optimizers[0]
         # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step

@@ -40,7 +40,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     data_wait_s: float | None = 0.0
     """Seconds that training has waited for batches; None after an epoch in Lightning's own loop, which has no count."""
     pending_batch_work: Literal["end", "nothing"] | None = None
-    """The pending work for the interrupted run's last batch: ``"end"``: all work after the batch; None: unknown."""
+    """Work that the interrupted run left for its last batch: ``"end"``, all work after the batch; None if unknown."""
     is_between_steps = False
     rng_state_before_validation: dict[str, Any] | None = None
     _batches_at_step = 0
@@ -116,7 +116,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             super().advance(data_fetcher)
 
     def reset(self) -> None:
-        """Called at the start of each epoch."""
+        """Resets the loop at the start of each epoch; hides Lightning's warning if the data's position is known."""
         with warnings.catch_warnings():
             if self.restarting and self.trainer._checkpoint_connector.knows_data_position:  # type: ignore[attr-defined]
                 # Lightning warns of every loader without a state_dict, but this one resumes at its position.
@@ -144,7 +144,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self._on_train_step_end = [hook for hook in callbacks if hook is not None]
 
     def _begin_new_loaders(self, data_fetcher: _DataFetcher) -> None:
-        """Makes the second iterator of loaders that are made in this epoch, with the random draws of the first."""
+        """Creates the second iterator of loaders that are new in this epoch, with the random draws of the first one."""
         fit_loop: Any = self.trainer.fit_loop
         is_second, fit_loop.begins_with_new_loaders = fit_loop.begins_with_new_loaders, False
         if is_second and self.trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start
@@ -212,7 +212,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.is_between_steps = False
 
     def teardown(self) -> None:
-        """Ends the run, also an interrupted one."""
+        """Ends the loop, and removes the hooks of manual optimization; also called for an interrupted run."""
         self.manual_optimization.teardown()
         super().teardown()
 

@@ -1,8 +1,8 @@
 """Moves a batch to the device, through the hooks that a user has overridden.
 
 On an accelerator plain tensors are copied on a separate stream. A batch is fetched while the device still computes the
-previous one, so the copy runs beside that. The process waits for a copy from memory that is not pinned; on the
-computing stream, it would wait for all earlier computing as well.
+previous one, so the copy overlaps with this computation. If memory is not pinned, the process waits for the copy; on
+the compute stream it would also wait for all earlier computation.
 """
 
 import functools

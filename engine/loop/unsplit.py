@@ -1,8 +1,8 @@
 """Repeats the first steps of a run in one process, with a whole copy of the module and the batches of all ranks.
 
-None of this package's strategies, precisions or losses takes part: forward, backward, clipping and the optimizer's step
-are torch's. The copy's trainer is a read-only substitute that reaches no other rank; logs and prints of the copy are
-dropped.
+The strategies and the loss weighting of this package take no part: forward, backward, clipping and the optimizer's step
+are torch's. Only the forward's precision context is the run's own. The copy's trainer is a read-only substitute that
+reaches no other rank; logs and prints of the copy are dropped.
 """
 
 import contextlib
@@ -200,7 +200,7 @@ class Replay:
             module.on_train_batch_end(output, batch, batch_idx)
 
     def _accumulate(self, window: Sequence[MicroBatch], num_samples: int, total: Tensor) -> dict[str, Any] | None:
-        """Runs forward and backward of the ranks' micro-batches at one place of the window; adds weights to `total`.
+        """Runs forward and backward of the ranks' micro-batches of one index in the window; adds weights to `total`.
 
         Returns:
             The first output, as hooks get it; None if no rank has a sample.

@@ -1,1 +1,1 @@
-"""Precision by flag, the same under every strategy and on every device."""
+"""The precisions of the flag `precision`, the same under every strategy and on every device."""

@@ -19,7 +19,7 @@ PRECISIONS = {
 """Precisions by the name of their flag, and what each means."""
 
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-float16")
-"""Lightning's precisions in float8: NVIDIA's package of that name replaces layers; under single and ddp."""
+"""Lightning's float8 precisions, for single and ddp: NVIDIA's package of this name replaces layers."""
 
 
 def canonical_precision(flag: Any) -> str:
@@ -32,7 +32,7 @@ def canonical_precision(flag: Any) -> str:
     name = ALIASES.get(text, text)
     if name in PRECISIONS or name in TRANSFORMER_ENGINE:
         return name
-    # Begins as Lightning's does.
+    # The message begins like Lightning's.
     names = sorted([*PRECISIONS, *TRANSFORMER_ENGINE])
     near = did_you_mean(name.lower(), names, cutoff=0.5)
     raise ValueError(f"Precision {flag!r} is invalid.{near} Allowed: {', '.join(names)}.")

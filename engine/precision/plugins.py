@@ -1,9 +1,9 @@
-"""Precision by flag, the same under every strategy and on every device.
+"""Precision plugins, the same under every strategy and on every device.
 
-Lightning's plugins, with two differences: `strategies/clipping.py` clips, which supports sharded gradients and keeps
-the norm, and `16-mixed` uses float16 on the CPU, too (Lightning silently uses bfloat16), and under FSDP2 (where
-Lightning refuses it). GradScaler's check for infinities agrees over all ranks: averaged gradients carry an infinity to
-all of them, and for sharded gradients torch reduces the result over the mesh.
+They are Lightning's plugins, with two differences. `strategies/clipping.py` clips gradients: it supports sharded ones,
+and keeps the norm. `16-mixed` also uses float16 on the CPU (where Lightning silently uses bfloat16) and under FSDP2
+(where Lightning refuses it). GradScaler's check for infinities has the same result on all ranks: averaged gradients
+carry an infinity to all of them, and for sharded gradients torch reduces the result over the mesh.
 """
 
 from collections import defaultdict
@@ -31,9 +31,9 @@ class _Clipping(Precision):
 
     grad_norm: Tensor | None = None
     norm_of: Callable[[Iterable[Tensor]], Tensor] | None = None
-    """The strategy's norm, if other ranks have gradients of other parameters; None if no rank has."""
+    """The strategy's function for the norm, if ranks have gradients of different parameters; otherwise None."""
     clipper: Callable[[str, float], None] | None = None
-    """Called with "norm" or "value" and the limit, if something else clips; None: this plugin clips."""
+    """Called with "norm" or "value" and the limit, if another object clips; None: this plugin clips."""
 
     # Lightning: Precision.train_step_context and .val_step_context do the same by way of a generator.
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -127,7 +127,7 @@ class _Double(_Clipping, DoublePrecision, _Hooked): ...
 
 
 def make_precision(name: str, device_type: str) -> Precision:
-    """The plugin of a precision's full name, for ``"cpu"``, ``"cuda"``, ..."""
+    """Returns the plugin for the full name of a precision, and a device type: ``"cpu"``, ``"cuda"``, ..."""
     if name in ("16-mixed", "bf16-mixed"):
         scaler = _Scaler(device_type) if name == "16-mixed" else None
         return MixedPrecision(name, device_type, scaler)  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def make_precision(name: str, device_type: str) -> Precision:
 
 
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:
-    """The dtype to which autocast rounds in a module's steps; None without autocast."""
+    """Returns the dtype to which autocast rounds in a module's steps; None without autocast."""
     if not isinstance(plugin, lightnings.MixedPrecision):
         return None
     return torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16

@@ -25,7 +25,7 @@ _LATE = (
     " called and others have not"
 )
 _NOT_HTTP = "^(?!.*http).*"
-"""Only of connections between ranks, not of a logger's request to another address."""
+"""Excludes messages about HTTP: a logger's request to another address is no connection between ranks."""
 
 # The first match counts: messages about shared memory contain words of those about disks and workers.
 _TABLE = (

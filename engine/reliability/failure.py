@@ -50,17 +50,17 @@ from .wakeup import Wakeup
 __all__ = ["DONE", "print_rank", "report_failure"]
 
 DONE = f"{FIRST_FAILURE}/done"
-"""Counter of the ranks that know of the failure, an exception, and make no further call of the store. It only says for
-how long to wait: a writer that is no rank makes a rank wait for less, or until it has waited long enough."""
+"""Counter of the ranks that know of the failure, an exception, and make no further call of the store. It only shortens
+a wait with a time limit: if a process that is not a rank changes it, a rank waits too briefly, or until the limit."""
 
 _GRACE_S = 2.0
-"""The time that a rank that stops because of another waits, so that the launcher sees the other's exit first."""
+"""The time that a rank waits before it stops because of a failed rank: the launcher should see that one exit first."""
 _TELLING_S = 10.0
-"""The longest time that such a rank first waits until the other one has printed what happened."""
+"""The longest time that such a rank waits, before that, until the failed rank has printed what happened."""
 _COLLECT_S = 1.0
-"""The time that the first rank that failed waits for the others' tracebacks."""
+"""The time that the rank that failed first waits for the other ranks' tracebacks."""
 _HOST_S = 3.0
-"""The longest time that it waits until the others no longer need the store, which its process may host."""
+"""The longest time that this rank waits until the others no longer need the store, which its process may host."""
 _POLL_S = 0.05
 _TOLD = f"{FIRST_FAILURE}/told"
 _NUMBER = f"{FIRST_FAILURE}/number"
@@ -133,14 +133,15 @@ def _leave(rank: int, exception: BaseException, finish: Callable[[], Any]) -> No
     print_rank(rank, f"failed; the other ranks continue:\n{shown(exception).rstrip()}")
     on_uncaught(exception, Failure(is_printed=True))
     finish()
-    _end_group(exception)  # its watchdog runs until the process ends, so it does not report that it is done
+    _end_group(exception)  # the watchdog is not stopped, since it would publish that this rank's run is over
 
 
 def _follow(
     job: Any, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any], watchdog: Any
 ) -> None:
     """Stops this rank because another one has failed first."""
-    # A rank that has ended, or no longer waits for this one, has told everything, and may have hosted the store.
+    # If the failed rank has ended, or no longer waits for this one, it has printed everything. It may have hosted the
+    # store, so the store is not used any more.
     peers = None if watchdog is None else watchdog.peers
     if (peers is not None and peers.has_ended(first["by"])) or (watchdog is not None and watchdog.is_done_with_store):
         job = None
@@ -207,7 +208,7 @@ def _collected(job: JobStore, ranks: list[int]) -> dict[int, dict[str, Any]]:
 
 
 def _await(job: JobStore, counter: str, number: int, patience_s: float) -> None:
-    """Waits until so many ranks have raised a counter."""
+    """Waits until `counter` has reached `number`, for at most `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while job.count(counter) < number and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -231,7 +232,7 @@ def _stop_because_of(
             job.write(f"{FIRST_FAILURE}/{rank}", own_failure)
             job.count(_NUMBER, 1)
     finish()
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor has the trainer then
+    if threading.current_thread() is threading.main_thread():  # only it may set handlers; else the trainer set none
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from now on a request ends this process
     requests.end()
     with contextlib.suppress(RuntimeError):

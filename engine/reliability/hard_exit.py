@@ -19,7 +19,7 @@ __all__ = ["END_TIMEOUT_S", "await_ranks", "end_tree", "hard_exit", "started_ran
 
 _FLUSH_S = 1.0
 END_TIMEOUT_S = 5.0
-"""The time that the ranks started by this process have to end, when it ends itself."""
+"""The time that this process, when it ends, leaves the ranks that it has started to end by themselves."""
 _TICK_S = 0.05
 
 started_ranks: dict[int, subprocess.Popen] = {}
@@ -29,7 +29,7 @@ started_ranks: dict[int, subprocess.Popen] = {}
 def hard_exit(code: int = 1) -> NoReturn:
     """Ends this process and its children, after flushing its output for at most one second."""
     late = await_ranks(END_TIMEOUT_S)
-    # On a thread: the stream's lock may be held for ever by a thread that writes to a pipe which nothing reads.
+    # Flushed by a thread: if another thread writes to a pipe that nothing reads, it holds the stream's lock for ever.
     flush = threading.Thread(target=_flush, daemon=True)
     try:
         flush.start()

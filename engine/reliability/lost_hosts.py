@@ -109,7 +109,7 @@ def connection_lost(peers: RankRegistry, error: BaseException, reporter: int) ->
     if without_store is not None:
         return {**failure, "message": without_store}
     if lost := [rank for rank in ranks if states[rank] == ProcessState.UNKNOWN]:
-        return {**failure, "message": f"the connection to {peers.hosts(lost)} is lost; {_UNKNOWN}"}
+        return {**failure, "rank": lost[0], "message": f"the connection to {peers.hosts(lost)} is lost; {_UNKNOWN}"}
     return None  # these ranks still run, and report their own failures
 
 

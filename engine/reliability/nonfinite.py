@@ -27,7 +27,7 @@ log = logging.getLogger("polyphase.engine")
 
 
 class NonFiniteError(CausedByRank, RuntimeError):
-    """A loss or gradient norm was infinite or not a number, first on `rank`, and `nonfinite` says to stop then."""
+    """A loss or gradient norm was infinite or NaN, first on `rank`, under the policy `nonfinite="error"`."""
 
 
 class NonFiniteWatch:

@@ -12,7 +12,7 @@ from .._compat.lightning import _ChildProcessObserver
 __all__ = ["delay_the_kill", "note_own_end"]
 
 _END_TIMEOUT_S = 4.0
-"""The time that a process continues after one that it has started has ended."""
+"""The time that this process continues after a rank that it has started has ended."""
 _OWN_END_S = 60.0
 """The additional time if its own run has failed: to save, to call callbacks, to close loggers."""
 
@@ -27,7 +27,7 @@ def note_own_end() -> None:
 def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
     """Delays Lightning's observer, so that this process can find out what happened and end by itself.
 
-    Children that the run can continue without are observed no more.
+    Child processes without which the run can continue are no longer observed.
     """
     _ends_by_itself.clear()  # an earlier run may have failed with an exception that was caught
     for thread in threading.enumerate():

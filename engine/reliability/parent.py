@@ -20,15 +20,15 @@ __all__ = ["watch_parent"]
 _PERIOD_S = 1.0
 
 _watched: set[int] = set()
-"""Ids of the processes that have such a thread: a fork does not have its parent's."""
+"""Ids of the processes that have such a thread: a fork does not inherit the thread."""
 
 
 def watch_parent(rank: int, grace_s: float) -> None:
-    """Starts a thread that ends this process soon after the one that has started it as a rank, if one has.
+    """Starts a thread that ends this process soon after its parent, if a parent has started it as a rank.
 
     Args:
         rank: rank of this process.
-        grace_s: the time after that process has ended in which this one can report the reason.
+        grace_s: the time after the parent's end in which this process can report the reason.
     """
     pid, me = parent_pid(), os.getpid()
     if pid is None or me in _watched:

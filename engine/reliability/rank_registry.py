@@ -27,8 +27,8 @@ LEFT = "left"
 
 _STORE_TIMEOUT_S = 10.0
 _MAX_CHECKED = 8
-"""The number of ranks that a beat checks one by one until all are connected: if each rank checked all others, a large
-job's store would get a call for each pair of ranks."""
+"""The number of ranks that each beat checks one by one, until all ranks are connected. If each rank checked all others,
+the store of a large job would get a call for each pair of ranks."""
 
 
 _PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int}

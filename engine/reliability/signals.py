@@ -36,7 +36,7 @@ __all__ = ["SignalConnector", "StopConsensus"]
 log = logging.getLogger("polyphase.engine")
 
 _END_OF_STEP = 2**32 - 1
-"""The number that comes after all batches of a validation."""
+"""The number of the boundary between two steps; it is greater than any number of evaluated batches."""
 _PERIOD_S = 1.0
 """The seconds between two checks whether another rank was asked to stop."""
 _STOP = "the stop of all"

@@ -6,7 +6,8 @@ and the stacks of all its threads. If there are ranks on other hosts, it forward
 2. Each rank publishes its answer there.
 3. The rank that got the request writes the answers of other hosts to local files.
 
-If a rank can't answer, because C code holds Python's lock, `polyphase stacks` sends it a signal: see `living`.
+If a rank can't answer, because C code holds Python's lock, `polyphase stacks` sends it a signal: see
+`doctor/living.py`.
 """
 
 import faulthandler

@@ -19,7 +19,7 @@ from .report import Report
 __all__ = ["Verdict", "behind"]
 
 _ANSWER_S = 3.0
-"""The time that the ranks have to publish their stacks. A process that holds Python's lock for so long can't."""
+"""The time in which the ranks must publish their stacks. A rank cannot if Python's lock is held for all this time."""
 
 
 class Verdict:

@@ -13,7 +13,7 @@ __all__ = ["Wakeup"]
 
 
 class Wakeup:
-    """Whether SIGTERM has come to this process.
+    """Detects whether this process has received SIGTERM.
 
     It begins and ends in the main thread. In another thread, or if other code uses Python's socket for signals, it
     detects nothing.

@@ -44,9 +44,9 @@ __all__ = ["Watchdog"]
 
 _PERIOD_S = 1.0
 _MEETING_PERIOD_S = 0.1
-"""The period until all ranks are connected, if they are not too many for the store."""
+"""The period of beats until all ranks are connected, unless so many ranks would exceed the limit below."""
 _MOST_BEATS_PER_S = 640.0
-"""The limit of beats of all ranks together until then; afterwards each rank has one a period."""
+"""The limit of beats of all ranks together until all are connected; then each rank has one beat per `_PERIOD_S`."""
 _STORE_LOST_S = 3.0
 """The time that a rank waits in a collective after the store is lost: the collective's own error is more precise."""
 _VERDICT_S = 8.0
@@ -54,11 +54,11 @@ _VERDICT_S = 8.0
 _SILENCE_S = (10.0, PATIENCE_S)
 """The least and the longest time without a heartbeat after which a rank of another machine counts as lost."""
 _LIVE_SILENCE_S = 60.0
-"""The same for a rank whose process runs: to open a large pickle holds Python's lock for tens of seconds."""
+"""The longest time for a rank whose process runs: reading a large pickle holds Python's lock for tens of seconds."""
 _ENDING_S = 5.0
-"""The same once this process was asked to end."""
+"""The longest time without a heartbeat after this process was asked to end."""
 _PARENT_S = 8.0
-"""The time that this process outlives the one that has started it, to find out how that has ended."""
+"""The time that this process continues after its parent has ended, to find out how the parent has ended."""
 _SLOW_START = 3.0
 """The factor of the timeout until the second batch: downloads, checkpoints, compilation."""
 
@@ -102,7 +102,7 @@ class Watchdog:
         self._answers = answers
         self._verdict = Verdict(heartbeat, folder, self.positions_of_all)
         self._may_lose_some = any(map(self._can_lose, range(world_size)))
-        # All ranks have the same runs, so the number is the same on all ranks; runs of one rank alone don't count.
+        # The number of the run is the same on all ranks: they have the same runs, and runs of one rank don't count.
         self._run = str(next(_runs)) if world_size > 1 else ""
         self._place: dict[str, Any] = {}
         self._clock = self._since = self._before = 0.0
@@ -113,7 +113,7 @@ class Watchdog:
         self.first_failure: dict[str, Any] | None = None
         """The recorded exception of another rank, once this rank has read it; None before."""
         self.is_done_with_store = False
-        """Whether the failed rank, whose process may have the store, was told that this one makes no call of it."""
+        """Whether this rank has told the failed rank, which may host the store, that it no longer uses the store."""
         self._wakeup = Wakeup()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="polyphase-watchdog", daemon=True)
@@ -145,7 +145,7 @@ class Watchdog:
         return self._wakeup.was_asked_to_end()
 
     def wait_for_verdict(self) -> None:
-        """Waits until the watchdog has ended the run, if it does so; called when the trainer's thread has failed."""
+        """If the watchdog is ending the run, waits for the end; called when the trainer's thread has failed."""
         if self._is_ending:
             self._thread.join(_VERDICT_S)
 

@@ -49,14 +49,14 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     _engine_state: dict[str, Any]
     """The engine's own entry of the checkpoint that was opened, under the key `OURS`."""
     _saved_names: list[list[str]] | None = None
-    """The names of the parameters of each optimizer in that checkpoint; None if it has no names."""
+    """The parameter names of each optimizer in the opened checkpoint; None if it has no names."""
 
     def begin(self) -> None:
         """Resets the state of the last run; called when the trainer begins to run."""
         self.is_ending = self._draws_alone = False
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Opens a checkpoint, after checking all of its files; changes nothing of the module yet."""
+        """Checks all files of a checkpoint and opens it; does not change the module yet."""
         self.saver.finish()
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         seen = self.history.look() if is_fit else None
@@ -84,7 +84,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             self.logs.take_back(loggers, step, waits=bool(self._engine_state.get("cut_short")))
         trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
         trainer.fit_loop.is_cut_short = False
-        # Checkpoints of format 1 and Lightning's own files have no run id; they can be continued all the same.
+        # Checkpoints of format 1 and Lightning's own files have no run id; they can be continued nevertheless.
         continues = self._engine_state.get("run") or ({} if self._loaded_checkpoint else None)
         self.history.begin(continues, is_same=is_same)
         self.history.record(
@@ -98,7 +98,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         )
 
     def _open_file(self, path: Any, weights_only: bool | None) -> None:
-        """Opens a checkpoint that is a file by the strategy, as Lightning does; each rank keeps its own part of it."""
+        """Opens a single-file checkpoint through the strategy, as Lightning does; each rank keeps only its own part."""
         if path and self.is_portable:
             self.saver.check_file(str(path))
         if path and self.is_portable and self._is_sharded and is_checkpoint(path):
@@ -146,10 +146,10 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         self._ckpt_path = path
 
     def _resume_newest(self, seen: Seen, how: str, weights_only: bool | None) -> bool:
-        """Opens the newest checkpoint of the newest run that is not damaged.
+        """Opens the newest undamaged checkpoint in the folder of snapshots.
 
         Returns:
-            Whether there is one.
+            Whether a checkpoint was opened.
 
         Raises:
             CheckpointError: no checkpoint can be read, although there are some, or the run has saved some before.
@@ -285,7 +285,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         hook.load_state_dict(hook_state)
 
     def restore_optimizers_and_schedulers(self) -> None:
-        """Restores both, sharded optimizers as well, which Lightning leaves to its strategy."""
+        """Restores optimizers and schedulers; also sharded optimizers, which Lightning leaves to its strategies."""
         super().restore_optimizers_and_schedulers()
         if self._is_ours and self._is_sharded and not self.trainer.strategy.lightning_restore_optimizer:
             self.restore_optimizers()
@@ -303,7 +303,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         """Restores the optimizers' state by the names of their parameters.
 
         Raises:
-            CheckpointError: the checkpoint is of other optimizers, or of other parameters in their groups.
+            CheckpointError: the checkpoint has other optimizers, or their groups have other parameters.
         """
         if not self.is_portable or self._saved_names is None:
             super().restore_optimizers()

@@ -28,7 +28,7 @@ class DataDraws:
         self._resumed: list[tuple[Any, dict[str, Any]]] = []
 
     def begin_run(self) -> None:
-        """Called when a run begins."""
+        """Forgets the states of the last run; called when a run begins."""
         self._at_step, self._resumed = None, []
         self._own.clear()
 

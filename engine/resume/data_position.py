@@ -55,8 +55,8 @@ class DataPosition:
 
     Args:
         trainer: the trainer with the data.
-        sizes: of the batches.
-        brings_own_sampler: takes a loader and returns whether each rank has its own sampler in it.
+        sizes: sizes of the global batches.
+        brings_own_sampler: function that returns whether, in a given loader, each rank has its own sampler.
         seeds_samples: the random draws of each sample are seeded by its index.
     """
 
@@ -79,7 +79,7 @@ class DataPosition:
         self._watched: dict[DataLoader, Watched] = {}
         self._kept_states: dict[int, KeptStates] = {}
         self._pass_starts: dict[int, dict[str, Any] | None] = {}
-        """Loaders of other classes than `DataLoader` may be unhashable: both are by identity."""
+        """Like `_kept_states`, by the `id` of the loader: loaders of other classes may be unhashable."""
         self._num_passes: dict[DataLoader, int] = {}
         self._worker_states: dict[DataLoader, Any] = {}
         self._epoch_starts: list[tuple[DataLoader, dict[str, Any]]] = []
@@ -102,12 +102,15 @@ class DataPosition:
         self._epoch_starts.clear()
 
     def begin(self) -> None:
-        """Called before a training loader is prepared."""
+        """Ends the resumption if this is a later epoch; called before a training loader is prepared."""
         # Lightning: `_combined_loader` exists once all loaders of an epoch are prepared: this is a later epoch.
         self._is_resuming = self._is_resuming and self.trainer.fit_loop._combined_loader is None
 
     def num_kept(self) -> int:
-        """Number of states kept, one a batch: those of a window, the one before it, and one that is fetched ahead."""
+        """Returns the number of states that are kept, one per batch.
+
+        These are the states of a window, the state before it, and the state of a batch that is fetched ahead.
+        """
         return int(self.trainer.accumulate_grad_batches) + 2
 
     def new_workers(self) -> Workers:
@@ -126,7 +129,7 @@ class DataPosition:
     def may_read_shards(self) -> bool:
         """Whether the next loader, if its data set is a stream with shards, may read it shard by shard.
 
-        It may not, if it resumes a checkpoint of a version of the engine that did not.
+        It may not if the checkpoint is from a version of the engine that did not read by shards.
         """
         resumes = self._is_resuming and self._is_in_mid_epoch and bool(self._to_resume)
         return not resumes or self._to_resume[0]["unit"] != "stateful" or "shards" in self._to_resume[0]
@@ -198,7 +201,8 @@ class DataPosition:
         Args:
             batches: number of batches of the current epoch that are done.
             begins: the epoch has trained on no batch yet.
-            is_cut_short: `batches` is of the last epoch, which counts as over, but in which a longer run continues.
+            is_cut_short: `batches` counts batches of the last epoch. This epoch counts as over, but a longer run
+                continues in it.
         """
         epoch = self.epoch - is_cut_short
         # Lightning: the loaders as _prepare_dataloader left them.
@@ -306,7 +310,7 @@ class DataPosition:
             if not isinstance(loader, DataLoader) and self._is_in_mid_epoch:
                 self._pass_starts[id(loader)] = state.get("pass_start")
             elif not isinstance(loader, DataLoader):
-                # It begins an epoch, as a new loader does.
+                # The loader begins an epoch, like a new loader.
                 set_own_states(loader, state.get("generators_now", {}))
                 state = {**state, "state": None}
             self._set_progress(resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
@@ -340,7 +344,7 @@ class DataPosition:
         self._set_progress(batches)
 
     def _is_dealt_alike(self, state: dict[str, Any], position: EpochPosition) -> bool:
-        """Whether each worker gets the samples that the worker of its number had in the saved run."""
+        """Whether each worker gets the samples that the worker with the same number had in the saved run."""
         return state["saved_by"] == self.trainer.data_size and state["per_step"] == list(position.per_step)
 
     def _set_progress(self, batches: int | None) -> None:

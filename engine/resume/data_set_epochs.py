@@ -1,7 +1,7 @@
 """Epochs that a hook sets on a data set, by `set_epoch` or its attribute `epoch`; a resumed run sets them again.
 
-Workers have copies of a data set. If workers have started before a hook sets the epoch, their copies have another one,
-which is an error. A stream is restarted instead, if it does not depend on former epochs.
+Workers have copies of a data set. If they have started before a hook sets the epoch, their copies have a different
+epoch, which is an error. A stream that does not depend on earlier epochs is restarted instead.
 """
 
 from typing import Any

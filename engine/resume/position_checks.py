@@ -1,4 +1,4 @@
-"""Refusals of training loaders that can't continue where a checkpoint was saved, each with its remedy."""
+"""Refuses training loaders that can't continue where a checkpoint was saved; each error names the remedy."""
 
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ def check_has_position(loader: Any, state: dict[str, Any], num_batches: int) -> 
     """Checks that a state saved in mid-epoch, after `num_batches` batches, has a position.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the state has no position.
     """
     if state["unit"] is None:
         over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
@@ -72,7 +72,7 @@ def check_same_batch_size(loader: DataLoader) -> None:
     """Checks that a loader can continue in mid-epoch with another batch size than in the saved run.
 
     Raises:
-        ValueError: it can't, since the ranks have their own samplers, of different lengths.
+        ValueError: the ranks have their own samplers, of different lengths.
     """
     if isinstance(loader, UnevenTrainLoader):
         raise ValueError(

@@ -22,7 +22,7 @@ def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal
 
     Returns:
         The work that remains for the batch of that step: ``"end"``, everything that follows a batch, such as
-        validation; ``"nothing"``; or None, if Lightning finds out.
+        validation; ``"nothing"``; or None, if Lightning determines it.
     """
     progress = loops["epoch_loop.batch_progress"]
     pending: Literal["end", "nothing"] | None = "nothing" if engine_state["between_steps"] else None
@@ -56,7 +56,7 @@ def _begin_next(progress: dict[str, Any]) -> None:
 
 
 class TargetTensors:
-    """The module's tensors that the tensors of a checkpoint are loaded into, by the checkpoint's keys.
+    """Finds, by the keys of a checkpoint, the tensors of the module into which the saved tensors are loaded.
 
     Args:
         module: the module with the tensors.
@@ -93,7 +93,7 @@ def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -
     """Converts an optimizer's state by parameter names to one by numbers, in the order of `optimizer`'s groups.
 
     Raises:
-        CheckpointError: the groups are of other parameters.
+        CheckpointError: the groups have other parameters.
     """
     groups, position = [], 0
     for number, group in enumerate(optimizer.param_groups):
@@ -115,7 +115,7 @@ def in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) -
 
 
 def with_samples(engine_state: dict[str, Any]) -> range:
-    """Returns one rank of the saved run for each share of the samples: the first of the ranks that had it."""
+    """Returns the ranks of the saved run that had different samples; of ranks with the same samples, the first."""
     layout = engine_state.get("layout", {})
     return range(0, engine_state["world_size"] // layout.get("pp", 1), layout.get("tp", 1))
 

@@ -17,9 +17,9 @@ from ..checkpoint.run_record import RunRecord, read_record, write_record
 __all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh"]
 
 AUTO = "auto"
-"""Stands in place of a path for the newest checkpoint of the newest run."""
+"""Value in place of a path: the newest checkpoint of the newest run."""
 FRESH = "fresh"
-"""Stands in place of a path for no checkpoint; restarts of the same job still continue the run."""
+"""Value in place of a path: no checkpoint; restarts of the same job still continue the run."""
 _START_AFRESH = f"To start afresh nevertheless, pass resume={FRESH!r}: nothing is deleted."
 
 
@@ -41,7 +41,7 @@ class RunHistory:
 
     Args:
         trainer: the trainer of the run.
-        saver: its group is used to agree.
+        saver: its `agree` gives all ranks the results of rank 0.
     """
 
     def __init__(self, trainer: Any, saver: AsyncCheckpointer) -> None:
@@ -98,7 +98,7 @@ class RunHistory:
         """Writes the record of the run into the folder; called by all ranks.
 
         Args:
-            batches: the values that the global batch follows from.
+            batches: the values that determine the global batch.
             loggers: the state of each logger.
         """
         if self._folder is None or not self._trainer.is_global_zero:

@@ -46,7 +46,7 @@ class SavingConnector(_CheckpointConnector):
         trainer: the trainer with the state.
         form: ``"file"``, ``"directory"``, or ``"auto"``: a directory if the state is sharded.
         in_background: save snapshots while training continues.
-        keeps_global_batch: change the accumulation to keep the global batch, if another number of ranks resumes.
+        keeps_global_batch: change the accumulation to keep the global batch, if a different number of ranks resumes.
     """
 
     trainer: Any
@@ -200,7 +200,7 @@ class SavingConnector(_CheckpointConnector):
     def _may_save(self, path: str) -> bool:
         """Whether all values are finite and `path` may be written; one all-gather, so that all ranks agree.
 
-        Returns False, rather than raise, if the run has failed already, so that its first error is the one that counts.
+        If the run has failed already, it warns and returns False instead of raising: the first error is what counts.
         """
         trainer = self.trainer
         watch = trainer.fit_loop.epoch_loop.automatic_optimization.watch
@@ -342,5 +342,5 @@ class SavingConnector(_CheckpointConnector):
 
 
 def _goes_by_number(state: Any) -> bool:
-    """Whether an optimizer's state has the form of torch's, with parameters by number."""
+    """Whether an optimizer's state has torch's format, in which parameters have numbers."""
     return type(state) is dict and type(state.get("state")) is dict and "param_groups" in state

@@ -1,4 +1,4 @@
-"""Resumes a loader with its own position: at that position, or with the unfinished shards redistributed."""
+"""Resumes a loader that has its own state: at the saved position, or with the unfinished shards redistributed."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["resume_stream", "stateful"]
 
 
 def stateful(loader: Any) -> dict[str, Any]:
-    """Returns the kind of a loader's state, and the layout that the state is valid for."""
+    """Returns the kind of a loader's state, with the batch size and number of workers for which it is valid."""
     return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
 
 
@@ -27,15 +27,15 @@ def resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int, 
     Args:
         loader: loader of this run.
         state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
-        trainer: the trainer whose loader it is.
+        trainer: trainer of this run.
         epoch: the current epoch.
         saved: number of batches of the epoch that each rank of the saved run had done.
 
     Returns:
-        The number of batches of this run that count as done; None if it is `saved`.
+        The number of batches of this run that count as done; None if it equals `saved`.
 
     Raises:
-        ValueError: it can't continue there.
+        ValueError: the loader can't continue there.
     """
     world_size, then = trainer.data_size, state["saved_by"]
     is_alike = {**state, **stateful(loader)} == state
@@ -67,7 +67,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
         is_alike: whether batch size and number of workers are those of the saved run.
 
     Raises:
-        ValueError: it can't continue there.
+        ValueError: the loader can't continue there.
     """
     if saved and is_litdata_loader(loader) and type(loader.dataset).__name__ != "StreamingDataset":
         raise ValueError(
@@ -106,7 +106,7 @@ def _resume_shards(
     """Resumes `loader` with the rest of an epoch.
 
     Args:
-        loader: this run's.
+        loader: loader of this run.
         state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
         is_same: the numbers of ranks and workers and the batch size are those of the saved run.
         epoch: the current epoch.

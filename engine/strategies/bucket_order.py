@@ -2,8 +2,8 @@
 
 torch uses one bucket in the first step. From the second step on, it uses buckets in the order in which the first
 backward computed the gradients. The last digit of a sum over more than two ranks depends on the position in a bucket.
-So a resumed run begins with the buckets that it had: a checkpoint has their order, and a backward of zeros in that
-order creates them. It costs one all-reduce of all gradients.
+So a resumed run starts with the buckets of the saved run. The checkpoint has the order of the gradients, and a backward
+of zeros in this order creates the buckets. This costs one all-reduce of all gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class BucketOrder:
 
     @property
     def names(self) -> list[str] | None:
-        """The names of the parameters in that order; None until it is known."""
+        """The names of the parameters in the order of their gradients; None until it is known."""
         return list(self._seen) if len(self._seen) == len(self._parameters) and not self._hooks else None
 
     def begin_with(self, names: Sequence[str]) -> None:

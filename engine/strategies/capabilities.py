@@ -26,17 +26,17 @@ class Capabilities:
     replicas_stay_equal: bool = False
     """Whether ranks must have equal weights where nothing is split, as long as `expects_parity`."""
     evaluates_in_inference_mode: bool = True
-    """Whether a forward under `torch.inference_mode` leaves no inference tensors that training would write to."""
+    """Whether evaluation may use `torch.inference_mode`: no inference tensor remains that training would write to."""
     runs_own_schedule: bool = False
     """Whether `run_schedule` runs forward and backward of a batch; the gradients are zeroed before."""
     recomputes_blocks: bool = False
     """Whether the strategy applies `recompute` to the blocks itself."""
     keeps_step: bool = True
-    """Whether ranks wait for each other every few steps in any case, and the run needs all of them."""
+    """Whether ranks always wait for each other at least every few steps, so that the run needs all ranks."""
     steps_alone: bool = False
     """Whether ranks step without averaging gradients for a part of the run: no step has a global batch then."""
     averages_on_request: bool = False
-    """Whether only `manual_backward` averages gradients (where any are), and a tensor's own `backward` does not."""
+    """Whether `manual_backward` averages gradients, but a tensor's own `backward` does not."""
     unsupported_counting: str | None = "is not the engine's own"
     """Why the bytes that are sent for gradients and parameters can't be counted."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"

@@ -66,7 +66,7 @@ def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
 
 
 def _sum_over_ranks(parameter: Tensor) -> None:
-    """Sums a partial gradient over the ranks: a whole layer before a split layer of its block has such a gradient."""
+    """Sums a partial gradient over the ranks. A replicated layer has one if it precedes a split layer of its block."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         assert isinstance(parameter, DTensor)

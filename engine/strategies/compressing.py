@@ -15,14 +15,14 @@ from .interface import EngineStrategy, capabilities_of
 __all__ = ["CommHookMixin", "check_join", "prepare_to_repeat"]
 
 _PASSING_ON = (__name__, "lightning.pytorch.strategies.ddp", "lightning.pytorch.strategies.strategy")
-"""The modules whose `optimizer_step` calls the next one, if there is no comm hook."""
+"""The modules whose `optimizer_step` only calls the inherited one if there is no comm hook."""
 
 
 def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
     """Makes `strategy` able to repeat a step in which one of its ranks ran out of memory.
 
     Raises:
-        ValueError: it can't.
+        ValueError: the strategy can't repeat a step.
     """
     why_not = "sync_batchnorm=True" if sync_batchnorm else capabilities_of(strategy).unsupported_repeat
     if why_not is not None:
@@ -38,7 +38,7 @@ def check_join(strategy: Strategy) -> None:
     """Checks that a rank of `strategy` can take part in training without running the module.
 
     Raises:
-        ValueError: it can't.
+        ValueError: the strategy does not support this.
     """
     why_not = capabilities_of(strategy).unsupported_join
     if why_not is not None:
@@ -74,7 +74,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
         """Takes part in a micro-batch of the other ranks.
 
         Args:
-            weigh: called at the point between forward and backward of the other ranks.
+            weigh: called at the time when the other ranks are between forward and backward.
             synchronises: whether gradients are averaged in this micro-batch.
         """
         raise NotImplementedError
@@ -115,7 +115,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
             return False
         owners = (vars(owner) for owner in (self, *type(self).__mro__))
         steps = [names["optimizer_step"] for names in owners if "optimizer_step" in names]
-        # Compared by the module of its globals: a function that replaced one may have the same name.
+        # The module of a function's globals identifies it: a replacement may have the same name.
         return all(getattr(step, "__globals__", {}).get("__name__") in _PASSING_ON for step in steps)
 
     def optimizer_step(
@@ -161,7 +161,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Raises before a step with gradients that are not finite.
 
-        Only at logged steps if the check waits for a GPU, or needs a collective because no rank has all averages.
+        Checks only logged steps if the check waits for a GPU, or needs a collective because no rank has all averages.
         """
         super().post_backward(closure_loss)
         hook = self.comm_hook

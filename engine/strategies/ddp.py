@@ -110,7 +110,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         module, model = self.lightning_module, self.model
         is_wrapped = isinstance(model, DistributedDataParallel)
         assert module is not None
-        # DistributedDataParallel averages the gradients of those that it found trainable when it was built.
+        # DistributedDataParallel averages the gradients of the parameters that were trainable when it was created.
         if is_wrapped and self._requires_grad != list(map(_REQUIRES_GRAD, self._parameters)):
             self._wrap_again()
             model = self.model
@@ -129,7 +129,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if "finished reduction in the prior iteration" in str(error) and numbers:
             assert self.lightning_module is not None
-            # `toggle_optimizer` may have frozen some for a while.
+            # `toggle_optimizer` may have frozen some parameters temporarily.
             parameters = zip(self.lightning_module.named_parameters(), self._requires_grad, strict=True)
             names = [name for (name, _), is_trained in parameters if is_trained]
             error.args = (self._unused_message([names[int(number)] for number in numbers[1].split()]),)
@@ -205,7 +205,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         assert isinstance(model, DistributedDataParallel)
         with torch.no_grad(), self.precision_plugin.train_step_context():
             step(module.training_step)
-        # As at the end of a forward: whether the next one sends buffers.
+        # DistributedDataParallel sets this at the end of a forward: whether the next forward sends buffers.
         model.require_forward_param_sync = synchronises
         if synchronises:
             self._mute_what_was_sent()
@@ -254,8 +254,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         flag = repr(self).strip("'")
         return (
             f"under {flag!r} these parameters had no part in the loss: {', '.join(names)}. Their gradients can't be"
-            f" averaged. If that is meant, set strategy='{flag}:find_unused_parameters=true'; if they are never"
-            " trained, set `requires_grad = False` on them."
+            f" averaged. If that is meant, add an option: strategy='{flag}:find_unused_parameters=true'; if they are"
+            " never trained, set `requires_grad = False` on them."
         )
 
     def _trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -265,7 +265,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
 
 class BareDDP(DistributedDataParallel):
-    """Torch's wrapper, whose `forward` leaves out its label in a profile if nothing records it: see `labels.py`."""
+    """torch's wrapper; its `forward` sets no profiler label while nothing records labels: see `labels.py`."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward."""

@@ -62,7 +62,7 @@ class DP(SingleDeviceStrategy):
         """Wraps the module.
 
         Raises:
-            ValueError: the module runs backward itself, or its step is bound to one copy.
+            ValueError: the module runs backward itself, or has `training_step` as an attribute, which copies share.
         """
         super().setup(trainer)
         include_devices(self.parallel_devices)
@@ -88,7 +88,8 @@ class DP(SingleDeviceStrategy):
         assert self.lightning_module is not None
         metrics = [submodule for submodule in self.lightning_module.modules() if isinstance(submodule, Metric)]
         updates = [metric._update_count for metric in metrics]
-        # Also set here: 64-true sets a default that all threads share; each thread then finds it and keeps it.
+        # Also entered here: `64-true` sets torch's default dtype, which all threads share. Then each thread finds it
+        # set, and leaves it set.
         with self.precision_plugin.train_step_context():
             parts = self._parallel(*arguments, **named)
         if updates != [metric._update_count for metric in metrics]:
@@ -117,7 +118,7 @@ class _Step(nn.Module):
     """Runs `training_step` as its `forward`; it is copied together with its module.
 
     Args:
-        module: with the step.
+        module: the module whose `training_step` is run.
         context: entered in the step's thread, since torch passes on whether autocast is enabled, but not its dtype.
     """
 

@@ -27,8 +27,8 @@ __all__ = ["EngineStrategy", "adapt", "capabilities_of", "lists_devices", "witho
 class EngineStrategy:
     """Mixin of a Lightning `Strategy`: its capabilities, and the methods and attributes that the engine uses in a run.
 
-    The defaults are right for a strategy that does only what Lightning requires. A strategy overrides the others; the
-    base of the engine's own strategies is `DistributedStrategy`.
+    The defaults are right for a strategy that does only what Lightning requires; other strategies override some of
+    them. The base of the engine's own strategies is `DistributedStrategy`.
     """
 
     capabilities = Capabilities()
@@ -74,7 +74,7 @@ class EngineStrategy:
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank among the ranks that have samples of their own."""
+        """The index of this rank's samples, 0 to `data_size` - 1; ranks with the same samples have the same index."""
         return (getattr(self, "distributed_sampler_kwargs", None) or {}).get("rank", 0)
 
     comm_hook: "CommHook | None" = None
@@ -101,7 +101,7 @@ class EngineStrategy:
         return self.averages_gradients
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
-        """Begins a sum over the ranks that have samples of their own; returns a function that waits for the sum.
+        """Begins a sum over the ranks with different samples; returns a function that waits for the sum.
 
         Args:
             make: returns this rank's summand, a tensor that nothing else uses.
@@ -117,7 +117,7 @@ class EngineStrategy:
 
     @property
     def passes_step_on(self) -> bool:
-        """Whether `optimizer_step` only calls that of the precision plugin, until the epoch ends."""
+        """Whether `optimizer_step` only calls the precision plugin's; the answer holds until the epoch ends."""
         return False
 
     # --- checkpoints

@@ -60,7 +60,7 @@ class DistributedStrategy(EngineStrategy):
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank among the ranks that have samples of their own."""
+        """The index of this rank's samples: see `EngineStrategy`."""
         return self.global_rank // self.layout.tp % self.data_size  # type: ignore[attr-defined]
 
     @property
@@ -147,7 +147,7 @@ class DistributedStrategy(EngineStrategy):
         share_random_state()
 
     def _connect_ranks(self) -> None:
-        """Connects the ranks: opens the job's store, and starts the process group in it."""
+        """Connects the ranks: opens the job's store, and starts the process group, which uses this store."""
         strategy: Any = self
         if strategy.num_nodes == 1:  # this applies to groups that are created later as well
             listen_on_loopback()

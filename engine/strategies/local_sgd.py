@@ -179,7 +179,7 @@ class LocalSGD(DDP):
             self.comm_hook.raise_if_bad()
 
     def _check_trained(self) -> None:
-        """Refuses parameters that began to be trained: they would differ between ranks."""
+        """Refuses parameters that became trainable after the anchor was created: they would differ between ranks."""
         assert self._anchor is not None
         anchored = set(self._anchor.parameters)
         new = [name for name, parameter in self._trained_parameters() if parameter not in anchored]
@@ -189,7 +189,7 @@ class LocalSGD(DDP):
                 " `requires_grad` before `fit`, or choose strategy 'ddp'."
             )
 
-    # --- the module as one
+    # --- the mean of the ranks' weights
 
     def _buffers(self) -> list[Tensor]:
         assert self.lightning_module is not None

@@ -51,7 +51,7 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def teardown(self) -> None:
-        """Leaves recurrent layers as they were."""
+        """Restores recurrent layers: ends `never_flatten`."""
         if self.model is not None:
             flatten_again(self.model)
         super().teardown()

@@ -81,7 +81,8 @@ class FSDPOptions(UnitOptions):
     keeps them: one all-gather less per micro-batch."""
     no_sync: bool | None = None
     """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
-    micro-batch to shards at once: less memory, more bytes. Default: false on accelerators of one node."""
+    micro-batch to shards at once: less memory, more bytes. Default: false on accelerators of one node, unless shards
+    are compressed."""
     large_layers: bool = True
     """Gather a large embedding or output layer separately, so that it is not whole throughout the step."""
     extra_overlap: bool = False

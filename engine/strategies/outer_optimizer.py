@@ -1,4 +1,4 @@
-"""The weights after the last exchange, and the outer step that updates them: the mathematics of `local_sgd.py`."""
+"""The anchor, and the outer step that updates it: the mathematics of `local_sgd.py`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["OuterOptimizer"]
 
 
 class OuterOptimizer:
-    """The weights that all ranks had after the last exchange, and the outer SGD that updates them.
+    """The anchor (the weights that all ranks had after the last exchange), and the outer SGD that updates it.
 
     Args:
         parameters: the trained parameters, by name.
@@ -34,7 +34,7 @@ class OuterOptimizer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that it has a copy of."""
+        """The parameters that the anchor has a copy of."""
         return list(self._names)
 
     @property
@@ -60,7 +60,7 @@ class OuterOptimizer:
         return {"anchor": self._by_name(self._flats), "momentum": self._by_name(momenta)}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Restores a `state_dict` with any buckets; values that it lacks are not changed."""
+        """Restores a `state_dict`, which may have had other buckets; values that it lacks are not changed."""
         momenta = [torch.zeros_like(flat) for flat in self._flats] if state["momentum"] else [None] * len(self._flats)
         for flats, saved in ((self._flats, state["anchor"]), (momenta, state["momentum"])):
             for name, view in self._by_name(flats).items():

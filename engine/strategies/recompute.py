@@ -2,9 +2,9 @@
 
 Uses torch's `checkpoint` without re-entrant autograd (https://docs.pytorch.org/docs/stable/checkpoint.html) around the
 forward of each repeated block (`units.py`), inside of the hooks that gather its parameters. torch makes the second
-forward draw the same random numbers under the same autocast. In addition, the second forward finds buffers, attributes
-and the random states of Python and NumPy as the first one did, and does not change them. So a BatchNorm counts each
-batch once, and a list of auxiliary losses has each of them once.
+forward draw the same random numbers under the same autocast. In addition, the second forward starts with the buffers,
+attributes and random states of Python and NumPy that the first one started with, and leaves them unchanged. So a
+BatchNorm counts each batch once, and a list of auxiliary losses gets each loss once.
 
 ``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`KEPT`), or of the operators
 that the module's own method `kept_operators()` returns, and computes the rest again, which costs little. Random
@@ -113,7 +113,7 @@ def check_recompute(strategy: Strategy, kind: str, *, compiles: bool) -> str:
     """The kind of activation checkpointing, from the flag and the option of some strategies.
 
     Raises:
-        ValueError: the two differ, or the strategy can't do it.
+        ValueError: the flag and the option differ, or the strategy does not support this kind.
     """
     if getattr(getattr(strategy, "options", None), "activation_checkpointing", False):
         if kind == "selective":
@@ -284,8 +284,8 @@ class _PartState:
         self._values = {id(tensor): tensor.detach().clone() for tensor in tensors}
 
     def forget_unchanged(self) -> None:
-        # Of all tensors together: a BatchNorm's kernel does not count writes of its statistics, but those of its
-        # counter.
+        # The copies are released only together. A BatchNorm's kernel writes the statistics without a change of their
+        # versions, but the version of its counter of batches changes.
         if all(_version(tensor) == version for tensor, version in self._versions):
             self._values.clear()
 

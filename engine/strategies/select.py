@@ -146,7 +146,7 @@ def _say_once(note: str) -> None:
 def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnorm: bool) -> dict[str, Any]:
     """The plugins with the engine's own, and the `precision` that Lightning still has to handle."""
     if sync_batchnorm and device_type == "cpu":
-        # Replaces Lightning's own; the user's plugin for this stays.
+        # Replaces Lightning's own plugin; a layer-sync plugin of the user stays.
         plugins = [p for p in plugins if type(p) is not TorchSyncBatchNorm]
         plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [CPUSyncBatchNorm()]
     if precision in TRANSFORMER_ENGINE or any(isinstance(plugin, Precision) for plugin in plugins):

@@ -57,11 +57,11 @@ class StrategySpec:
     takes_compression: Callable[[str, HookRow], bool] = no_compression
     """Takes the name and row of a compression; returns whether the strategy can use it."""
     why_not: str = ""
-    """Why it does not support the others."""
+    """Why it does not support the other compressions."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     """Names of the supported precisions."""
     why_not_precision: str = ""
-    """Why it does not support the others."""
+    """Why it does not support the other precisions."""
 
     @property
     def compressions(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""An optimizer's step on split parameters and plain tensors with the result that it has if all are whole.
+"""Makes an optimizer's step on split parameters and plain tensors give the result of a step on whole tensors.
 
-Most operations out of place work with DTensor: plain tensors count as replicas. Three cases don't:
+Most out-of-place operations work with DTensor, which takes plain tensors for replicas. Three cases don't:
 - torch refuses an in-place operation of a plain tensor with a DTensor (LAMB divides all gradients by their norm);
 - torch refuses an in-place change of a norm that is not reduced over the ranks yet (Adafactor's roots of row norms);
 - values that are rounded to 16 bits and then multiplied (Muon) depend on the split: they are gathered first.

@@ -65,7 +65,7 @@ class ByHand:
         """Context of `training_step`, in which the root's parameters are gathered.
 
         Raises:
-            RuntimeError: the step wrote to one of them, and the change would be lost.
+            RuntimeError: the step wrote to a parameter of the root, and the change would be lost.
         """
         before = {name: (p, p._version) for name, p in self._own_parameters()}
         self._is_in_step = True
@@ -88,7 +88,7 @@ class ByHand:
 
     def _renew(self, *_: Any) -> None:
         """Gathers again after an optimizer's step, since the gathered weights are out of date."""
-        if self._is_in_step:  # outside of its forward these are the shards, which need gradients
+        if self._is_in_step:  # between steps the root's parameters are the shards, which may have gradients
             left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
             if left:
                 raise RuntimeError(

@@ -24,7 +24,9 @@ __all__ = [
 
 
 class ReplicaAverage:
-    """Averages the shards of a unit over replicas by a comm hook; FSDP2's all-reduce hook on a mesh of shards only.
+    """Averages the shards of a unit over replicas by a comm hook.
+
+    It is set as FSDP2's all-reduce hook, and FSDP2 itself knows only the mesh of shards.
 
     Args:
         hook: a comm hook whose group is the replicas.
@@ -51,8 +53,8 @@ class ReplicaAverage:
                 " compression='none'."
             )
         if shards.device.type != "cpu":
-            # FSDP2 allocated it on its reduce-scatter stream, and releases it while the all-reduce stream, which runs
-            # this, may still use it: the next unit's reduce-scatter would get the same memory.
+            # FSDP2 allocated `shards` on its reduce-scatter stream. It releases them while the all-reduce stream, on
+            # which this code runs, may still use them: the next unit's reduce-scatter would get the same memory.
             shards.record_stream(torch.accelerator.current_stream(shards.device))
         with torch.no_grad():
             if self.is_held:

@@ -1,7 +1,7 @@
 """Finds layers whose weights a forward uses without calling the layer, by reading its source.
 
-Under `fsdp` a layer that is a unit is whole only while its own forward runs. `functional.linear(x, self.embed.weight)`
-would meet shards there.
+Under `fsdp` a layer that is a unit is whole only while its own forward runs. In the forward of another module,
+`functional.linear(x, self.embed.weight)` would use a shard.
 """
 
 import ast

@@ -1,7 +1,8 @@
 """Parameters that FSDP2 can't cut into shards: every rank keeps them whole, and their gradients are averaged here.
 
 A parameter without a dim has nothing to cut. A parameter of another dtype can't be gathered in one tensor with the rest
-of its unit. A complex parameter would, if cut, not be trained as in one process. They are FSDP2's `ignored_params`.
+of its unit. A complex parameter, if it were cut, would get other updates than in one process. All of these are FSDP2's
+`ignored_params`.
 
 Communication: per backward that averages, one all-reduce of each gradient when it is complete; backward waits for it.
 """
@@ -72,7 +73,7 @@ def refuse_fused(optimizers: Iterable[torch.optim.Optimizer], whole: dict[str, n
     """Checks that no optimizer handles whole parameters and shards in one operation, which torch can't do.
 
     Raises:
-        ValueError: one does.
+        ValueError: an optimizer does.
     """
     names = {id(parameter): name for name, parameter in whole.items()}
     for optimizer in optimizers:

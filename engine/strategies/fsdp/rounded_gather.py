@@ -2,9 +2,9 @@
 
 Under `bf16-mixed` and `16-mixed` autocast casts the weights of a linear layer or a convolution before it uses them.
 Here each rank casts its shards before they are gathered, and the layer gets a `Rounded`: a tensor of dtype float32 that
-has only the 16-bit values. Autocast's cast of it returns these. The values that backward needs are in FSDP2's memory,
-which is freed and gathered again with the unit. Autograd sees a cast as before, so gradients are float32 and have the
-same values.
+has only the 16-bit values. A cast of the `Rounded` by autocast returns these values. Backward needs them, too: they are
+in FSDP2's memory, which is freed and gathered again with the unit. Autograd records a cast in either case, so gradients
+are float32 and have the same values.
 
 Any other operation on a `Rounded` (its norm, a layer that is called outside of autocast) computes with the float32
 values. They are gathered for that operation only: one more all-gather of 4 P (S-1)/S bytes for P values and S shards,

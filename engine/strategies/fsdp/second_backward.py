@@ -27,14 +27,14 @@ class SecondBackward:
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[FSDPModule] = []
         self._is_over = False
-        """Whether all gradients of a backward are there."""
+        """Whether a backward has computed all gradients."""
         for unit in model.modules():
             if not isinstance(unit, FSDPModule):
                 continue
             # torch: FSDPState._pre_backward is called when the gradient of an output of the unit is known, and
             # _root_post_backward_final_callback at the end of a backward. An earlier run may have replaced them.
             state: Any = unit._get_fsdp_state()
-            if unit is not model:  # which is gathered for the whole step
+            if unit is not model:  # the root is gathered for the whole step
                 pre_backward = functools.partial(type(state)._pre_backward, state)
                 state._pre_backward = functools.partial(self._before, unit, pre_backward)
             end = functools.partial(type(state)._root_post_backward_final_callback, state)
@@ -51,13 +51,13 @@ class SecondBackward:
     def _end(self, end: Callable[[], None]) -> None:
         self._is_over = True
         try:
-            end()  # which reduces what was not
+            end()  # reduces the gradients that were deferred
         finally:
             self._is_over = False
 
     @property
     def is_early(self) -> bool:
-        """Whether some gradients of a unit may still be on their way."""
+        """Whether backward may still have to compute some gradients of a unit."""
         return bool(self._kept) and not self._is_over
 
     def release(self) -> None:
@@ -69,7 +69,7 @@ class SecondBackward:
 
 
 class _Deferred:
-    """A unit's reduction, which does nothing as long as it is early."""
+    """The reduction of a unit's gradients; a call does nothing while `SecondBackward.is_early`."""
 
     def __init__(self, owner: SecondBackward, reduction: Any) -> None:
         self._owner = owner

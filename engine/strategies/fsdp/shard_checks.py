@@ -43,7 +43,7 @@ def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
 
 @contextmanager
 def explained(model: nn.Module | None, flag: str) -> Iterator[None]:
-    """Adds to torch's message about an operation on a shard which module was used outside of its unit's forward."""
+    """In this context, torch's error about an operation on a shard names the module that was used outside its unit."""
     try:
         yield
     except RuntimeError as error:
@@ -67,7 +67,7 @@ def _explain(error: RuntimeError, model: nn.Module, flag: str) -> None:
 
 
 def check_loss(loss: Any, flag: str) -> None:
-    """Checks that a loss is this rank's own: torch treats a loss with shards in it as equal on all ranks.
+    """Checks that a loss is this rank's own: torch treats a loss that was computed from shards as equal on all ranks.
 
     Raises:
         RuntimeError: it was computed from shards.

@@ -311,11 +311,11 @@ class FSDP(UnitSteps):
 
     @property
     def _keeps_whole_gradients(self) -> bool:
-        """Whether inner micro-batches keep whole gradients and send nothing; False if the ranks are on one node."""
+        """Whether inner micro-batches keep whole gradients and send nothing: the option `no_sync`, or its default."""
         if self.options.no_sync is not None:
             return bool(self.options.no_sync)
         is_within_a_node = self.layout.shard * self.layout.tp <= self.num_processes
-        rounds = self.comm_hook is not None and not self._compresses_replicas  # otherwise it would, in each micro-batch
+        rounds = self.comm_hook is not None and not self._compresses_replicas  # else it would round in each micro-batch
         return self.root_device.type == "cpu" or not is_within_a_node or rounds
 
     def _hook_units(self) -> None:

@@ -35,7 +35,7 @@ __all__ = ["READ", "UnitOrder", "watch_units"]
 
 _WORD: Fields = {"rank": int, "kind": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
-"""The largest number of remembered calls; all are forgotten when a module has made more different ones."""
+"""The largest number of different calls that are remembered; beyond it, all are forgotten."""
 _POLL_S = (0.0002, 0.05)
 """The seconds between two reads of the other ranks' answers: at first, and later."""
 _BEAT_S = 1.0
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     kind: str
     """``"gather"``, ``"reduce"``, ``"read"`` or ``"end"``."""
     unit: int = -1
-    """Its number."""
+    """The number of the unit; -1 if the call is not about a unit."""
     trained: int = 0
     """The parameters of the unit that have a gradient, a bit for each."""
 
@@ -127,7 +127,7 @@ class UnitOrder:
         self._begun = self._place, self._number
 
     def repeat(self) -> None:
-        """Goes back to the start of this step, which is run again; all ranks have made this rank's calls in it."""
+        """Goes back to the start of this step, which is run again. All ranks have agreed on its calls before."""
         self._place, self._number = self._begun
         self._repeats = True
 
@@ -159,7 +159,7 @@ class UnitOrder:
             raise RuntimeError(self._differs(call, job.rank, others, first["rank"]))
         job.count(f"{key}/ranks", 1)
         self._wait(call, job, f"{key}/ranks")
-        if job.rank == 0 and self._num_questions > 0:  # all ranks have read the last answer
+        if job.rank == 0 and self._num_questions > 0:  # all ranks have read the answer to the previous question
             for old in ("", "/ranks"):
                 job.line.ask("delete_key", f"polyphase/units/{self._run}/{self._num_questions - 1}{old}")
         self._num_questions += 1

@@ -4,8 +4,8 @@ DTensor's `item` returns the local value: of a norm or sum that is not reduced y
 So an optimizer that reads it (LARS, LAMB) would scale each shard of a parameter differently. Here each such number is
 one all-reduce of 4 bytes on all ranks.
 
-The same holds for each of the numbers that Lightning's `grad_norm` returns. It stacks DTensors, which torch can't do.
-Users import that function before a run, so its code is replaced during a run.
+Each number that Lightning's `grad_norm` returns is such a number, too. The function stacks DTensors, which torch can't
+do. Users import it before a run, so its code object is replaced during a run.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def read_whole_numbers(order: UnitOrder | None) -> None:
     """Makes `item` of a DTensor reduce it first, and checks torch's own reductions, until `give_back_numbers`.
 
     Args:
-        order: checks that all ranks do so; None: no check.
+        order: checks that all ranks make these reductions in the same order; None: no check.
     """
 
     def item(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> Any:

@@ -1,7 +1,8 @@
 """Writes of a step or hook to sharded parameters: they take effect, or are refused with the parameter's name.
 
 `p.data = values` does not change the rank's part of a DTensor `p` in torch; here it does. During a step under FSDP2 the
-parameters outside of units are whole copies. They are dropped at the end of the step, together with a write into them.
+parameters outside of units are whole copies. At the end of the step these copies are dropped, and a write to a copy is
+lost.
 """
 
 from collections.abc import Collection, Iterator

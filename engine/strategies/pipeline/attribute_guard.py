@@ -4,13 +4,13 @@ A stage skips the units of other stages. Attributes that these write (an auxilia
 statistic) are missing on this stage, or are those of an earlier batch; and attributes that the step writes after the
 units exist on the last stage only. `WriteRecorder` records the writes: in a trial run on all stages but the last, and
 in the first micro-batch on the last one. From then on `AttributeGuard` raises an error where user code reads such an
-attribute on another stage. State that two stages write (the statistics of a BatchNorm that is called before and behind
-the units) is right on neither: that ends the run before its first optimizer step.
+attribute on another stage. If two stages write the same state (the statistics of a BatchNorm that is called before and
+after the units), neither stage has the right value, and the run ends before its first optimizer step.
 
 A step has one segment for each stage: from the stage's first unit to that of the next stage. Stage s runs the segments
 up to its own: those of earlier stages without content, and its own with real values. So a stage has the right value of
-an attribute if it runs all segments in which the attribute is written, and writes there what the segment's own stage
-does.
+an attribute if it runs all segments in which the attribute is written, and writes in each of them the same as the
+segment's own stage.
 """
 
 import collections
@@ -60,7 +60,7 @@ class AttributeGuard:
         self._module, self._plan = module, plan
         self._own_stages, self._present_stage, self._is_live = own_stages, present_stage, is_live
         self.inside = False
-        """Whether a unit of the stage runs: it may read what it writes."""
+        """Whether a unit of the stage runs: a unit may read attributes that it writes itself."""
         self._stages_with_value: dict[Key, set[int]] = {}
         self._writers: dict[Key, str] = {}
         """The code that writes an attribute, in words."""
@@ -75,9 +75,9 @@ class AttributeGuard:
         """Takes the writes of a stage; called on all ranks, for the last stage last.
 
         Args:
-            step: its name.
+            step: name of the step.
             stage: the stage that wrote.
-            written: attributes.
+            written: the attributes that it wrote.
             num_stages: number of stages of the pipeline.
 
         Raises:
@@ -104,7 +104,7 @@ class AttributeGuard:
         if not segments:
             return
         stages = {stage for stage in by_stage if all(_agrees(by_stage, key, segment, stage) for segment in segments)}
-        stages &= self._consistent_stages.get(key, stages)  # those of other steps
+        stages &= self._consistent_stages.get(key, stages)  # the stages that were right after the other steps
         self._consistent_stages[key] = stages
         writers = self._writers_by_stage.setdefault(key, {})
         for stage in segments:
@@ -129,7 +129,7 @@ class AttributeGuard:
 
     @property
     def written(self) -> set[Key]:
-        """The attributes that any stage is known to write, also where every stage writes the same."""
+        """The attributes that any stage is known to write, including those that all stages write alike."""
         states = (writes.states for by_stage in self._written_in_step.values() for writes in by_stage.values())
         return set(self._writers).union(*states)
 
@@ -155,7 +155,7 @@ class AttributeGuard:
         if stages is None:
             return
         stage = self._present_stage()
-        # Frame 1 is `__getattribute__`, frame 2 the code that reads. A module of torch's may read on its own stage.
+        # Frame 1 is `__getattribute__`, frame 2 the code that reads. A module of torch may read its own attributes.
         if not (by_user := is_users(sys._getframe(2))):
             if stage is None or not self._is_live() or attribute not in self._module.get_submodule(part)._buffers:
                 return
@@ -195,7 +195,7 @@ def _guarded_class(kind: Any, check: Callable[[str], None]) -> type:
 
 
 def _agrees(by_stage: dict[int, StageWrites], key: Key, segment: int, stage: int) -> bool:
-    """Whether `stage` has written in a segment what the segment's own stage has written there."""
+    """Whether `stage` has made the same writes in `segment` as the segment's own stage."""
     own = by_stage[segment]
     if segment >= stage:
         return segment == stage and own.around.get(segment, {}).get(key) != NO_CONTENT

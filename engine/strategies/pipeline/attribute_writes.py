@@ -31,7 +31,7 @@ _NOT_THE_USERS = frozenset(nn.Module().__dict__) | frozenset(LightningModule()._
 _MAX_DEPTH = 3
 """Levels of nested objects and containers that are compared."""
 _REPLACED, NO_CONTENT = -1, -2
-"""Stand for an attribute that was assigned another value, and for one without content on the stage."""
+"""Marks of an attribute that was replaced by another object, and of one whose value has no content on the stage."""
 
 Key = tuple[str, str]
 """The name of a sub-module, and the name of an attribute."""
@@ -101,7 +101,7 @@ class WriteRecorder:
 
         Raises:
             CutError: the unit writes where other stages can't see it: into a list or dict among its arguments, or into
-                one that a forward hook inside the unit has.
+                an object that a forward hook inside the unit refers to.
         """
         before = self._fingerprints(unit), _fingerprint(arguments), _hook_fingerprints(name, unit)
         yield

@@ -32,7 +32,8 @@ def batch_size_of(batch: Any) -> int:
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
     """Cuts tensors, arrays, and lists with one value for each sample, in any nesting, into `num_parts` batches.
 
-    Values without dims, other tuples of plain values and objects without tensors go into each part.
+    Every other value goes into each part as it is: tensors without dims, tuples of plain values with another length,
+    and objects without tensors.
 
     Raises:
         ValueError: a tensor, array or list has another length than the number of samples, or an object has tensors

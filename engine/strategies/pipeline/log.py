@@ -1,11 +1,11 @@
-"""Logs the values that a step logs on the last stage on all stages.
+"""Makes all stages log the values that a step logs on the last stage.
 
 While the micro-batches run, `self.log` records its arguments on the last stage, and does nothing on the others. Then
 the values of all micro-batches are reduced to one by `reduce_fx` (a mean by default) and sent to the other stages, and
 every rank calls the real `log`.
 
 A torchmetrics object is updated on the last stage only. Its `compute` on the other stages returns what the last stage
-has computed, over the ranks with samples of their own.
+has computed, over the ranks with different samples.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from .tree_broadcast import TreeBroadcast
 __all__ = ["StepLog", "idle_text", "share_metrics", "unshare_metrics"]
 
 _SMALL_SHARE = 0.1
-"""The idle share of the time that the advice of `idle_text` aims at."""
+"""The idle share of the time for which `idle_text` recommends a number of micro-batches."""
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 

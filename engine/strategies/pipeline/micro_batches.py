@@ -1,8 +1,8 @@
 """Warnings for modules whose result changes when a batch is cut into micro-batches, as far as this is detectable.
 
 BatchNorm normalises over each micro-batch. Other buffers that a forward writes (the vectors of a spectral norm) are
-written once for each micro-batch. And a loss that is not a mean over samples (it compares samples, as in CLIP, or
-divides by a number of tokens) is not the mean of the micro-batches' losses.
+written once for each micro-batch. Some losses are not a mean over samples: they compare samples, as in CLIP, or
+divide by a number of tokens. Such a loss is not the mean of the micro-batches' losses.
 """
 
 import dataclasses

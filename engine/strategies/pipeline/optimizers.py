@@ -20,7 +20,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Checks that the step of a parameter does not depend on others, by steps of a copy on small tensors.
 
     Raises:
-        ValueError: it does, as with a norm of all gradients (LAMB, SAM) or a common estimate (Prodigy).
+        ValueError: it depends on others, as with a norm of all gradients (LAMB, SAM) or a common estimate (Prodigy).
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):

@@ -103,7 +103,7 @@ class PartitionedModule:
         """Maps the name of each buffer to the rank whose values are saved.
 
         Args:
-            held: for each name the rank that holds the buffer, which counts unless a stage writes it.
+            held: for each name the rank that holds the buffer; if a stage writes the buffer, that rank counts.
             num_ranks: number of ranks of the pipeline.
         """
         return held | {name: stage % num_ranks for name, stage in self.buffer_stages.items()}

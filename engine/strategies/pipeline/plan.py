@@ -1,7 +1,8 @@
 """Plans pipeline stages: cuts a module into stages, and says which stages hold a parameter.
 
-The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class (of
-several as long, of one that is trained), or else of its longest `Sequential`, or `ModuleDict` of one class.
+The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class. Among
+containers of equal length, one with trained parameters is preferred. Without such a container, they are the children of
+its longest `Sequential`, or else of its longest `ModuleDict` of one class.
 Neighbouring units form a stage, balanced by the number of parameters. A module outside of the units belongs to the
 stage of the unit registered before it, or to the first; torchmetrics objects belong to the last. Parameters of the
 modules that contain the units, such as a class token, and those that several stages share are held by each of these.
@@ -106,9 +107,10 @@ def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
     sequentials = [
         (name, list(submodule)) for name, submodule in module.named_modules() if isinstance(submodule, nn.Sequential)
     ]
-    # Of an encoder and a decoder of equal length, the decoder: its blocks take the encoder's output as an argument.
+    # If an encoder and a decoder have equal lengths, the decoder is cut: its blocks get the encoder's output as an
+    # argument.
     for candidates in (block_lists(module)[::-1], sequentials, block_lists(module, (nn.ModuleDict,))[::-1]):
-        # Of a student and a teacher of equal length, the student.
+        # If a student and a teacher have equal lengths, the student is cut, since it is trained.
         name, blocks = max(
             candidates, key=lambda candidate: (len(candidate[1]), _is_trained(candidate[1])), default=("", [])
         )
@@ -129,7 +131,7 @@ def _balanced(
     units: Sequence[nn.Module], outside: tuple[int, int], num_stages: int
 ) -> tuple[tuple[nn.Module, ...], ...]:
     """Cuts the units into runs with the least sum of squared numbers of parameters, by dynamic programming."""
-    # One more for each unit: units without parameters are balanced, too.
+    # Each unit counts as one more than its parameters, so that units without parameters are balanced, too.
     sizes = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
     sizes[0] += outside[0]
     sizes[-1] += outside[1]

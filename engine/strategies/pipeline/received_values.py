@@ -76,7 +76,7 @@ class ReceivedValues:
         self._shapes = Shapes()
         self._is_trial = False
         self._views: list[tuple[Tensor, int | Tensor]] = []
-        """Received views of one storage, which arrive as separate tensors; each with its version, or a copy of it."""
+        """Received views of one storage, which arrive as separate tensors; each with its version, or with a copy."""
 
     def begin(self, shapes: Shapes, *, is_trial: bool) -> None:
         """Called when the stage begins a micro-batch.
@@ -186,7 +186,7 @@ class ReceivedValues:
         self._first_node = torch.autograd._get_sequence_nr()
 
     def check_graph(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Checks that `torch.autograd.grad` within the step stays within this stage's graph; else notes a new leaf.
+        """Checks that `torch.autograd.grad` within the step stays within this stage's graph; other calls note a leaf.
 
         Args:
             func: one of `remote_values._OF_GRAPHS`.
@@ -246,7 +246,7 @@ def _swap(absent: Tensor, content: Tensor) -> bool:
         return False
     try:
         torch.utils.swap_tensors(absent, content)
-    except RuntimeError:  # C++ holds a reference to it: a view of it, or torch.utils.checkpoint
+    except RuntimeError:  # C++ code refers to the tensor: it has a view, or torch.utils.checkpoint keeps it
         return False
     return True
 

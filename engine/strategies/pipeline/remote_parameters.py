@@ -2,8 +2,9 @@
 
 torch accepts tensors on the meta device silently: an average of weights in a hook (`p.lerp_(q, 0.01)`) would do
 nothing, and a norm of all gradients would be that of one stage. A `RemoteTensor` raises an error that names the
-parameter if user code needs its values. Within a step, `RemoteValueMode` handles it. torch, Lightning and this package
-may pass such tensors on: they expect tensors without content. An optimizer may read the gradient, which is None.
+parameter if user code needs its values. Within a step, `RemoteValueMode` handles such tensors. torch, Lightning and
+this package may pass them on, since this code expects tensors without content. An optimizer may read the gradient: it
+is None.
 """
 
 import os

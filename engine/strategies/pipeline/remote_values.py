@@ -72,7 +72,7 @@ FORM = {
 }  # fmt: skip
 """Calls that need no content."""
 _OF_GRAPH = {"requires_grad_", "register_hook", "retain_grad", "__format__"}
-"""Calls among these that use the content if the stage has it."""
+"""Those of the calls above that use the content if the stage has it."""
 _SETS = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _OF_GRAPHS = {torch.autograd.grad, Tensor.requires_grad_, _SETS}
 """Calls that compute gradients within a step, or make a leaf for them."""
@@ -273,7 +273,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _first_absent_and_real(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the first argument without content, and one with content, preferably with a gradient; None if none is."""
+    """Returns the first argument without content, and one with content (preferably with a gradient), or None."""
     absent = real = None
     for tensor in tensors_in((args, kwargs)):
         if tensor.is_meta:
@@ -304,7 +304,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call writes in place to its first argument, and that is real."""
+    """Whether a call writes in place to its first argument, and this argument is real."""
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     is_in_place |= name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
     return is_in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta

@@ -96,7 +96,7 @@ class _Work:
         return torch.zeros((), device=self._device)
 
     def result(self) -> Any:
-        """Returns the merged outputs; or, if it trains, the batch's mean loss and its weight. On the last stage."""
+        """Returns the merged outputs, or in training the batch's mean loss and its weight; for the last stage."""
         if self._losses is not None:
             return self._losses.mean()
         return merge_outputs([self._outputs[index] for index in range(self.num_micro_batches)])
@@ -212,7 +212,7 @@ class Runner:
         return loss_warning(self._stages[-1], work.step, work.batch, work.num_micro_batches)
 
     def _share(self, work: _Work, warning: str | None) -> Any:
-        """Broadcasts from the last stage: the result, the logged values, a warning, the attributes that were written.
+        """Broadcasts from the last stage: the result, the logged values, a warning, and the attributes it has written.
 
         Args:
             work: the work that is done.
@@ -259,7 +259,7 @@ class Runner:
 
     def _run_schedule(self, schedule: Any, work: _Work) -> None:
         number = work.num_micro_batches
-        # Of micro-batches, whose losses the stage itself computes.
+        # torch's schedules need a target per micro-batch; it is not used, since the stage computes the losses itself.
         target = {"target": torch.arange(number)} if work.trains and self._is_last else {}
         if work.trains:
             self._full_size = max(self._full_size, work.size)
@@ -302,8 +302,8 @@ class Runner:
     def _trial_run(self, name: str, job: StepJob) -> None:
         """Runs a micro-batch through one stage after the other, to learn the shapes that they send each other.
 
-        Under FSDP2 the parameters that it has gathered stay gathered for the batch itself: the ranks that share them
-        may know their batches' shapes already, and gather only once.
+        Under FSDP2 the parameters that the trial run has gathered stay gathered for the batch itself. Ranks with shards
+        of the same parameters may know their batches' shapes already: these make no trial run, and gather only once.
         """
         if self.partitioned.plan.num_stages == 1:
             return

@@ -1,8 +1,8 @@
 """Schedules, the order in which a rank runs its stages: those of torch, with a clock.
 
 `gpipe` (arXiv:1811.06965): all forwards, then all backwards. `1f1b` (arXiv:1806.03377, flushed): the same bubble, with
-activations of at most `stages` micro-batches. `interleaved` (arXiv:2104.04473): several smaller stages per rank, which
-divides the bubble by their number. `zero-bubble` (arXiv:2401.10241, ZB1P): weight gradients fill the bubble.
+activations of at most `pipeline_size` micro-batches. `interleaved` (arXiv:2104.04473): several smaller stages per rank,
+which divides the bubble by their number. `zero-bubble` (arXiv:2401.10241, ZB1P): weight gradients fill the bubble.
 
 Imported before the process group is started: see `launch/process_launchers.py`.
 """
@@ -76,7 +76,7 @@ class Clock:
 
         Args:
             run: runs it.
-            counts: whether it is one of those that are measured.
+            counts: whether this schedule is one of those to measure.
         """
         self.is_running = counts and self._first <= self._num_steps < self._last
         start = timestamp(self._device)

@@ -65,10 +65,10 @@ def check_flags(options: PPOptions, precision_plugin: Any, *, syncs_batchnorm: b
 
 
 def check_schedule(options: PPOptions, num_ranks: int) -> None:
-    """Checks that there are enough micro-batches for the schedule on so many ranks of a pipeline.
+    """Checks that there are enough micro-batches for the schedule of a pipeline of `num_ranks` ranks.
 
     Raises:
-        ValueError: there are fewer than ranks.
+        ValueError: there are fewer micro-batches than ranks.
     """
     number = options.microbatches
     if options.schedule == "1f1b" and number is not None and number < num_ranks:
@@ -82,7 +82,7 @@ def check_batch_size(dataloader: Any, number: int | None) -> None:
     """Checks that a loader's batches can be cut into `number` micro-batches.
 
     Raises:
-        ValueError: the batch size is no multiple of it.
+        ValueError: the batch size is no multiple of `number`.
     """
     size = getattr(dataloader, "batch_size", None)
     if isinstance(dataloader, DataLoader) and isinstance(size, int) and number is not None and size % number:

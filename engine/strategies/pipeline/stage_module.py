@@ -77,8 +77,8 @@ class StageModule(nn.Module):
         self.is_live = False
         """Whether the step has come to this stage's own part."""
         self.micro_batch = 0
-        """The number of the micro-batch that `forward` runs. It is no argument: FSDP2 moves tensors to the device, and
-        to read it there would wait for all work before it."""
+        """The number of the micro-batch that `forward` runs. It is not an argument, since FSDP2 would move it to the
+        device, and reading it there would wait for all earlier work."""
         self._index = 0
         self._needs_gradients = False
         """Whether gradients are to come back through what this stage sends."""
@@ -132,7 +132,7 @@ class StageModule(nn.Module):
         self._absent.mixing_line, self._absent.mixed_parameter = None, ""
         self._content.begin(job.shapes, is_trial=self._is_trial)
         job.begin(index, self.stage)
-        # Not in the last stage's trial run, which may have failed because of the zeros.
+        # Nothing is recorded in the last stage's trial run, which may fail because of the zeros.
         records_now = (
             partitioned.written is not None
             and self.stage not in partitioned.written

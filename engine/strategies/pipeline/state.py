@@ -31,7 +31,7 @@ def gather_state(
 
     Args:
         state: a state dict of the module, as this rank has it.
-        owners: for each name the rank of the pipeline that has the values; names that are missing are the first's.
+        owners: for each name the rank of the pipeline that has the values; missing names belong to the first rank.
         group: the ranks of this pipeline.
         sends: whether this pipeline gathers its tensors: one of several pipelines does.
         device: the device on which tensors are sent.

@@ -259,10 +259,10 @@ class Pipeline(MeshStrategy):
             group=self._group,
             hosts=self._hosts,
             schedule=self.options.schedule,
-            # One stage waits for nobody: parts of a batch would gain nothing.
+            # With one stage no rank waits for another: cutting the batch would gain nothing.
             num_micro_batches=self.options.microbatches or (2 * self.layout.pp if plan.num_stages > 1 else 1),
         )
-        # Not where this would gather parameters, or compile for another batch size.
+        # The check of the loss is off where it would gather parameters, or compile for another batch size.
         self._runner.checks_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
 
     def _start_gradients(self) -> None:

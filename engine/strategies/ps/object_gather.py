@@ -1,10 +1,10 @@
 """All-gathers of plain values over remote calls: unlike collectives, they do not wait for a rank that was lost.
 
-1. Each rank sends its value, as plain values, signed with the job's secret, to rank 0, under the name of the gather
-   (blocks until 2 is done);
-2. rank 0, once all surviving ranks have sent theirs, answers each of them with all values, in the order of the ranks.
+1. Each rank sends its value to rank 0 under the name of the gather: serialised as plain values, and signed with the
+   job's secret (blocks until 2 is done);
+2. once all surviving ranks have sent their values, rank 0 answers each of them with all values, in the order of ranks.
 
-Rank 0 can't be lost. When another rank is, it is left out of the pending gathers and of all that follow.
+Rank 0 can't be lost. When another rank is lost, it is left out of the pending gathers and of all later ones.
 """
 
 import threading
@@ -70,7 +70,7 @@ _pending: list[PendingGathers] = []
 
 
 def open_gathers(num_ranks: int) -> PendingGathers:
-    """Returns the gathers of this process, rank 0; called before the ranks are connected, and may contribute."""
+    """Returns the gathers of this process, rank 0; called before the ranks are connected and contribute."""
     if not _pending:
         _pending.append(PendingGathers(list(range(num_ranks))))
     return _pending[0]
@@ -112,7 +112,7 @@ class SurvivingRanks(ObjectGroup):
         return 0 if self._connection is None else self._connection.rank
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns the values of all surviving ranks, tensors and plain ones, on each of them."""
+        """Returns the values (tensors or plain values) of all surviving ranks, on each of them."""
         connection = self._connection
         if connection is None or not connection.is_open or self.size == 1:
             return [value] if connection is not None and connection.lost else super().all_gather_object(value)

@@ -208,7 +208,7 @@ class Connection:
         return answers
 
     def close(self) -> None:
-        """Ends the connection when no surviving rank needs another any more; all surviving ranks call it."""
+        """Ends the connection when all surviving ranks have called this, so that no rank needs another one any more."""
         atexit.unregister(self._end)
         is_complete = self.is_open and self._agree_to_close()
         with suppress(RuntimeError):  # a rank was lost only now
@@ -221,11 +221,11 @@ class Connection:
     def _agree_to_close(self) -> bool:
         """Waits until all surviving ranks close; returns whether no rank was lost.
 
-        Rank 0 decides whether one was: the others may learn of a loss later, or just now. Rank 0 has the store, so it
-        leaves when all have read its answer.
+        Rank 0 decides whether a rank was lost, since ranks learn of a loss at different times. Rank 0 hosts the store,
+        so it leaves after all ranks have read its answer.
         """
         store: Any = dist.PrefixStore(f"polyphase/rpc/parting/{self._number}", _store())
-        with suppress(RuntimeError):  # the store is gone, with rank 0
+        with suppress(RuntimeError):  # the store is gone, with rank 0, or other ranks do not close in time
             store.set(f"here/{self.rank}", "")
             if self.rank == 0:
                 self._await_keys(store, lambda: [f"here/{rank}" for rank in self.surviving])

@@ -2,9 +2,9 @@
 
 Two rules, both from the literature:
 
-- **when it steps**: once as many gradients have arrived as there are workers, whoever sent them, with their mean
-  (n-softsync with n = 1: Zhang et al. 2016, arXiv:1511.05950). So a step has as many samples as a step of `ddp`, and
-  learning rate, momenta and weight decay mean the same. (Downpour SGD, Dean et al. 2012, applies each gradient by
+- **when it steps**: once as many gradients have arrived as there are workers, no matter from which ones. It uses their
+  mean (n-softsync with n = 1: Zhang et al. 2016, arXiv:1511.05950). So a step has as many samples as a step of `ddp`,
+  and learning rate, momenta and weight decay mean the same. (Downpour SGD, Dean et al. 2012, applies each gradient by
   itself: with Adam, whose update does not depend on the gradient's scale, this multiplies the step by the number of
   workers.)
 - **which worker continues**: a worker that has pushed c gradients gets parameters as soon as every surviving worker has
@@ -82,7 +82,7 @@ class _Queue:
         return squared_norm
 
     def step(self, scale: float) -> None:
-        """Does the step that was held, unless the pull of another worker already has."""
+        """Does the step that was held, unless the pull of another worker has already done it."""
         if self.held_settings is not None:
             self.shard.step(self.held_settings, scale)
             self.held_settings = self.copies = None

@@ -105,9 +105,9 @@ def _with_mask_cut(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
     """torch's rule for views; gathers q, k and v side by side where torch's rule is wrong, or fails.
 
-    In torch 2.13 a view that splits or joins the dim of a `_StridedShard` often keeps that placement although the
-    elements are others: ``[..., 3 * heads * size]`` as ``[..., heads, 3 * size]``, say. torch is right where the blocks
-    become a dim of their own, and the sharded dim an ordinary `Shard`.
+    In torch 2.13 a view that splits or joins the dim of a `_StridedShard` often keeps that placement although the rank
+    then has other elements, for example ``[..., 3 * heads * size]`` as ``[..., heads, 3 * size]``. torch's rule is
+    right if the blocks become a separate dim, and the sharded dim gets an ordinary `Shard`.
     """
     tensor, size, *rest = schema.args_schema
     assert isinstance(tensor, OpStrategy)
@@ -135,10 +135,10 @@ def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
 
 
 def _cat(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
-    """torch's rule for `cat`, without tensors of shape [0], which `cat` skips: a cache of keys begins as one.
+    """torch's rule for `cat`, without tensors of shape [0], which `cat` skips. A cache of keys starts as such a tensor.
 
-    torch 2.13 takes the number of dims from the first tensor, whatever the others have. 2.15 does not; its rule is in
-    another place.
+    torch 2.13 takes the number of dims from the first tensor, even if the other tensors have more dims. torch 2.15 does
+    not; its rule is in another place.
     """
     tensors, *rest = schema.args_schema
     assert isinstance(tensors, TupleStrategy)

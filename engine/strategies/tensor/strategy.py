@@ -182,14 +182,14 @@ class TensorParallel(FSDP):
         """Splits the layers of `submodule` that are in the plan; tied parameters stay tied."""
         before = [(sub, key, p) for sub in submodule.modules() for key, p in sub._parameters.items() if p is not None]
         styles = [(sub, self._styles.pop(sub)) for sub in submodule.modules() if sub in self._styles]
-        for sub, style in reversed(styles):  # children first: the parent's style handles the parameters that they leave
+        for sub, style in reversed(styles):  # children first: a parent's style handles the parameters that remain
             hooks_before = hooks_of(sub)
             # src_data_rank=None: every rank has the whole layer, so nothing is sent.
             parallelize_module(sub, self.device_mesh["tp"], style, src_data_rank=None)
             sub.register_forward_hook(refuse_second_backward)
             self._applied[sub] = style, hooks_of(sub) - hooks_before
         if self.options.sequence_parallel:
-            # Each rank uses the other parameters for a part of the sequence: their gradients have to be summed.
+            # Each rank uses the unsplit parameters for a part of the sequence: their gradients must be summed.
             replicate(submodule, self.device_mesh["tp"])
         split: dict[Any, Any] = {}
         for sub, key, whole in before:
@@ -287,14 +287,14 @@ class TensorParallel(FSDP):
 
 
 _depth = [0]
-"""How many `_implicit_replication` are entered: torch's own can't be nested."""
+"""The number of `_implicit_replication` contexts that are entered: torch's own context can't be nested."""
 _SEQUENCE_HINT = """\
 With sequence_parallel=true that is so of all activations, those of layers that are not split, too: leave it out. """
 
 
 @contextlib.contextmanager
 def _implicit_replication(by_sequence: bool, optimizer: str = "") -> Generator[None, None, None]:
-    """Context in which plain tensors that meet a DTensor count as replicas: masks that the user's code makes, say.
+    """Context in which plain tensors in an operation with a DTensor count as replicas: masks of the user's code, say.
 
     Args:
         by_sequence: whether activations between the regions are DTensors, too.

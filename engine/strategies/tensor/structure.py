@@ -102,7 +102,7 @@ def derive_entries(module: nn.Module, options: PlanOptions) -> tuple[tuple[Entry
             return [attention], skipped
         if mlp := _mlp_entry(name, submodule, options, skipped):
             inner, skipped_inside = inside(name, submodule)
-            # An MLP may be two layers that choose between experts: then the experts are more.
+            # Two layers that look like an MLP may be the router of experts. Then splitting the experts splits more.
             is_more = num_split_elements(module, inner) > num_split_elements(module, [mlp])
             return (inner, skipped_inside) if is_more else ([mlp], skipped)
         inner, skipped_inside = inside(name, submodule)
@@ -182,7 +182,7 @@ def _mlp_entry(name: str, submodule: nn.Module, options: PlanOptions, skipped: S
     num_ranks = options.num_ranks
     linears = _linears(submodule)
     if _runs_in_order(submodule):
-        return None  # its pairs need no region
+        return None  # `_sequence_entries` finds the pairs of a Sequential, which need no region
     pairs = _gated(linears) or _chained(list(linears.items()))
     if not pairs:
         return None

@@ -38,7 +38,7 @@ def conflicting_ties(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> 
 
 
 def _cut(style: ParallelStyle | None, submodule: nn.Module, key: str, is_in_region: bool) -> str:
-    """Says how a style splits a parameter: parameters that are split alike have the same word."""
+    """Returns a word for how a style splits a parameter: the same word for parameters that are split alike."""
     if style is None or isinstance(style, ParallelRegion):
         return "replica" if is_in_region else "whole"
     if isinstance(style, FusedColwise):
