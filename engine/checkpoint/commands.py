@@ -354,7 +354,7 @@ COMMANDS = {
             "--overwrite": {**_SWITCH, "help": "replace the file if it exists"},
             "--trust": {
                 **_SWITCH,
-                "help": "unpickle any object in it. This can run code: for your own files only only",
+                "help": "unpickle any object in it. This can run code: use it for your own files only",
             },
         },
     ),

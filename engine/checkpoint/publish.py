@@ -79,7 +79,7 @@ def begin(path: str | os.PathLike[str]) -> str:
     check_may_replace(path)
     fs, final = resolve(path)
     if not isinstance(fs, LocalFileSystem):
-        remove(path)
+        _make_way(path)
         return fs.unstrip_protocol(final)
     keep_lock(_parent(final))
     staging = f"{_parent(final)}/{_STAGING}{_random_name()}"
@@ -121,7 +121,7 @@ def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]
     notes: list[str] = []
     if not isinstance(fs, LocalFileSystem):
         if fs.isdir(final):
-            remove(path)
+            _make_way(path)
         with fs.transaction, fs.open(final, "wb") as stream:
             yield stream, notes
         return
@@ -159,6 +159,20 @@ def _give_name(staging: str, final: str) -> str | None:
     if replaced is not None:
         remove(replaced)
     return note
+
+
+def _make_way(path: str | os.PathLike[str]) -> None:
+    """Frees the URL `path`: a damaged checkpoint is moved aside, and a complete or unfinished one is removed."""
+    fs, final = resolve(path)
+    if path_status(path).kind == "damaged" and fs.exists(f"{final}/{MANIFEST}"):
+        aside = f"{final}.damaged-{_random_name()}"
+        fs.mv(final, aside, recursive=True)
+        warnings.warn(
+            f"{path} was damaged: it was renamed to {fs.unstrip_protocol(aside)}, and a new checkpoint gets its name.",
+            stacklevel=2,
+        )
+        return
+    remove(path)
 
 
 def update_link(path: str | os.PathLike[str], name: str = "last") -> str | None:

@@ -169,11 +169,17 @@ def _prune_unfinished(folder: str | os.PathLike[str], dry_run: bool) -> tuple[li
     except CheckpointError as held:
         return [], [], [f"{path} is unfinished, and left alone: {held}" for path in unfinished]
     try:
-        final_paths = {path: final_path_of(path) for path in unfinished}
+        final_paths, notes = {}, []
+        for path in unfinished:
+            try:
+                final_paths[path] = final_path_of(path)
+            except NewerFormatError as newer:
+                notes.append(f"{path} is unfinished, and left for the newer version that wrote it: {newer}")
         if not dry_run:
             repair(folder)
-            for path in unfinished:
+            for path in final_paths:
                 remove(path)  # those that `repair` does not recognise
     finally:
         release()
-    return [path for path in unfinished if not final_paths[path]], sorted(filter(None, {*final_paths.values()})), []
+    removed = [path for path, final in final_paths.items() if not final]
+    return removed, sorted(filter(None, {*final_paths.values()})), notes

@@ -1,5 +1,6 @@
 """Prints the help of a command that runs a model: its main flags in groups; needs no torch."""
 
+import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -22,8 +23,10 @@ def print_help(command: str, words: Sequence[str]) -> None:
     for line in help_lines(command):
         print(line)
     for kind in ("model", "data"):
-        if f"--{kind}" in words[:-1]:
-            print("\n".join(_arguments(kind, words[words.index(f"--{kind}") + 1])))
+        for word, following in itertools.pairwise([*words, ""]):
+            name = following if word == f"--{kind}" else word.removeprefix(f"--{kind}=")
+            if name != word and name and not name.startswith("-"):
+                print("\n".join(_arguments(kind, name)))
 
 
 def help_lines(command: str) -> Iterator[str]:

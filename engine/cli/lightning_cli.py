@@ -29,6 +29,9 @@ SHORT = tuple(flag.name for flag in ENGINE_FLAGS)
 
 _SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
 
+NAMES_MODEL = re.compile(r"-[ch].*|--(model|config|help)([=.-].*)?")
+"""Words of a command line that name a model, or a file that does, or ask for help."""
+
 
 class _CLI(LightningCLI):
     @staticmethod
@@ -93,7 +96,7 @@ def run(words: Sequence[str]) -> None:
     importlib.import_module("polyphase.models")  # registers its classes by their short names
     importlib.import_module("polyphase.callbacks")  # likewise
     words = expand(words)
-    if words[0] == "bench-comm" and not any(re.match("--?(model|config|help|h)", word) for word in words):
+    if words[0] == "bench-comm" and not any(NAMES_MODEL.fullmatch(word) for word in words):
         words += ["--model", "ByteGPT", "--data", "PythonSource"]
     try:
         LightningArgumentParser()

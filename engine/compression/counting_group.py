@@ -237,6 +237,7 @@ class SimulatedGroup(CountingGroup):
     def __init__(self, size: int) -> None:
         self.group, self.size, self.rank, self._is_gloo = None, size, 0, False
         self.sent, self.bucket, self.collective_times = Counter(), 0, None
+        self.num_calls = self._num_skipped = 0
         self.messages: list[Message] = []
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -253,6 +254,23 @@ class SimulatedGroup(CountingGroup):
         """Exchanges as if all other ranks had the same payload."""
         message = self._begin("all_to_all", payload, (self.size - 1) / self.size)
         return lambda: self._needed(message, payload.clone())
+
+    def all_gather_into(self, gathered: Tensor, payload: Tensor, async_op: bool = False) -> None:
+        """Gathers as if all other ranks had the same payload."""
+        message = self._begin("all_gather", payload, self.size - 1)
+        gathered.view(self.size, -1).copy_(payload.expand(self.size, -1))
+        self._needed(message, gathered)
+
+    def reduce_scatter_into(self, shard: Tensor, whole: Tensor, op: Any, async_op: bool = False) -> None:
+        """Writes this rank's part as if all other ranks had zeros."""
+        message = self._begin("reduce_scatter", whole, self.reduce_scatter_share)
+        shard.copy_(whole.view(self.size, -1)[self.rank])
+        self._needed(message, shard)
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
+        """Leaves the tensor as it is, as if this rank were the source."""
+        message = self._begin("broadcast", tensor, (self.size - 1) / self.size)
+        return lambda: self._needed(message, tensor)
 
     def _begin(self, collective: str, tensor: Tensor, factor: float) -> Message:
         self._count(collective, tensor, factor)

@@ -185,7 +185,8 @@ def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: Simu
             now = max(now, arrived[number])
         else:
             message = dry.messages[number]
-            links_free = max(links_free, now) + links[message.collective].time_s(message.num_bytes)
+            link = links.get(message.collective, links["all_gather"])  # the others, of a user's hook, are not measured
+            links_free = max(links_free, now) + link.time_s(message.num_bytes)
             arrived.append(links_free)
     return now + ended_s - seen_s
 

@@ -118,8 +118,8 @@ class ParsedCompression:
 def parse_compression(flag: str) -> ParsedCompression:
     """Parses a flag such as ``"powersgd:2,start=100"`` or ``"topk:0.01+fp16"`` without importing the hook.
 
-    The constructor's parameters are the flag's options; the name of the first may be omitted. ``+fp16`` and ``+bf16``
-    send values in 16 bit that the method would send in the dtype of the gradients.
+    The constructor's parameters are the flag's options. The name of the first may be omitted, unless it is `start` or
+    `feedback`. ``+fp16`` and ``+bf16`` send values in 16 bit that the method would send in the dtype of the gradients.
 
     Raises:
         ValueError: an unknown name or option, or a value that is not of the option's type.
@@ -182,10 +182,11 @@ def register_comm_hook(hook: _HookT) -> _HookT:
     """Registers your own `CommHook` as a value of the flag `compression`; can be used as a class decorator.
 
     The constructor's parameters are the flag's options, with annotations ``int``, ``float``, ``bool``, ``str`` or a
-    ``Literal`` of texts, and with defaults; the name of the first may be omitted. The hook can be combined with the
-    strategies that support every compression (``ddp``, ``zero1``, ``hsdp``, ``local_sgd``, ``diloco``), and with
-    ``fsdp`` if ``reduces_shards`` is true. Call it in the script or in the model's module, which every process imports;
-    an installed package names that module as an entry point, see `polyphase.engine.plugins`.
+    ``Literal`` of texts, and with defaults. The name of the first may be omitted, unless it is `start` or `feedback`.
+    The hook can be combined with the strategies that support every compression (``ddp``, ``zero1``, ``hsdp``,
+    ``local_sgd``, ``diloco``), and with ``fsdp`` if ``reduces_shards`` is true. Call it in the script or in the model's
+    module, which every process imports; an installed package names that module as an entry point, see
+    `polyphase.engine.plugins`.
 
     Example:
         >>> @register_comm_hook

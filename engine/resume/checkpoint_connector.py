@@ -318,8 +318,9 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             )
         if then is None and not saved and optimizers:
             rank_zero_warn(
-                f"The checkpoint {self._ckpt_path} has no state of optimizers, as the process has none that started"
-                " workers and saved when they had ended: they begin afresh. Have a callback save while they train."
+                f"The checkpoint {self._ckpt_path} has no state of optimizers: it was saved after its workers had"
+                " ended, by the process that had started them. The optimizers begin anew. To keep their state, let a"
+                " callback save during training."
             )
             return
         states = []

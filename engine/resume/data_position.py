@@ -264,8 +264,8 @@ class DataPosition:
             self.sample_seed = seed
         elif seed is not None:
             rank_zero_warn(
-                "The checkpoint is of a run with seed_samples=True, which this one has not: its augmentation will be"
-                " another. Give seed_samples=True to go on with the same."
+                "The checkpoint is of a run with seed_samples=True. This run does not have it, so its augmentation will"
+                " differ: set seed_samples=True to continue with the same augmentation."
             )
         progress = self.trainer.fit_loop.epoch_loop.batch_progress  # Lightning: from the checkpoint
         self._is_in_mid_epoch = self._saved_batches > 0 and not progress.is_last_batch
@@ -293,8 +293,8 @@ class DataPosition:
             return
         if not self._to_resume:
             raise ValueError(
-                "The checkpoint has the places of fewer training loaders than this run has: use those of that run, or"
-                " load only the weights to begin an epoch."
+                "The checkpoint has the positions of fewer training loaders than this run has: use the loaders of that"
+                " run, or load only the weights to begin an epoch."
             )
         state = self._to_resume.pop(0)
         self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)

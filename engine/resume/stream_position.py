@@ -78,7 +78,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
     then = state["saved_by"]
     if then != world_size:
         raise ValueError(
-            f"The checkpoint has the places of {then} rank(s) in an IterableDataset or a loader with a state of"
+            f"The checkpoint has the positions of {then} rank(s) in an IterableDataset or a loader with a state of"
             f" its own, which {world_size} can't share: {_why_not_dealt(loader, state)}. Resume with {then}, or at"
             " the end of an epoch, or load only the weights. For the next run:"
             " docs/howto/streams-with-shards.md, or a data set with a length."
@@ -93,7 +93,7 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
         )
     if saved and not is_alike:
         raise ValueError(
-            f"The checkpoint has the place in a loader with {_described(state)}, which one with"
+            f"The checkpoint has the position in a loader with {_described(state)}, which one with"
             f" {_described(stateful(loader))} can't continue from: {_why_not_dealt(loader, state)}. Resume with the"
             " same, or at the end of an epoch, or load only the weights. For the next run:"
             " docs/howto/streams-with-shards.md."
@@ -124,7 +124,7 @@ def _resume_shards(
     then, now = state["shards"]["num_shards"], loader.dataset.count
     if then != now:
         raise ValueError(
-            f"The checkpoint has places in {then} shards, where this run's {type(loader.dataset.dataset).__name__} has"
+            f"The checkpoint has positions in {then} shards, but this run's {type(loader.dataset.dataset).__name__} has"
             f" {now}: use the same data, or load only the weights to begin an epoch."
         )
     # If a rank had read all of its shards, the remaining shards of the others are distributed over all ranks.
@@ -135,9 +135,9 @@ def _resume_shards(
         return saved
     if not state["is_alone"]:
         raise ValueError(
-            "The checkpoint has the place in a stream with shards beside other training loaders, whose shards can't be"
-            f" dealt anew: resume with {len(states)} rank(s), {_described(state)}, before one of the loaders is"
-            " through; or at the end of an epoch; or load only the weights."
+            "The checkpoint has the position in a stream with shards beside other training loaders, whose shards can't"
+            f" be distributed again: resume with {len(states)} rank(s), {_described(state)}, from a checkpoint in which"
+            " no loader has ended; or at the end of an epoch; or load only the weights."
         )
     samples = saved * len(states) * (state["batch_size"] or 1)
     batches = samples // (num_ranks * (loader.batch_size or 1))

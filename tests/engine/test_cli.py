@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyphase.engine.cli import main
-from polyphase.engine.cli.lightning_cli import SHORT, expand
+from polyphase.engine.cli.lightning_cli import NAMES_MODEL, SHORT, expand
 from polyphase.engine.version import __version__
 from tests.distributed import run_command
 from tests.pairs import nightly
@@ -215,6 +215,23 @@ def test_verify_gives_the_certificate():
     finished = run_command([*MODULE, "verify", *GPT, *SMALL, *flags])
     assert finished.returncode == 0, finished.output
     assert "equal to one process within 1e-05" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("word", "is_named"),
+    [
+        ("--model", True),
+        ("--model=ByteGPT", True),
+        ("--model.depth=2", True),
+        ("-c", True),
+        ("--config=run.yaml", True),
+        ("--help-all", True),
+        ("--hang_timeout_s", False),
+        ("--model_registry", False),
+    ],
+)
+def test_bench_comm_brings_a_model_unless_one_is_named(word, is_named):
+    assert bool(NAMES_MODEL.fullmatch(word)) == is_named
 
 
 def test_wire_measures_forecasts_and_recommends():

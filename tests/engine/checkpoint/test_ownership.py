@@ -127,6 +127,21 @@ def test_urls(tmp_path):
     fs.rm(url, recursive=True)
 
 
+def test_a_damaged_checkpoint_at_a_url_is_moved_aside_and_an_unfinished_one_removed(tmp_path):
+    url = f"memory://{tmp_path.name}"
+    fs = stores.resolve(url)[0]
+    save(f"{url}/x", 1)
+    fs.pipe_file(f"{url}/x/{MANIFEST}", b"{}")
+    with pytest.warns(UserWarning, match=r"x was damaged: it was renamed to memory:\S+/x\.damaged-\w+,"):
+        save(f"{url}/x", 2)
+    (aside,) = fs.glob(f"{url}/x.damaged-*")
+    assert fs.exists(f"{aside}/rest.pt")
+    fs.rm_file(f"{url}/x/{MANIFEST}")
+    assert is_whole(save(f"{url}/x", 3), 3)
+    assert len(fs.ls(url)) == 2
+    fs.rm(url, recursive=True)
+
+
 def test_in_the_background_it_is_said_too(tmp_path):
     saver = AsyncCheckpointer()
     thesis(tmp_path / "x")

@@ -171,3 +171,13 @@ def test_urls(tmp_path):
     again = engine(max_epochs=2)
     again.fit(Regression(), four(), ckpt_path=path)
     assert again.global_step == 8
+
+
+def test_prune_leaves_an_unfinished_one_of_a_newer_version(tmp_path, monkeypatch):
+    left = Path(shutil.move(saved(tmp_path / "x.ckpt"), tmp_path / ".saving-0123456789ab"))
+    monkeypatch.setattr("polyphase.engine.checkpoint.manifest.FORMAT", 1)
+    pruned = prune(tmp_path, keep_last=1)
+    assert pruned.removed == pruned.renamed == []
+    (note,) = pruned.notes
+    assert "is unfinished, and left for the newer version that wrote it" in note
+    assert left.exists()

@@ -277,3 +277,4 @@ def test_with_a_class_the_help_has_its_arguments(command):
     _, shown = command(*FIT, "--data", "Digits", "--help")
     assert "Arguments of digits_l.LitDigits:\n  --model.lr: float = 0.001\n  --model.width: int | None = 32" in shown
     assert "Arguments of Digits:\n  --data.batch_size: int = 32" in shown
+    assert command(*FIT, "--data=Digits", "--help")[1] == shown

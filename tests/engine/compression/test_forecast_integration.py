@@ -65,6 +65,20 @@ def test_a_dry_wire_knows_what_would_be_sent():
     assert sum(wire.sent.values()) == 1.5 * 4 * SIZE
 
 
+def test_a_dry_wire_has_the_collectives_of_any_hook():
+    wire = SimulatedGroup(4)
+    payload, gathered = torch.arange(3.0), torch.empty(12)
+    wire.all_gather_into(gathered, payload)
+    wire.reduce_scatter_into(shard := torch.empty(3), gathered, dist.ReduceOp.SUM)
+    assert torch.equal(wire.start_broadcast(payload, 1)(), shard)
+    assert [(message.collective, message.num_bytes) for message in wire.messages] == [
+        ("all_gather", 12),
+        ("reduce_scatter", 48),
+        ("broadcast", 12),
+    ]
+    assert wire.sent.total() == 3 * 12 + 48 * 3 / 4 + 12 * 3 / 4
+
+
 class Choice(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path

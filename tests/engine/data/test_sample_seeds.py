@@ -260,5 +260,5 @@ def test_what_has_no_indices_is_refused(make_loader, why):
 
 def test_a_resumed_run_without_it_says_so(tmp_path):
     EXPECTED(callbacks=[SavesIn("on_train_batch_end", 2, tmp_path / "saved")])
-    with pytest.warns(UserWarning, match="of a run with seed_samples=True, which this one has not"):
+    with pytest.warns(UserWarning, match="of a run with seed_samples=True. This run does not have it"):
         train(lambda: SHUFFLED(Augmented(), batch_size=4), tmp_path / "saved")

@@ -159,9 +159,9 @@ def test_other_shards_and_other_loaders_beside_it_are_refused(tmp_path):
     two = {"a": loader(), "b": loader()}
     train(loader, callbacks=[SavesIn("on_train_batch_end", STOP, tmp_path / "one")])
     train(lambda: two, callbacks=[SavesIn("on_train_batch_end", STOP, tmp_path / "two")])
-    with pytest.raises(ValueError, match=r"places in 8 shards, where .* has 6: use the same data"):
+    with pytest.raises(ValueError, match=r"positions in 8 shards, but .* has 6: use the same data"):
         train(lambda: loader(indices=list(range(6))), tmp_path / "one")
-    with pytest.raises(ValueError, match="beside other training loaders, whose shards can't be dealt anew: resume"):
+    with pytest.raises(ValueError, match="beside other training loaders, whose shards can't be distributed again"):
         train(lambda: {"a": loader(batch_size=4), "b": loader()}, tmp_path / "two")
     with pytest.raises(ValueError, match="it was read shard by shard, and this run's loader is not"):
         train(lambda: loader(Mixes, batch_size=4), tmp_path / "one")
