@@ -27,7 +27,7 @@ class PathStatus(NamedTuple):
     """The kind of the file or directory at a path, and whether it is ours."""
 
     kind: Literal["free", "ours", "damaged", "foreign"]
-    """Damaged: a directory with only our files, but no valid manifest; a local save of that name moves it aside."""
+    """Damaged: a directory with only our files, but no valid manifest; a save of that name moves it aside."""
     about: str = ""
     """A description, if it is foreign."""
     extras: tuple[str, ...] = ()
@@ -54,8 +54,11 @@ def path_status(path: str | os.PathLike[str]) -> PathStatus:
     return PathStatus("ours") if _is_checkpoint_file(fs_path) else PathStatus("foreign", "a file that is no checkpoint")
 
 
-def check_may_replace(path: str | os.PathLike[str]) -> None:
+def check_may_replace(path: str | os.PathLike[str]) -> PathStatus:
     """Raises an error if saving as `path` would replace something that is not certainly one of our checkpoints.
+
+    Returns:
+        The status of `path`, which is not foreign.
 
     Raises:
         CheckpointError: describes the file or directory at `path`.
@@ -66,6 +69,7 @@ def check_may_replace(path: str | os.PathLike[str]) -> None:
             f"{path} is {status.about}: nothing is saved there, because that would delete it. Choose another name, or"
             " move it away."
         )
+    return status
 
 
 def _of_folder(fs: AbstractFileSystem, fs_path: str, path: str | os.PathLike[str]) -> PathStatus:

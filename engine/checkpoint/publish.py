@@ -34,7 +34,7 @@ from .manifest import (
     manifest_bytes,
     read_manifest,
 )
-from .ownership import check_may_replace, path_status
+from .ownership import PathStatus, check_may_replace, path_status
 from .single_file import HEAD, wrong_in
 
 __all__ = [
@@ -76,10 +76,11 @@ def begin(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointError: `path` exists and is not ours, or another run has locked the folder.
     """
-    check_may_replace(path)
+    status = check_may_replace(path)
     fs, final = resolve(path)
     if not isinstance(fs, LocalFileSystem):
-        _make_way(path)
+        if (note := _make_way(path, status)) is not None:
+            warnings.warn(note, stacklevel=2)
         return fs.unstrip_protocol(final)
     keep_lock(_parent(final))
     staging = f"{_parent(final)}/{_STAGING}{_random_name()}"
@@ -116,12 +117,13 @@ def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]
     Raises:
         CheckpointError: `path` exists and is not ours, or another run has locked the folder.
     """
-    check_may_replace(path)
+    status = check_may_replace(path)
     fs, final = resolve(path)
     notes: list[str] = []
     if not isinstance(fs, LocalFileSystem):
         if fs.isdir(final):
-            _make_way(path)
+            note = _make_way(path, status)
+            notes += [] if note is None else [note]
         with fs.transaction, fs.open(final, "wb") as stream:
             yield stream, notes
         return
@@ -142,14 +144,13 @@ def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]
 def _give_name(staging: str, final: str) -> str | None:
     """Renames `staging` to `final`; an older checkpoint stays until then. Returns a note for the user, or None."""
     replaced = note = None
-    check_may_replace(final)
+    status = check_may_replace(final)
     if os.path.islink(final) or os.path.isfile(final):
         if os.path.isdir(staging):  # unlike a file, a directory can't replace a link by a rename
             os.remove(final)
-    elif path_status(final).kind == "damaged":
-        aside = f"{final}.damaged-{_random_name()}"
+    elif status.kind == "damaged":
+        aside, note = _aside(final)
         os.rename(final, aside)
-        note = f"{final} was damaged: it was renamed to {aside}, and a new checkpoint has its name."
     elif os.path.isdir(final) and os.listdir(final):
         # A rename can't replace a non-empty directory, so two renames are needed; `repair` recovers a crash in between.
         replaced = f"{_parent(final)}/{_REPLACED}{_random_name()}"
@@ -161,18 +162,21 @@ def _give_name(staging: str, final: str) -> str | None:
     return note
 
 
-def _make_way(path: str | os.PathLike[str]) -> None:
-    """Frees the URL `path`: a damaged checkpoint is moved aside, and a complete or unfinished one is removed."""
+def _make_way(path: str | os.PathLike[str], status: PathStatus) -> str | None:
+    """Frees a URL: a damaged checkpoint is moved aside, another one removed. Returns a note for the user, or None."""
     fs, final = resolve(path)
-    if path_status(path).kind == "damaged" and fs.exists(f"{final}/{MANIFEST}"):
-        aside = f"{final}.damaged-{_random_name()}"
-        fs.mv(final, aside, recursive=True)
-        warnings.warn(
-            f"{path} was damaged: it was renamed to {fs.unstrip_protocol(aside)}, and a new checkpoint gets its name.",
-            stacklevel=2,
-        )
-        return
-    remove(path)
+    if status.kind != "damaged" or not fs.exists(f"{final}/{MANIFEST}"):  # without one, it is unfinished
+        remove(path)
+        return None
+    aside, note = _aside(fs.unstrip_protocol(final))
+    fs.mv(final, resolve(aside)[1], recursive=True)
+    return note
+
+
+def _aside(final: str) -> tuple[str, str]:
+    """Returns a free name for the damaged checkpoint `final`, and a note for the user."""
+    aside = f"{final}.damaged-{_random_name()}"
+    return aside, f"{final} was damaged: it was renamed to {aside}, and a new checkpoint has its name."
 
 
 def update_link(path: str | os.PathLike[str], name: str = "last") -> str | None:

@@ -1,11 +1,11 @@
 """Prints the help of a command that runs a model: its main flags in groups; needs no torch."""
 
-import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from . import classes
 from .flag_table import COMMANDS, GROUPS, FlagRow, flags_of
+from .user_code import values_of
 
 __all__ = ["help_lines", "print_help"]
 
@@ -23,10 +23,8 @@ def print_help(command: str, words: Sequence[str]) -> None:
     for line in help_lines(command):
         print(line)
     for kind in ("model", "data"):
-        for word, following in itertools.pairwise([*words, ""]):
-            name = following if word == f"--{kind}" else word.removeprefix(f"--{kind}=")
-            if name != word and name and not name.startswith("-"):
-                print("\n".join(_arguments(kind, name)))
+        for name in values_of(f"--{kind}", words):
+            print("\n".join(_arguments(kind, name)))
 
 
 def help_lines(command: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-__all__ = ["import_classes", "own_frames"]
+__all__ = ["import_classes", "own_frames", "values_of"]
 
 
 def import_classes(words: Sequence[str]) -> None:
@@ -17,11 +17,15 @@ def import_classes(words: Sequence[str]) -> None:
     jsonargparse would show only the message, without the traceback.
     """
     for flag in ("--model", "--data"):
-        values = [after for word, after in itertools.pairwise(words) if word == flag]
-        values += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-        for name in values:
+        for name in values_of(flag, words):
             if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name) and not os.path.exists(name):
                 _import(flag, name.rpartition(".")[0])
+
+
+def values_of(flag: str, words: Sequence[str]) -> list[str]:
+    """Returns the values of a flag in a command line: those of ``--flag value``, then those of ``--flag=value``."""
+    values = [after for word, after in itertools.pairwise(words) if word == flag]
+    return values + [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
 
 
 def _import(flag: str, module: str) -> None:
