@@ -19,7 +19,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--devices", default="auto", help="devices per node; torchrun and SLURM say so themselves")
     parser.add_argument("--num_nodes", type=int, default=1, help="likewise")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ...")
-    parser.add_argument("--precision", default="bf16-mixed", help="32-true, bf16-mixed, 16-mixed, ...")
+    parser.add_argument("--precision", default="32-true", help="on GPUs bf16-mixed, or 16-mixed, ...")
     parser.add_argument("--compression", default="none", help="none, bf16, powersgd:4, topk:0.01, auto, ...")
     parser.add_argument("--max_steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--resume", default=None, help="auto: go on from the newest snapshot")

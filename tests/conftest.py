@@ -10,7 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
+# Before torch is imported: ranks share the machine's cores, and are processes of the CPU where it has GPUs, too.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
+from polyphase.engine.doctor.peaks import peak_of
 from polyphase.models import ByteGPT, PythonSource
 
 from . import device
@@ -117,7 +117,7 @@ def _row(size: str, strategy: str, contestant: str) -> dict[str, str]:
     # Palm's count (Chowdhery et al. 2022): six for each weight, and attention's two products, forward and backward.
     numel = 12 * layers * dim**2 + 256 * dim
     flops = tokens_per_s * (6 * numel + 12 * layers * dim * context)
-    peak_flops = (get_available_flops(device.root(), torch.bfloat16) if device.kind() == "cuda" else None) or _flops()
+    peak_flops = peak_of(device.about()["name"], "bf16") or _flops()
     return {
         "size": size,
         "strategy": strategy,
@@ -132,7 +132,7 @@ def _row(size: str, strategy: str, contestant: str) -> dict[str, str]:
 
 
 def _flops() -> float:
-    """Of a large product in bf16, for a device that Lightning's table of data sheets does not have."""
+    """Of a large product in bf16, for a device that the table of data sheets does not have."""
     n = 128 if device.smoke() else 8192
     a = torch.randn(n, n, device=device.root(), dtype=torch.bfloat16)
     return 2 * n**3 / device.time_s(lambda: a @ a)

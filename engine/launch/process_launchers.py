@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any
@@ -44,7 +44,7 @@ from ..reliability.tracebacks import shorten
 from .generators import pickle_generators
 from .script_launcher import ScriptLauncher
 
-__all__ = ["end_group_at_exit", "make_launcher"]
+__all__ = ["check_forks", "end_group_at_exit", "make_launcher"]
 
 _INTERRUPTED_S = 3.0
 """The time limit for workers to end after Ctrl-C."""
@@ -56,6 +56,10 @@ _UNGUARDED = 96
 _NO_GUARD = """\
 strategy {strategy!r} starts workers that run this script from its first line, so they reach this call themselves:
 put the start of training under `if __name__ == "__main__":`, or leave out _spawn."""
+_USED = """\
+strategy {strategy!r} forks its processes from this one, which has used {module}; after that no fork can use it, or
+train where it is. In a notebook, restart the kernel and train before anything moves to a device; in a script, leave out
+the suffix of the strategy."""
 
 
 def end_group_at_exit() -> None:
@@ -89,6 +93,19 @@ def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: i
             " none."
         )
     return _WorkerLauncher(strategy, start_method=start_method)
+
+
+def check_forks(strategy: Any, modules: Sequence[Any] = (torch.cuda, torch.xpu)) -> None:
+    """Checks that this process has used no device yet of those that forks of a process can't share with it.
+
+    Lightning has its workers read the generators of all devices, those of a CPU run, too.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    for module in modules:
+        if module.is_initialized():
+            raise RuntimeError(_USED.format(strategy=strategy, module=module.__name__))
 
 
 class _Stored:
@@ -230,6 +247,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             sys.exit(_UNGUARDED)  # the parent prints the reason
         if self._start_method == "spawn":
             pickle_generators()
+        else:
+            check_forks(self._strategy)
         self._failures = tempfile.mkdtemp()
         self._strategy.random_state_at_launch = get_random_state()  # type: ignore[attr-defined]
         try:

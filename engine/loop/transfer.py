@@ -24,7 +24,7 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 class Transfer:
-    """Lightning's chain of hooks; plain tensors that are on the device already skip it."""
+    """Lightning's chain of hooks; a batch of plain tensors skips it if nobody has overridden a hook."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -48,6 +48,10 @@ class Transfer:
         """Returns the batch on the device."""
         if self.is_there(batch):
             return batch
+        if self._is_plain and self._stream is not None:
+            batch = self._copy(batch)
+            if self._is_on_device(batch):  # else it has other values, which Lightning moves
+                return batch
         trainer = self._trainer
         batch = trainer.precision_plugin.convert_input(batch)
         # Lightning: LightningModule._on_before_batch_transfer and Strategy.batch_to_device call the three hooks.

@@ -56,6 +56,11 @@ _TABLE = (
         "more ranks on a host than devices: devices= must not exceed what CUDA_VISIBLE_DEVICES leaves visible there",
     ),
     (
+        r"re-initialize cuda in forked|autograd's threading in combination with fork",
+        "a fork can't train once its parent has used a GPU, or run a backward where there is one: in a notebook restart"
+        " the kernel and call fit first; in a script leave out _fork",
+    ),
+    (
         r"no kernel image is available|driver version is insufficient|found no nvidia driver",
         "the torch that is built for this device and driver: `nvidia-smi` has the driver's CUDA version,"
         " torch.version.cuda has torch's",

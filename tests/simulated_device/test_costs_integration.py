@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies.dp import merged_logs, merged_outputs
+from tests.engine.loop.costs import calls_of_a_step
 from tests.engine.parity import QUIET, WideVocabulary, build, loader
 from tests.pairs import nightly
 
@@ -121,6 +122,15 @@ def _scale_and_average() -> int:
 def test_a_comm_hook_does_not_wait_for_the_loss_scale():
     # Whether a step overflowed is read once: by torch, before it calls the optimizer.
     assert in_a_child(_scale_and_average) >= 15
+
+
+def _calls(**flags: Any) -> float:
+    return calls_of_a_step(Engine(accelerator="sim", devices=1, max_epochs=1, log_every_n_steps=8, **QUIET, **flags))
+
+
+def test_a_step_makes_few_calls_more_than_a_loop_by_hand():
+    # Some 5 as on the CPU, and 12 of the copy on a stream of its own.
+    assert in_a_child(_calls, strategy="single") <= 19
 
 
 class Blocks(LightningModule):

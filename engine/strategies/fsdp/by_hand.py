@@ -76,8 +76,8 @@ class ByHand:
         written = [name for name, (parameter, version) in before.items() if parameter._version != version]
         if written:
             raise RuntimeError(
-                f"`training_step` wrote to {', '.join(written)}, but under fsdp each rank discards its copy after the"
-                " step. Write to it in `on_train_batch_end`, or put it into a sub-module."
+                f"`training_step` wrote to {', '.join(written)}, but each rank discards its copy after the step,"
+                " and keeps its shard. Write to it in `on_train_batch_end`, or put it into a sub-module."
             )
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -92,7 +92,7 @@ class ByHand:
             left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
             if left:
                 raise RuntimeError(
-                    f"under fsdp the gradients of {', '.join(left)} were not averaged over the ranks: call"
+                    f"the gradients of {', '.join(left)} were not averaged over the ranks: call"
                     " `self.manual_backward(loss)` in place of `loss.backward()`."
                 )
         for unit in (self._root, *self._units):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from polyphase.engine import Engine
-from polyphase.engine.launch.process_launchers import _Workers
+from polyphase.engine.launch.process_launchers import _Workers, check_forks
 from tests.engine.tiny import QUIET, Regression, rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -196,3 +197,14 @@ def test_a_worker_that_was_lost_hides_no_end_of_others(how, error, text):
     assert not workers.join()  # the first of them is gone
     with pytest.raises(error, match=text):
         workers.join()
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_process_that_has_used_a_device_is_not_forked(is_used):
+    # Torch's module, which says so of itself, needs a device.
+    modules = [SimpleNamespace(__name__="torch.cuda", is_initialized=lambda: is_used), torch.xpu]
+    if not is_used:
+        check_forks("ddp_notebook", modules)
+        return
+    with pytest.raises(RuntimeError, match=r"(?s)'ddp_notebook' forks .* has used torch\.cuda; .* restart the kernel"):
+        check_forks("ddp_notebook", modules)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 # On a CPU `tolist` and `numpy` read memory without any operator, on a device they wait for it.
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__}
@@ -112,3 +113,45 @@ class CallCount:
         """Calls per step."""
         assert self._step >= self.last
         return self._num_calls / (self.last - self.first)
+
+
+class _Counted(LightningModule):
+    """Says when a step begins."""
+
+    def __init__(self, calls: CallCount):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.calls = calls
+
+    def training_step(self, batch, batch_idx=0):
+        self.calls.tick()
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+_FIRST, _LAST = 20, 84
+"""Steps: as many as the order of samples is recorded for at once."""
+
+
+def _batches() -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(2 * (_LAST + 10), 4)), batch_size=2)
+
+
+def _calls_by_hand(device: torch.device) -> float:
+    module = _Counted(CallCount(_FIRST, _LAST)).to(device)
+    optimizer = module.configure_optimizers()
+    for batch in _batches():
+        loss = module.training_step([tensor.to(device) for tensor in batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return module.calls.per_step
+
+
+def calls_of_a_step(trainer: Any) -> float:
+    """Calls of a step beside those that a loop by hand makes on the same device."""
+    module = _Counted(CallCount(_FIRST, _LAST))
+    trainer.fit(module, _batches())
+    return module.calls.per_step - _calls_by_hand(trainer.strategy.root_device)

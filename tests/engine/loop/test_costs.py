@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 from polyphase.callbacks import ConsoleLogger, ProgressBar, ThroughputMonitor
 
 from ..tiny import QUIET, engine
-from .costs import CallCount, Costs
+from .costs import Costs, calls_of_a_step
 
 INTERVAL = 5
 NUM_BATCHES = 20
@@ -100,53 +100,12 @@ def test_the_counter_sees_what_lightnings_own_bar_costs(tmp_path):
     assert min(costs.reads) > 0
 
 
-class Counted(LightningModule):
-    """Says when a step begins."""
-
-    def __init__(self, calls: CallCount):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 3)
-        self.calls = calls
-
-    def training_step(self, batch, batch_idx=0):
-        self.calls.tick()
-        return self.layer(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-FIRST, LAST = 20, 84
-"""Steps: as many as the order of samples is recorded for at once."""
-
-
-def _data_for_calls() -> DataLoader:
-    return DataLoader(TensorDataset(torch.randn(2 * (LAST + 10), 4)), batch_size=2)
-
-
-def _calls_by_hand() -> float:
-    module = Counted(CallCount(FIRST, LAST))
-    optimizer = module.configure_optimizers()
-    for batch in _data_for_calls():
-        loss = module.training_step(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return module.calls.per_step
-
-
-def _calls_of_a_step(trainer) -> float:
-    module = Counted(CallCount(FIRST, LAST))
-    trainer.fit(module, _data_for_calls())
-    return module.calls.per_step - _calls_by_hand()
-
-
 def test_a_step_makes_few_calls_more_than_a_loop_by_hand():
     # Some 5: 62 of the loop's, and of torch's for the step by a closure, less 57 of torch's labels, see `labels.py`.
-    assert _calls_of_a_step(engine(log_every_n_steps=8)) <= 7
+    assert calls_of_a_step(engine(log_every_n_steps=8)) <= 7
 
 
 def test_the_counter_sees_the_calls_of_lightnings_own_loop():
     from lightning.pytorch import Trainer
 
-    assert _calls_of_a_step(Trainer(**QUIET, devices=1, max_epochs=1)) > 500
+    assert calls_of_a_step(Trainer(**QUIET, devices=1, max_epochs=1)) > 500

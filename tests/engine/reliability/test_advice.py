@@ -22,6 +22,10 @@ MESSAGES = {
     "DistBackendError: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1a000": "CUDA_VISIBLE_DEVICES",
     "AcceleratorError: CUDA error: device-side assert triggered": "CUDA_LAUNCH_BLOCKING",
     "RuntimeError: CUDA error: no kernel image is available for execution on the device": "nvidia-smi",
+    "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the"
+    " 'spawn' start method": "restart the kernel",
+    "RuntimeError: Unable to handle autograd's threading in combination with fork-based multiprocessing. See"
+    " https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork": "restart the kernel",
     "RuntimeError: Expected all tensors to be on the same device, but found at least two devices": "register_buffer",
     "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new": "find_unused",
     "AttributeError: Can't pickle local object 'main.<locals>.Data'": "ddp_fork",
