@@ -173,7 +173,7 @@ def _compressing() -> list[str]:
 def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:
     """The parsed flag; `auto` becomes a name, and Lightning's long names of DDP become options of `ddp`."""
     flag = parse_flag(text, "strategy")
-    if flag.name == "auto" and device_type in ("cpu", "cuda", "mps"):
+    if flag.name == "auto" and device_type != "tpu":  # whose strategies Lightning has, and chooses
         if flag.options or flag.value:
             raise ValueError(f"strategy {text!r}: auto has no options; name the strategy to give it some.")
         # An interactive session can't be restarted. Lightning: its own choice depends on the same property.

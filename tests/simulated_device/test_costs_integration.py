@@ -124,13 +124,13 @@ def test_a_comm_hook_does_not_wait_for_the_loss_scale():
     assert in_a_child(_scale_and_average) >= 15
 
 
-def _calls(**flags: Any) -> float:
-    return calls_of_a_step(Engine(accelerator="sim", devices=1, max_epochs=1, log_every_n_steps=8, **QUIET, **flags))
+def _calls() -> float:
+    return calls_of_a_step(Engine(accelerator="sim", devices=1, max_epochs=1, log_every_n_steps=8, **QUIET))
 
 
 def test_a_step_makes_few_calls_more_than_a_loop_by_hand():
     # Some 5 as on the CPU, and 12 of the copy on a stream of its own.
-    assert in_a_child(_calls, strategy="single") <= 19
+    assert in_a_child(_calls) <= 19
 
 
 class Blocks(LightningModule):

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
+from polyphase.engine.precision.plugins import make_precision
+from polyphase.engine.strategies.ddp import DDP
 from polyphase.engine.strategies.fsdp.rounded_gather import Rounded
 from tests.distributed import run_command
 from tests.engine.parity import QUIET
@@ -27,6 +30,13 @@ pytestmark = [
     pytest.mark.timeout(180, func_only=True),  # to compile the device takes a minute
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),  # into which a resumed run writes as well
 ]
+
+
+@pytest.mark.parametrize(("devices", "cls"), [(1, SingleDeviceStrategy), (2, DDP)])
+def test_auto_is_the_engines_own_on_devices_of_any_maker(devices, cls):
+    engine = Engine(accelerator="sim", devices=devices, **QUIET)
+    assert type(engine.strategy) is cls
+    assert type(engine.precision_plugin).__module__ == make_precision.__module__
 
 
 class Drops(LightningModule):
