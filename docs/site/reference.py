@@ -106,7 +106,7 @@ def _table(options: type) -> Iterator[str]:
     yield "|---|---|---|---|"
     for field in dataclasses.fields(options):
         text, type_ = texts.get(field.name, ""), types[field.name]
-        default = default_of(field.default)
+        default = default_of(field.default, type_, text)
         shown = default if default == "derived" else f"`{default}`"
         yield f"| `{field.name}` | {_cell(text)} | {shown} | {_values(type_)} |"
 

@@ -187,15 +187,15 @@ def _options(options: type) -> Iterator[str]:
     types, texts = typing.get_type_hints(options), field_docs(options)
     for field in fields:
         text = texts.get(field.name, "")
-        left = f"  {field.name}={default_of(field.default)}"
+        left = f"  {field.name}={default_of(field.default, types[field.name], text)}"
         words = f"{text} ({_type_name(types[field.name])})".strip()
         yield from _wrapped(words, " " * 35, f"{left:<34} ")
 
 
-def default_of(default: object) -> str:
-    """Returns the default of an option in words."""
+def default_of(default: object, type_: typing.Any, doc: str) -> str:
+    """Returns the default of an option in words. None of a bool is false, unless the option's docstring says more."""
     if default is None:
-        return "derived"
+        return "false" if type_ == bool | None and "default:" not in doc.lower() else "derived"
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 

@@ -32,7 +32,7 @@ class NoOptions:
 class DDPOptions:
     """The options of the `ddp` flag, which follow its colon."""
 
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool | None = None  # as Lightning has it: false among DDP's arguments if it was given
     """Search the graph at each step for parameters without a gradient; needed if some are unused, slower if not."""
     static_graph: bool = False
     """The same parameters are used at every step; allows some reuse, such as re-entrant checkpointing."""
@@ -110,7 +110,7 @@ class LocalSGDOptions:
     """H: optimizer steps from one exchange to the next."""
     warmup: int = 0
     """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool | None = None
     """In the warm-up: see ddp. After it, parameters may be unused."""
     bucket_cap_mb: float = 25.0
     """Size of the buckets that are exchanged, in MiB."""
