@@ -105,19 +105,20 @@ def report_failure(
     report = None if is_silent else _report(first, exception, watchdog)
     if report is not None:
         report.write()  # at once: this process may be ended
+    job = None if is_alone else current_job()
+    if job is not None and not is_first:
+        _follow(job, rank, first, exception, finish, watchdog)
+        on_uncaught(exception, Failure(is_printed=True, is_interrupt=is_interrupt))
+        return
     if watchdog is not None:
         watchdog.stop()
-    job = None if is_alone else current_job()
     if job is None:  # alone; or the ranks are not connected yet
         finish()
         on_uncaught(exception, Failure(is_interrupt=is_interrupt, print_details=partial(_say_where, rank, report)))
         return
-    if is_first:
-        finish()
-        _end_group(exception)
-        _tell(job, first, exception, report, print_traceback=print_traceback)
-    else:
-        _follow(job, rank, first, exception, finish, watchdog)
+    finish()
+    _end_group(exception)
+    _tell(job, first, exception, report, print_traceback=print_traceback)
     on_uncaught(exception, Failure(is_printed=True, is_interrupt=is_interrupt))
 
 
@@ -140,13 +141,19 @@ def _follow(
     job: Any, rank: int, first: dict[str, Any], exception: BaseException, finish: Callable[[], Any], watchdog: Any
 ) -> None:
     """Stops this rank because another one has failed first."""
+    requests = _listening() if watchdog is None else watchdog.stop_but_listen()
     # If the failed rank has ended, or no longer waits for this one, it has printed everything. It may have hosted the
     # store, so the store is not used any more.
     peers = None if watchdog is None else watchdog.peers
     if (peers is not None and peers.has_ended(first["by"])) or (watchdog is not None and watchdog.is_done_with_store):
         job = None
-    is_asked = watchdog is not None and watchdog.was_asked_to_end
-    _stop_because_of(job, rank, first, exception, finish, is_asked)
+    _stop_because_of(job, rank, first, exception, finish, requests)
+
+
+def _listening() -> Wakeup:
+    requests = Wakeup()
+    requests.begin()
+    return requests
 
 
 def _is_ordinary_end(exception: BaseException) -> bool:
@@ -220,11 +227,12 @@ def _stop_because_of(
     first: dict[str, Any],
     exception: BaseException,
     finish: Callable[[], Any],
-    is_asked: bool,
+    requests: Wakeup,
 ) -> None:
-    """Publishes this rank's traceback, and waits until the rank that failed first has printed everything."""
-    requests = Wakeup()  # as the watchdog's has ended, and the trainer's handler only notes them
-    requests.begin()
+    """Publishes this rank's traceback, and waits until the rank that failed first has printed everything.
+
+    `requests` detects a SIGTERM, which the trainer's handler only notes, and ends here.
+    """
     own_failure = {"message": _message(exception), "traceback": _traceback(exception), "collectives": recorded()}
     has_told = job is None
     with contextlib.suppress(RuntimeError):  # the store's host is gone
@@ -240,7 +248,7 @@ def _stop_because_of(
             has_told = _has_told(job)
     if not has_told:
         print_rank(rank, f"stops because {because(first, rank)}")
-    if not is_asked and not requests.was_asked_to_end():  # the launcher asks once it has seen the other's exit
+    if not requests.was_asked_to_end():  # the launcher asks once it has seen the other's exit
         time.sleep(_GRACE_S)
     _end_group(exception)
 

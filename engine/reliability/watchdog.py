@@ -131,18 +131,17 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stops, and publishes that this rank's run is over."""
+        self.stop_but_listen().end()
+
+    def stop_but_listen(self) -> Wakeup:
+        """Stops as `stop` does, and returns what detects a SIGTERM since `start`; the caller ends it."""
         self._stop.set()
         self._thread.join(2 * _PERIOD_S)
         end_threads()
-        self._wakeup.end()
         if self._answers is not None:
             self._answers.close()
         self.heartbeat.positions_of_all = None
-
-    @property
-    def was_asked_to_end(self) -> bool:
-        """Whether SIGTERM has come to this process between `start` and `stop`."""
-        return self._wakeup.was_asked_to_end()
+        return self._wakeup
 
     def wait_for_verdict(self) -> None:
         """If the watchdog is ending the run, waits for the end; called when the trainer's thread has failed."""

@@ -24,6 +24,7 @@ from polyphase.engine.reliability.heartbeat import describe, stack_of
 from polyphase.engine.reliability.rank_registry import LEFT, RankRegistry, process_key
 from polyphase.engine.reliability.rendezvous import current_job
 from polyphase.engine.reliability.verdict import behind
+from polyphase.engine.reliability.wakeup import Wakeup
 from polyphase.engine.reliability.watchdog import Watchdog
 from tests.distributed import in_a_fork, run_ranks
 from tests.engine.tiny import QUIET, Regression, rows
@@ -341,17 +342,27 @@ def test_a_rank_that_was_asked_to_end_waits_for_no_launcher(monkeypatch):
     assert time.monotonic() - begin < 20
 
 
-def test_a_request_that_comes_while_a_rank_stops_is_one(monkeypatch):
-    """The watchdog has stopped by then, and the trainer's handler only notes it."""
+@pytest.mark.parametrize("when", ["the watchdog has just stopped", "its logs are finished"])
+def test_a_request_that_comes_while_a_rank_stops_is_one(monkeypatch, when):
+    """The trainer's handler only notes it."""
     monkeypatch.setattr(failure, "_GRACE_S", 60.0)
-    assert in_a_fork(_asked_while_it_stops, timeout_s=20) == ["noted"]
+    assert in_a_fork(_asked_when, when, timeout_s=20) == ["noted"]
 
 
-def _asked_while_it_stops():
+def _asked_when(when):
     noted = []
     signal.signal(signal.SIGTERM, lambda *_: noted.append("noted"))
     first = {"rank": 1, "kind": "exception", "by": 1, "message": "ValueError: this rank has had enough"}
-    failure._stop_because_of(
-        None, 0, first, RuntimeError("lost"), lambda: os.kill(os.getpid(), signal.SIGTERM), is_asked=False
-    )
+    if when == "its logs are finished":
+        failure._follow(None, 0, first, RuntimeError("lost"), _ask, None)
+    else:
+        requests = Wakeup()
+        requests.begin()
+        peers = SimpleNamespace(has_ended=lambda rank: _ask() or rank == 1)  # asked for as soon as it has stopped
+        watchdog = SimpleNamespace(peers=peers, stop_but_listen=lambda: requests)
+        failure._follow(None, 0, first, RuntimeError("lost"), lambda: None, watchdog)
     return noted
+
+
+def _ask():
+    os.kill(os.getpid(), signal.SIGTERM)
