@@ -48,16 +48,15 @@ class Transfer:
         """Returns the batch on the device."""
         if self.is_there(batch):
             return batch
-        if self._is_plain and self._stream is not None:
-            batch = self._copy(batch)
-            if self._is_on_device(batch):  # else it has other values, which Lightning moves
-                return batch
         trainer = self._trainer
-        batch = trainer.precision_plugin.convert_input(batch)
         # Lightning: LightningModule._on_before_batch_transfer and Strategy.batch_to_device call the three hooks.
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        if not self._is_plain:
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
         if self._stream is not None:
             batch = self._copy(batch)
+            if self.is_there(batch):
+                return batch
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
 
     def is_there(self, batch: Any) -> bool:

@@ -106,19 +106,18 @@ def report_failure(
     if report is not None:
         report.write()  # at once: this process may be ended
     job = None if is_alone else current_job()
-    if job is not None and not is_first:
-        _follow(job, rank, first, exception, finish, watchdog)
-        on_uncaught(exception, Failure(is_printed=True, is_interrupt=is_interrupt))
-        return
-    if watchdog is not None:
+    if watchdog is not None and (job is None or is_first):  # a rank that follows goes on to listen for signals
         watchdog.stop()
     if job is None:  # alone; or the ranks are not connected yet
         finish()
         on_uncaught(exception, Failure(is_interrupt=is_interrupt, print_details=partial(_say_where, rank, report)))
         return
-    finish()
-    _end_group(exception)
-    _tell(job, first, exception, report, print_traceback=print_traceback)
+    if is_first:
+        finish()
+        _end_group(exception)
+        _tell(job, first, exception, report, print_traceback=print_traceback)
+    else:
+        _follow(job, rank, first, exception, finish, watchdog)
     on_uncaught(exception, Failure(is_printed=True, is_interrupt=is_interrupt))
 
 
