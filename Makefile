@@ -85,7 +85,7 @@ chaos: install  ## kills a training job 12 times in each of 19 configurations, a
 clusters: install  ## two hosts that are cut off, powered off, slow or nameless; into benchmarks/results; as root, ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.clusters
 
-draws: install  ## 1,000 random loaders, stops and numbers of ranks against a plain loop; takes two hours
+draws: install  ## 1,000 random loaders, stops and numbers of ranks against a plain loop; takes half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.data.draws
 
 docs: install  ## the documentation site, into build/site; a warning is an error

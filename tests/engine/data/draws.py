@@ -12,7 +12,10 @@ import os
 import tempfile
 import traceback
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from .draw_spec import Draw, draw
 
 _PATIENCE_S = 600.0
 """Of the runs of a draw. Four ranks with two workers each take 18 CPU seconds, which may be minutes."""
+_AT_ONCE = 3
+"""Parts of the draws, on two cores: a draw computes for 3 seconds and waits as long for workers and ranks to end."""
 
 
 def in_one_process(seed: int, numbers: list[int], folder: Path) -> dict[int, str]:
@@ -91,6 +96,15 @@ def _by_ranks(what: Draw, path: Path, max_epochs: int | None, num_ranks: int, ti
     return [json.loads(path.with_name(f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
+def _in_a_folder(seed: int, numbers: list[int], most_ranks: int) -> dict[int, str]:
+    with tempfile.TemporaryDirectory() as temporary:
+        os.chdir(temporary)  # where a run that fails writes its report
+        try:
+            return on_ranks(seed, numbers, most_ranks, Path(temporary))
+        finally:
+            os.chdir("/")
+
+
 def main() -> int:
     """Makes the draws; 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -103,21 +117,19 @@ def main() -> int:
     numbers = [given.draw] if given.draw is not None else list(range(given.first, given.first + given.draws))
     if given.draw is not None:
         print(json.dumps(asdict(draw(given.seed, given.draw, given.ranks)), indent=1))
-    failed = 0
     with tempfile.TemporaryDirectory() as temporary:
         # A run that saves and goes on imports what each rank of each draw, a fork of this process, would import anew.
         in_one_process(given.seed, [0], Path(temporary))
     gc.freeze()  # else each rank's collections copy the pages of all that this process has imported
-    for part in range(0, len(numbers), 10):
-        # A run that fails writes its report to the working directory.
-        with tempfile.TemporaryDirectory() as temporary:
-            os.chdir(temporary)
-            found = on_ranks(given.seed, numbers[part : part + 10], given.ranks, Path(temporary))
-            os.chdir("/")
-        failed += len(found)
-        for number, said in sorted(found.items()):
-            print(f"--seed {given.seed} --draw {number} --ranks {given.ranks}: {said}", flush=True)
-        print(f"{min(part + 10, len(numbers))} of {len(numbers)} draws made, {failed} wrong", flush=True)
+    made = failed = 0
+    make = partial(_in_a_folder, given.seed, most_ranks=given.ranks)
+    parts = [numbers[first : first + 10] for first in range(0, len(numbers), 10)]
+    with ProcessPoolExecutor(_AT_ONCE, get_context("fork")) as makers:
+        for part, found in zip(parts, makers.map(make, parts), strict=True):
+            made, failed = made + len(part), failed + len(found)
+            for number, said in sorted(found.items()):
+                print(f"--seed {given.seed} --draw {number} --ranks {given.ranks}: {said}", flush=True)
+            print(f"{made} of {len(numbers)} draws made, {failed} wrong", flush=True)
     return int(failed > 0)
 
 
