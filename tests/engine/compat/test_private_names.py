@@ -134,36 +134,20 @@ def test_installed_versions_have_the_attributes(owner):
 
 def test_importing_changes_nothing_of_torch_and_lightning():
     code = """
-import importlib, sys
+import importlib
 import lightning.pytorch, torch, torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.pipelining
 import torch.distributed.rpc, torchmetrics, lightning.pytorch.loggers, torch.utils.data
+from tests.engine.compat.libraries import contents, replaced, rules_added
 
-def state():
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if module is None or name.split(".")[0] not in ("torch", "lightning", "torchmetrics", "lightning_fabric"):
-            continue
-        for key, value in list(vars(module).items()):
-            found[name, key] = id(value)
-            if isinstance(value, type) and value.__module__ == name:
-                found |= {(name, key, k): id(v) for k, v in list(vars(value).items()) if not k.startswith("__")}
-    dispatcher = torch.distributed.tensor.DTensor._op_dispatcher
-    for kind, table in (("handlers", dispatcher._custom_op_handlers),
-                        ("rules", dispatcher.sharding_propagator.op_strategy_funcs)):
-        found |= {(kind, str(key)): id(value) for key, value in table.items()}
-    return found
-
-before = state()
+before = contents()
 import polyphase.engine, polyphase.callbacks, polyphase.models
 from polyphase.engine import Engine, fit, read_weights
 for name in ("ddp", "dp", "zero1", "local_sgd", "fsdp", "tensor", "pipeline", "ps"):
     importlib.import_module(f"polyphase.engine.strategies.{name}")
-after = state()
-changed = sorted(map(str, (key for key in before if after.get(key, before[key]) != before[key])))
-added = sorted(str(key) for key in after if key[0] in ("handlers", "rules") and key not in before)
-print("\\n".join(changed + added))
+after = contents()
+print(*replaced(before, after), *rules_added(before, after), sep="\\n")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     # The one exception: `load_from_checkpoint` opens directories of checkpoints, and all else as before.
     assert done.stdout.split("\n")[:-1] == ["('lightning.pytorch.core.saving', 'pl_load')"]

@@ -1,0 +1,58 @@
+"""What a run replaces in torch and Lightning, it puts back at its end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+from polyphase.engine import Engine
+from tests.distributed import run_ranks
+from tests.engine.parity import QUIET, build, loader, sgd
+from tests.engine.tiny import as_rank
+from tests.pairs import nightly
+
+from .libraries import contents, replaced, rules_added
+
+SUBJECT = "gpt of four blocks, tied"
+RANKS = {
+    "ddp": 2,
+    "fsdp": 2,
+    "fsdp+tp:tp=2": 4,
+    "hsdp:replicate=2,shard=2": 4,
+    "local_sgd": 2,
+    "pp": 2,
+    "pp+fsdp:pipeline_size=2": 4,
+    "ps": 2,
+    "single": 1,
+    "tp": 2,
+    "zero1": 2,
+}
+IN_TEST = ("fsdp", "pp", "single", "tp")
+ATTENTION = [
+    ["rules", "aten._scaled_dot_product_flash_attention_for_cpu.default"],
+    ["rules", "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"],
+]
+"""torch has no rule for the attention of CPUs. Split weights, which a module keeps after the run, need one."""
+
+
+def compared(rank: int, flag: str, num_ranks: int, path: Path) -> None:
+    as_rank(rank)
+    stock = {**QUIET, "accelerator": "cpu", "devices": 1, "max_steps": 1}
+    Trainer(**stock).fit(build(SUBJECT, sgd), loader(SUBJECT, 8))  # sets what torch and Lightning set at first use
+    before = contents()
+    Engine(**{**stock, "devices": num_ranks, "max_steps": 2}, strategy=flag).fit(
+        build(SUBJECT, sgd), loader(SUBJECT, 8)
+    )
+    after = contents()
+    functions = [key for key in replaced(before, after) if callable(before[key])]
+    path.with_suffix(f".{rank}").write_text(json.dumps([functions, rules_added(before, after)]))
+
+
+@pytest.mark.parametrize("flag", [*IN_TEST, *nightly(*(flag for flag in RANKS if flag not in IN_TEST))])
+def test_a_run_leaves_torch_and_lightning_as_they_were(flag, tmp_path):
+    num_ranks = RANKS[flag]
+    run_ranks(compared, num_ranks, flag, num_ranks, tmp_path / "found", start_method="fork")
+    added = ATTENTION if "tp" in flag else []
+    for rank in range(num_ranks):
+        assert json.loads((tmp_path / f"found.{rank}").read_text()) == [[], added]
