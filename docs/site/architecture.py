@@ -95,7 +95,7 @@ WAYS = {"batch": BATCH, "gradient": GRADIENT, "checkpoint": CHECKPOINT}
 ROOMS = (
     ("callbacks/", "snapshots, monitors, bars", 0, 0),
     ("models/", "modules, data to start from", 1, 0),
-    ("engine/cli/", "the `polyphase` command", 2, 0),
+    ("engine/cli/", "the command polyphase", 2, 0),
     ("engine/engine.py", "Engine: flags become parts", 0, 1),
     ("engine/loop/", "fit, evaluate, log", 1, 1),
     ("engine/resume/", "loops, place in the data", 2, 1),
