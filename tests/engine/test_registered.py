@@ -17,6 +17,7 @@ from polyphase.engine.strategies.options import DDPOptions
 from tests.zoo.run import STRATEGIES as OF_ZOO
 
 from . import test_parity_integration, test_portability_integration
+from .compat import test_patches_integration
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,13 @@ TABLES = {
             "local_sgd": _LOCAL,
             "diloco": _LOCAL,
             "ps": _PS,
+        },
+    ),
+    "patches": Table(
+        lambda: names(test_patches_integration.RANKS),
+        {
+            "dp": "tests/engine/strategies/test_dp.py",  # one process with several GPUs
+            "hsdp+tp": _PARITY,  # 8 processes; the code of fsdp+tp and hsdp
         },
     ),
     # Its columns are one strategy of each way to treat a module; the others are combinations of these.
