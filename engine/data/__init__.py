@@ -14,7 +14,8 @@ from .own_generators import OwnGenerators, set_own_states, states_of_own
 from .packing import PackSequences, block_diagonal_mask, cu_seqlens
 from .replayed import digest_of_generators, loses_its_buffer, reread_if_buffered
 from .sample_seeds import SeededLoader, SeededSamples, check_seedable, seed_samples
-from .shards import ShardedLoader, ShardedStream, read_by_shards, remaining_shards, why_not_shardable
+from .shardable import why_not_shardable
+from .shards import ShardedLoader, ShardedStream, read_by_shards, remaining_shards
 from .side_by_side import check_evaluated_side_by_side, check_trained_side_by_side
 from .stateful import (
     StateTrackingLoader,
