@@ -1,4 +1,4 @@
-"""Which streams can be read shard by shard, and which ranks can read together.
+"""Which streams can be read shard by shard, and by several ranks together.
 
 The contract of a data set: `num_shards` (or `n_shards`), a method ``shard(num_shards, index)``, and the class attribute
 ``shards_in_order = True``: iterating the data set yields the samples of ``shard(num_shards, 0)``, then those of

@@ -33,13 +33,7 @@ from .stand_in import DatasetProxy
 from .stateful import StateTrackingLoader, is_hugging_face_dataset, is_stateful
 from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
-__all__ = [
-    "ShardedLoader",
-    "ShardedStream",
-    "padding_batch",
-    "read_by_shards",
-    "remaining_shards",
-]
+__all__ = ["ShardedLoader", "ShardedStream", "padding_batch", "read_by_shards", "remaining_shards"]
 
 Shard = list[Any]
 """A shard that is not finished: its number, the count of its samples that were taken, [its state] or [], and, if it was

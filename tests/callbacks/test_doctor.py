@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from polyphase.callbacks import Doctor
 from polyphase.engine.doctor import judge, read_run
+from polyphase.engine.doctor.figures import figures_of
 from polyphase.engine.phases import PHASES
 from tests.callbacks.runs import TinyModule, loader
 from tests.engine.loop.costs import Costs
@@ -178,9 +179,8 @@ def test_operators_are_counted_and_their_calls_are_found(tmp_path):
             2 * ManySteps.num_operators <= interval.num_operators / interval.num_batches < 3 * ManySteps.num_operators
         )
     # A machine's speed may double between the measurement and the steps: a share of one half, for the rule.
-    run.ranks[0].operator_s = sum(each.seconds["compute"] for each in run.intervals[0][1:]) / (
-        2 * sum(each.num_operators for each in run.intervals[0][1:])
-    )
+    steady = figures_of(run).totals[0]
+    run.ranks[0].operator_s = steady.seconds["compute"] / (2 * steady.num_operators)
     assert "host_bound" in [finding.cause for finding in judge(run).findings]
 
 

@@ -99,19 +99,16 @@ def _by_ranks(what: Draw, path: Path, max_epochs: int | None, num_ranks: int, ti
 def _in_a_folder(seed: int, numbers: list[int], most_ranks: int) -> dict[int, str]:
     with tempfile.TemporaryDirectory() as temporary:
         os.chdir(temporary)  # where a run that fails writes its report
-        if len(numbers) > 1:
-            _without_stderr()
         try:
             return on_ranks(seed, numbers, most_ranks, Path(temporary))
         finally:
             os.chdir("/")
 
 
-def _without_stderr() -> None:
-    """Leaves out what this process and its ranks log: what fails is in the verdicts, which are printed."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+def _drop_stderr() -> None:
+    """Drops what this process and its ranks log: what fails is in the verdicts, which are printed."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
 
 
 def main() -> int:
@@ -133,7 +130,8 @@ def main() -> int:
     made = failed = 0
     make = partial(_in_a_folder, given.seed, most_ranks=given.ranks)
     parts = [numbers[first : first + 10] for first in range(0, len(numbers), 10)]
-    with ProcessPoolExecutor(_AT_ONCE, get_context("fork")) as makers:
+    is_quiet = len(numbers) > 1
+    with ProcessPoolExecutor(_AT_ONCE, get_context("fork"), _drop_stderr if is_quiet else None) as makers:
         for part, found in zip(parts, makers.map(make, parts), strict=True):
             made, failed = made + len(part), failed + len(found)
             for number, said in sorted(found.items()):
