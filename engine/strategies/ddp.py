@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -55,6 +56,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             self.capabilities = dataclasses.replace(self.capabilities, unsupported_repeat="ddp:static_graph=true")
         self._counted: AllReduceHook | None = None
         self._checks_unused = self._has_run_backward = self._backward_is_checked = False
+        self._finds_unused = options.find_unused_parameters
+        self._wraps_again = False
         self._bucket_order: BucketOrder | None = None
         self._order_to_begin_with: list[str] | None = None
 
@@ -68,9 +71,14 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         super().setup_environment()
         end_group_at_exit()
 
+    def connect(self, model: LightningModule) -> None:
+        """Called at the start of each run."""
+        super().connect(model)
+        self._finds_unused = self.options.find_unused_parameters
+
     def configure_ddp(self) -> None:
         """Wraps the module again in each run, so that a run's first backward is the wrapper's first."""
-        self._checks_unused = not (self.options.find_unused_parameters or self.options.static_graph)
+        self._checks_unused = not (self._finds_unused or self.options.static_graph)
         self._has_run_backward = self._backward_is_checked = False
         assert self.lightning_module is not None
         if dist.get_backend() == "nccl" and not self.capabilities.steps_alone:
@@ -82,6 +90,10 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     # Lightning: DDPStrategy._setup_model, which wraps on another stream than the one of the steps, and only on CUDA.
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
+        if self._finds_unused:
+            options["find_unused_parameters"] = True
+        # A broadcast of weights would write to them, and backward through a forward that was before it would fail.
+        options["init_sync"] = not self._wraps_again
         wrapped = BareDDP(model, device_ids=self.determine_ddp_device_ids(), **options)
         if not self.capabilities.steps_alone:
             if self._bucket_order is not None:
@@ -111,7 +123,9 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         is_wrapped = isinstance(model, DistributedDataParallel)
         assert module is not None
         # DistributedDataParallel averages the gradients of the parameters that were trainable when it was created.
-        if is_wrapped and self._requires_grad != list(map(_REQUIRES_GRAD, self._parameters)):
+        # With manual optimization, `pre_backward` compares: a step itself may freeze and unfreeze parameters.
+        compares = module.automatic_optimization or self.options.static_graph
+        if is_wrapped and compares and self._requires_grad != list(map(_REQUIRES_GRAD, self._parameters)):
             self._wrap_again()
             model = self.model
         try:
@@ -123,6 +137,29 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         except RuntimeError as error:
             self._name_unused(error)
             raise
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Prepares the reduction of a backward by hand, without parameters that are frozen now.
+
+        `toggle_optimizer` freezes the parameters of the other optimizers within a step. So the wrapper gets all
+        parameters that were ever trainable, and searches the graph of the loss for those that take part.
+        """
+        model, module = self.model, self.lightning_module
+        assert module is not None
+        if isinstance(model, DistributedDataParallel) and not (module.automatic_optimization or model.static_graph):
+            trained = list(map(_REQUIRES_GRAD, self._parameters))
+            if trained != self._requires_grad:
+                ever = [now or before for now, before in zip(trained, self._requires_grad, strict=True)]
+                if not self._finds_unused or ever != self._requires_grad:
+                    self._finds_unused = True
+                    self._set_trained(ever)
+                    self._wrap_again()
+                    self._set_trained(trained)
+        super().pre_backward(closure_loss)
+
+    def _set_trained(self, flags: list[bool]) -> None:
+        for parameter, is_trained in zip(self._parameters, flags, strict=True):
+            parameter.requires_grad_(is_trained)
 
     def _name_unused(self, error: RuntimeError) -> None:
         """Adds the names of the parameters to torch's message, which has only their numbers."""
@@ -139,8 +176,9 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         hook = self.active_hook
         state = hook.state_dict() if hook is not None else {}
         synchronises = self.model.require_backward_grad_sync
-        self.model = self.lightning_module
+        self.model, self._wraps_again = self.lightning_module, True
         self.configure_ddp()
+        self._wraps_again = False
         wrapped: Any = self.model
         wrapped.require_backward_grad_sync = synchronises
         if hook is not None and hook is self.active_hook:
