@@ -4,6 +4,7 @@ import types
 from collections.abc import Iterator
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .compression import CommHook
@@ -28,6 +29,11 @@ def check_module(module: LightningModule, *, precision: str, comm_hook: CommHook
         raise MisconfigurationException(
             f"{kind} optimizes by hand and never calls `self.manual_backward(loss)`, so precision='16-mixed' could not"
             " scale its loss: call it in place of `loss.backward()`, or choose precision='bf16-mixed'."
+        )
+    if precision == "16-mixed" and not module.automatic_optimization and _mentions(module, "get_scale"):
+        rank_zero_warn(
+            f"{kind} reads the loss scale. Gradients are unscaled when `self.manual_backward(loss)` returns, unlike"
+            " those of Lightning's Trainer: don't divide them, or what clips them, by it."
         )
     if comm_hook is not None and not _overrides(module, "configure_model"):  # otherwise the module is not complete yet
         comm_hook.check(module)

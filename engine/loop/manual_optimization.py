@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from .._compat.lightning import _ManualOptimization
+from ..precision.loss_scaling import one_update
 from ..strategies import adapt
 from .local_gradients import LocalGradients
 from .loss_weighting import LossWeighting
@@ -35,6 +36,11 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         self._loss_weighting = loss_weighting
         self._local_gradients: LocalGradients | None = None
         self._has_warned = False
+
+    def run(self, kwargs: OrderedDict) -> Any:
+        """Runs `training_step`; a loss scaler updates its scale once, after the last optimizer's step."""
+        with one_update(self.trainer):
+            return super().run(kwargs)
 
     def advance(self, kwargs: OrderedDict) -> None:
         """Runs `training_step`; while it runs, `manual_backward` weighs the losses.

@@ -6,21 +6,19 @@ and keeps the norm. `16-mixed` also uses float16 on the CPU (where Lightning sil
 carry an infinity to all of them, and for sharded gradients torch reduces the result over the mesh.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import precision as lightnings
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..strategies.clipping import clip_by_norm, clip_by_value
+from .loss_scaling import LossScaler, ScaledPrecision
 from .names import PRECISIONS, canonical_precision
 
 __all__ = ["PRECISIONS", "autocast_dtype", "canonical_precision", "make_precision"]
@@ -88,34 +86,15 @@ class _Hooked(Precision):
             self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
-class _Scaler(torch.amp.GradScaler):
-    """torch's scaler, which also takes whole gradients beside sharded ones, over one mesh or several."""
-
-    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        # torch: GradScaler._unscale_grads_, which hands all gradients to one operation.
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # In the order of the parameters, which is the same on all ranks. The order of a set differs between ranks, so
-        # that they would wait for each other in different collectives.
-        kinds = list(dict.fromkeys(g.device_mesh if isinstance(g, DTensor) else None for g in gradients))
-        if len(kinds) <= 1 or any(g.dtype == torch.float16 for g in gradients):  # torch raises its own error
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        by_dtype = defaultdict(list)
-        for gradient in gradients:
-            by_dtype[gradient.dtype].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-        with torch.no_grad():
-            for local in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)
-            for group in dict.fromkeys(group for mesh in kinds if mesh is not None for group in mesh.get_all_groups()):
-                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)
-        return {found_inf.device: found_inf}
-
-
 class _Full(_Clipping, _Hooked): ...
 
 
-# A checkpoint stores the loss scale under this class name, as Lightning's own files do. It is also this module's
-# attribute, by which spawned processes find the class.
-class MixedPrecision(_Clipping, lightnings.MixedPrecision, _Hooked):
+class MixedPrecision(_Clipping, ScaledPrecision, _Hooked):
+    """Lightning's plugin with the scaler of `loss_scaling.py`.
+
+    A checkpoint stores the loss scale under the name of this class, as Lightning's own files do.
+    """
+
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         return self.autocast_context_manager()
 
@@ -129,7 +108,7 @@ class _Double(_Clipping, DoublePrecision, _Hooked): ...
 def make_precision(name: str, device_type: str) -> Precision:
     """Returns the plugin for the full name of a precision, and a device type: ``"cpu"``, ``"cuda"``, ..."""
     if name in ("16-mixed", "bf16-mixed"):
-        scaler = _Scaler(device_type) if name == "16-mixed" else None
+        scaler = LossScaler(device_type) if name == "16-mixed" else None
         return MixedPrecision(name, device_type, scaler)  # type: ignore[arg-type]
     if name in ("16-true", "bf16-true"):
         return _Half(name)  # type: ignore[arg-type]

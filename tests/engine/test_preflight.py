@@ -109,3 +109,14 @@ def test_without_a_loss_scale_any_backward_will_do(precision):
 @pytest.mark.parametrize("cls", [ByHandScaled, ByHandInHelper, ByHandInClosure, Inherits, ByHandDecorated])
 def test_manual_backward_is_found_wherever_a_method_calls_it(cls):
     check_module(cls(), precision="16-mixed")
+
+
+class ReadsScale(ByHandScaled):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return self.trainer.precision_plugin.scaler.get_scale()
+
+
+def test_a_step_that_reads_the_loss_scale_is_told_that_gradients_are_unscaled():
+    with pytest.warns(UserWarning, match=r"ReadsScale reads the loss scale. Gradients are unscaled when `self.manual_"):
+        check_module(ReadsScale(), precision="16-mixed")
