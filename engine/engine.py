@@ -135,9 +135,10 @@ class Engine(TrainerBase):
         hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends and prints the rank at
             fault, and all stacks. Three times as long before the second batch. None: no limit.
         nonfinite: reaction to a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or ``"ignore"``.
-        check_first_steps: compare the loss, gradient norm and weights of the first steps with those of the whole module
-            in one process, under strategies that split it (fsdp, hsdp, tp, pp): ``"auto"`` warns of a difference, and
-            leaves out costly comparisons; with True a difference is an error. False: never.
+        check_first_steps: compare losses, gradients and weights of the first steps between the ranks, and, under
+            strategies that divide the module or the optimizer's state (fsdp, hsdp, tp, pp, zero1), with those of the
+            whole module in one process: ``"auto"`` warns of a difference, and takes a sample of large modules; with
+            True a difference is an error, and ddp is compared with one process, too. False: never.
         uneven: the end of an epoch if ranks have different numbers of training batches (streams): after the last rank
             (``"pad"``, ``"join"``: ranks that have finished count for nothing), or after the first (``"drop"``).
         seed_samples: seed Python's, NumPy's and torch's CPU generators before each sample by seed, epoch and index: its

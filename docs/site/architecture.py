@@ -66,7 +66,7 @@ GRADIENT: Sequence[Stop] = (
         "whole tensors, shards (DTensors), or this rank's parameters",
         "engine/strategies/whole_steps.py",
     ),
-    ("The first two steps are checked", "where the module is split: against one process", "engine/loop/first_steps.py"),
+    ("The first two steps are checked", "between ranks, and against one process", "engine/loop/first_steps.py"),
 )
 CHECKPOINT: Sequence[Stop] = (
     ("Somebody asks for it", "Snapshot, ModelCheckpoint, save_checkpoint, SIGTERM", "callbacks/snapshot.py"),

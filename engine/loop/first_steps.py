@@ -1,16 +1,18 @@
-"""Comparison of the first steps of a run whose module is split with the same steps in one process.
+"""Comparison of the first steps of a run on several ranks, between the ranks, and with the same steps in one process.
 
 Phases, which all ranks enter together:
-1. Before the module is split, rank 0 copies it. If it can't, it broadcasts the reason.
+1. Before the module is split or wrapped, rank 0 copies it. If it can't, it broadcasts the reason.
 2. Before the first step, rank 0 gathers the weights.
-3. In the first steps, each rank with different samples keeps its batches, random states and losses, and the norm
-   of the gradients is computed (an all-reduce of one number, as for clipping).
-4. After these steps, rank 0 gathers the weights again, and all that the ranks have kept. It repeats the steps with its
-   copy (`unsplit.py`), while the other ranks wait, and broadcasts the difference.
-Then everything is detached. Weights and random numbers of the run are bit for bit those of a run without the check.
+3. In the first steps, each rank with different samples keeps its batches, random states and losses. Of each step all
+   ranks keep the digests of the gradients (`digests.py`), and compute their norm (an all-reduce of one number, as for
+   clipping).
+4. After these steps, rank 0 gathers what the ranks have kept, and the digests of their weights: what several ranks have
+   must be equal. It gathers the weights again and repeats the steps with its copy (`unsplit.py`), while the other ranks
+   wait, and broadcasts the differences.
+Then everything is detached. At the end of a run, under ddp too, the digests of the ranks' weights are compared once.
+Weights and random numbers of the run are bit for bit those of a run without the check.
 """
 
-import copy
 import logging
 import pickle
 from collections.abc import Iterator
@@ -27,12 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat.torch import _ConvNd
-from ..checkpoint import get_random_state, set_random_state
+from ..checkpoint import get_random_state
 from ..distributed.object_group import WORLD
-from ..initialization.materialize import has_meta_tensors, materialize
-from ..initialization.stored_weights import read_stored
 from ..strategies import adapt, capabilities_of, norm_of
-from .unsplit import SETTINGS, MicroBatch, NeedsOtherRanks, Replay, Step, UnfitError, loss_of, paired_submodules
+from .differences import Weights, between_ranks, from_one_process
+from .digests import Digests, digests, unequal_replicas
+from .module_copy import copy_whole, fill_copy
+from .sampled_block import SampledBlock
+from .unsplit import SETTINGS, Call, MicroBatch, NeedsOtherRanks, Replay, Step, UnfitError, loss_of
 
 __all__ = ["FirstSteps", "FirstStepsError"]
 
@@ -40,24 +44,19 @@ _NUM_STEPS = 2
 """Two steps: a wrong state after the first one (a moving average, an attribute) shows in the second. If there are more
 ranks than half of `_MAX_RANKS`, only one step is compared."""
 _MAX_RANKS = 8
+"""The most ranks with samples of their own that "auto" does the work of in one process."""
 _MAX_BYTES = 2**30
 """The largest size of a module's parameters that "auto" copies; with Adam, rank 0 needs four times as much memory."""
-
-_LOSS_TOLERANCE, _NORM_TOLERANCE = 1e-4, 1e-3
-"""The largest relative differences in float32; a different order of summation changes 1e-6 or less."""
-_ROUNDED_TOLERANCE = 3e-2
-"""The largest relative difference of loss and norm if the precision, or TF32, rounds to 10 bits or less."""
-_WEIGHTS_TOLERANCE = 3e-2
-"""The largest difference of a weight, relative to the largest change in its tensor: Adam magnifies rounding errors."""
+_MAX_PARTS = 2000
+"""The most parts of a module that "auto" copies: where they are small, their calls take the time, not their bytes."""
 
 _CHANGING_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-_COPIED_TYPES = (bool, int, float, str, type(None))
 
 log = logging.getLogger("polyphase.engine")
 
 
 class FirstStepsError(RuntimeError):
-    """The first steps of a run differ from the same steps in one process."""
+    """The first steps of a run differ from the same steps in one process, or its ranks from each other."""
 
 
 class FirstSteps:
@@ -77,12 +76,16 @@ class FirstSteps:
     def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
         self._trainer, self._policy = trainer, policy
         self._reset()
-        if policy is not False and capabilities_of(trainer.strategy).splits_module:
+        can = capabilities_of(trainer.strategy)
+        divides = can.splits_module or can.optimizer_state_partitioned
+        if policy is not False and not can.steps_alone and (divides or policy is True):
             trainer.strategy.before_split = self.copy_module
 
     def _reset(self) -> None:
         self._copy: LightningModule | None = None
-        self._is_due = False
+        self._sample: SampledBlock | None = None
+        self._repeats = self._is_due = False
+        self._step: Step | None = None
         self._steps: list[Step] = []
         self._weights_before: dict[str, Tensor] | None = None
         self._problem: str | None = None
@@ -91,39 +94,61 @@ class FirstSteps:
     # --- before
 
     def copy_module(self, module: LightningModule) -> None:
-        """Phase 1: copies the module on rank 0; called on all ranks before the module is split."""
+        """Phase 1: copies the module on rank 0; called on all ranks before the module is split or wrapped."""
         self._reset()
         start_s = perf_counter()
-        reason = self._reason_to_skip(module)
-        if reason is None:
+        reason = self._reason_to_skip()
+        size = None if reason is not None or self._policy is True else self._too_large(module)
+        if size is not None:
+            reason = self._take_sample(module, size)
+        elif reason is None:
             problem = None
             if self._trainer.global_rank == 0:
                 try:
-                    memo = {id(part): part for part in (self._trainer, self._trainer.datamodule) if part is not None}
-                    self._copy = copy.deepcopy(module, memo)
+                    self._copy = copy_whole(module, self._trainer, self._trainer.datamodule)
                 except Exception as error:
                     problem = f"{type(module).__name__} can't be copied ({type(error).__name__}: {error})"
             reason = WORLD.broadcast_object(problem)
-        self._is_due = reason is None
+        self._is_due, self._repeats = reason is None, reason is None and size is None
         if reason is not None:
             self._report_skipped(reason)
         self.duration_s = perf_counter() - start_s
 
-    def _reason_to_skip(self, module: LightningModule) -> str | None:
+    def _take_sample(self, module: LightningModule, size: str) -> str | None:
+        """Takes one block as a sample of a module that is too large; returns a reason if it can't."""
+        layout = self._trainer.strategy.layout
+        problem = None if layout.shard > 1 and layout.tp == layout.pp == 1 else "only fsdp and hsdp compare one block"
+        try:
+            sample = None if problem else SampledBlock(module, self._trainer)
+        except Exception as error:
+            problem = f"no block of {type(module).__name__} can be compared ({error})"
+        problem = next((problem for problem in WORLD.all_gather_object(problem) if problem is not None), None)
+        if problem is not None:
+            return f"{size}, and {problem}"
+        self._sample = sample
+        log.info("%s: of the first step, one block is compared with one process.", size)
+        return None
+
+    def _too_large(self, module: LightningModule) -> str | None:
+        """Returns why the default does not repeat the steps of the whole module; None if it does."""
+        num_bytes, data_size = sum(parameter.nbytes for parameter in module.parameters()), self._trainer.data_size
+        num_parts = sum(1 for _ in module.modules())
+        if data_size > _MAX_RANKS:
+            return f"one process would do the work of {data_size} ranks, more than {_MAX_RANKS}"
+        if num_bytes > _MAX_BYTES:
+            return f"the parameters have {num_bytes / 2**20:,.0f} MiB, more than {_MAX_BYTES / 2**20:,.0f}"
+        if num_parts > _MAX_PARTS:
+            return f"{type(module).__name__} has {num_parts:,} parts, more than {_MAX_PARTS:,}"
+        return None
+
+    def _reason_to_skip(self) -> str | None:
         trainer, strategy = self._trainer, self._trainer.strategy
-        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
         if trainer.world_size == 1:
             return "there is one rank"
-        if self._policy == "auto" and trainer.world_size > _MAX_RANKS:
-            return f"one process would do the work of {trainer.world_size} ranks, more than {_MAX_RANKS}"
-        if self._policy == "auto" and num_bytes > _MAX_BYTES:
-            return f"the parameters have {num_bytes / 2**20:,.0f} MiB, more than {_MAX_BYTES / 2**20:,.0f}"
         if adapt(strategy).comm_hook is not None:
             return "a compression changes the gradients"
         if trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory is not None:
             return "micro_batch_size='auto' may do a step again"
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            return "a loss scaler leaves steps out"
         return None
 
     def _report_skipped(self, reason: str) -> None:
@@ -132,6 +157,15 @@ class FirstSteps:
             rank_zero_warn(text)
         elif self._trainer.is_global_zero:
             log.info(text)
+
+    @property
+    def _keeps_replicas(self) -> bool:
+        """Whether what several ranks have must be equal after each step."""
+        trainer, strategy = self._trainer, adapt(self._trainer.strategy)
+        can = strategy.capabilities
+        if self._policy is False or trainer.world_size == 1 or not can.replicas_stay_equal or can.steps_alone:
+            return False
+        return strategy.expects_parity and not any(map(strategy.can_lose, range(trainer.world_size)))
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -154,13 +188,17 @@ class FirstSteps:
             self._is_due = False
             self._report_skipped("the run is resumed" if is_torchs else "its optimizers are not torch's")
             return
-        self._reports_batches = trainer.global_rank % strategy.layout.tp == 0
+        self._reports_batches = self._repeats and trainer.global_rank % strategy.layout.tp == 0
         self._reports_batches &= trainer.global_rank < strategy.data_size * strategy.layout.tp
-        self._step: Step | None = None
-        if strategy.capabilities.runs_own_schedule:
+        self._names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
+        if self._repeats and strategy.capabilities.runs_own_schedule:
             strategy.run_schedule = self._recorded(strategy.run_schedule, is_schedule=True)
-        else:
+        elif self._repeats:
             strategy.training_step = self._recorded(strategy.training_step, is_schedule=False)
+        if self._sample is not None:
+            self._sample.begin()
+        self._settings: dict[Any, list[dict[str, Any]]]
+        self._settings = {optimizer: _settings(optimizer) for optimizer in strategy.optimizers}
         self._handles = [optimizer.register_step_post_hook(self._record_step) for optimizer in strategy.optimizers]
 
     # --- in the steps
@@ -183,40 +221,30 @@ class FirstSteps:
             state = trainer.strategy.lightning_module_state_dict()
             if self._copy is not None:
                 self._attempt(lambda: self._fill_copy(state))
-        if self._step is None:
-            self._step = Step(trainer.global_step, trainer.current_epoch)
-            self._steps.append(self._step)
+        step = self._present_step()
         if batch_idx is None:
             batch_idx = trainer.fit_loop.epoch_loop.batch_idx
         samples = trainer._data_connector.sizes.samples(batch_idx).local
         kept = MicroBatch(trainer.global_rank, None, batch_idx, samples, get_random_state())
         if self._reports_batches:
             self._attempt(lambda: setattr(kept, "batch", _host_copy(batch)))
-        self._step.micro_batches.append(kept)
+        step.micro_batches.append(kept)
         self.duration_s += perf_counter() - start_s
         return kept
 
+    def _present_step(self) -> Step:
+        if self._step is None:
+            scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self._step = Step(self._trainer.global_step, self._trainer.current_epoch, scale)
+            self._steps.append(self._step)
+        return self._step
+
     def _fill_copy(self, state: dict[str, Any]) -> None:
-        """Copies the present weights, and the attributes that hooks have set, to the copy of the module."""
-        own, module = self._copy, self._trainer.lightning_module
+        own, trainer = self._copy, self._trainer
         assert own is not None
-        if has_meta_tensors(own):
-            random = get_random_state()
-            materialize(own)
-            read_stored(own)
-            set_random_state(random)
-        for part, its_copy in paired_submodules(module, own):
-            its_copy.training = part.training
-            for name, value in vars(part).items():
-                if name.startswith("_") or callable(value):
-                    continue
-                if type(value) in _COPIED_TYPES or name not in vars(its_copy):
-                    vars(its_copy)[name] = copy.deepcopy(value)
-        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-        for name, parameter in own.named_parameters():
-            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-        own.load_state_dict(state, strict=False)
-        self._trainer.precision_plugin.convert_module(own)
+        fill_copy(own, trainer.lightning_module, state, shares_buffers=trainer.strategy.layout.pp == 1)
+        trainer.precision_plugin.convert_module(own)
         self._weights_before = {name: value.detach().clone() for name, value in own.state_dict().items()}
 
     def _attempt(self, function: Any) -> None:
@@ -227,17 +255,23 @@ class FirstSteps:
             self._problem = self._problem or f"{type(error).__name__}: {error}"
 
     def _record_step(self, optimizer: Any, *_: Any) -> None:
-        if self._step is None:
+        if self._repeats and self._step is None:
             return
-        start_s = perf_counter()
+        start_s, step = perf_counter(), self._present_step()
+        # What schedulers and callbacks have changed is changed in the copy; its own settings are its program's.
+        before = self._settings[optimizer]
+        before += [{}] * (len(optimizer.param_groups) - len(before))  # groups that were added meanwhile
         settings = [
-            {key: _as_number(group[key]) for key in SETTINGS if key in group} for group in optimizer.param_groups
+            {key: value for key, value in now.items() if key not in then or then[key] != value}
+            for now, then in zip(_settings(optimizer), before, strict=True)
         ]
         norm_here = getattr(self._trainer.precision_plugin, "norm_of", None) or norm_of
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = norm_here([p for p in own if p.grad is None or not p.grad.is_sparse])
-        self._step.groups.append(settings)
-        self._step.norms.append(norm)  # type: ignore[arg-type]  # read after the steps
+        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = norm_here([p for p in own if not p.grad.is_sparse])
+        if self._sample is not None:
+            self._sample.keep_gradients()
+        figures = digests((self._names[p], p.grad) for p in own if p in self._names)
+        step.calls.append(Call(list(self._settings).index(optimizer), settings, norm, figures))
         self.duration_s += perf_counter() - start_s
 
     # --- after
@@ -246,42 +280,104 @@ class FirstSteps:
         """Ends a step; after the last one that is checked, compares them."""
         if self._is_due and self._step is not None:
             self._step = None
-            if len(self._steps) == (_NUM_STEPS if self._trainer.world_size <= _MAX_RANKS // 2 else 1):
+            if self._sample is not None:
+                self._sample.end()
+            is_short = not self._repeats or self._trainer.data_size <= _MAX_RANKS // 2
+            if len(self._steps) == (_NUM_STEPS if is_short else 1):
                 self._compare()
                 self._end()
+
+    def end_run(self) -> None:
+        """Called when a run has done all its steps: compares the weights of the ranks once more.
+
+        Ranks that differ from some later step on, such as the one in which parameters were unfrozen, are seen here.
+        So is code that changes weights on one rank, under `ddp` too, whose steps are not repeated by default.
+        """
+        if not self._keeps_replicas:
+            return
+        unequal = WORLD.broadcast_object(unequal_replicas(WORLD.gather_object(self._weights())))
+        if unequal:
+            name, text = unequal[0]
+            module = type(self._trainer.lightning_module).__name__
+            self._tell(
+                f"the ranks have ended the run with different weights of {module}: {name!r} and {len(unequal) - 1} more"
+                f" differ ({text}). A gradient was not averaged, or code has changed weights on one rank."
+                " `ReplicaGuard` names the step.",
+                is_over=True,
+            )
+
+    def _weights(self) -> Digests:
+        return digests(self._trainer.lightning_module.named_parameters()).on_host()
 
     def _compare(self) -> None:
         """Phase 4, for the steps that were recorded: an epoch may have fewer steps than are planned."""
         if not self._is_due or not self._steps:
             return
         start_s, trainer = perf_counter(), self._trainer
+        if any(step.scale != 1 and not step.calls for step in self._steps):
+            self._problem = self._problem or "the loss scaler has left a step out"
         for step in self._steps:
-            step.norms = [float(norm) for norm in step.norms]
+            step.calls.sort(key=lambda call: call.optimizer)
+            for call in step.calls:
+                call.norm, call.gradients = float(call.norm), call.gradients.on_host()
             for micro_batch in step.micro_batches:
                 micro_batch.loss = None if micro_batch.loss is None else micro_batch.loss.cpu()
-        state = trainer.strategy.lightning_module_state_dict()
-        reports = WORLD.gather_object((self._problem, self._steps if self._reports_batches else None))
+        state = trainer.strategy.lightning_module_state_dict() if self._repeats else {}
+        problem, in_sample = (None, []) if self._sample is None else self._sample.compare()
+        self._problem = self._problem or problem
+        gradients = [call.gradients for step in self._steps for call in step.calls]
+        kept = self._problem, self._steps if self._reports_batches else None, gradients, self._weights()
+        reports = WORLD.gather_object(kept)
         verdict: tuple[str | None, str | None] = None, None
-        if self._copy is not None:
-            problem = next((problem for problem, _ in reports if problem is not None), None)
-            steps = [steps for _, steps in reports if steps is not None]
-            verdict = problem, None
-            if problem is None:
-                try:
-                    verdict = None, self._describe_difference(steps, state)
-                except UnfitError as unfit:
-                    verdict = str(unfit), None
-                except Exception as error:
-                    verdict = f"it does not run in one process ({type(error).__name__}: {error})", None
+        if trainer.global_rank == 0:
+            verdict = self._judge(reports, state, in_sample)
         reason, difference = WORLD.broadcast_object(verdict)
         self.duration_s += perf_counter() - start_s
         if reason is not None:
             self._report_skipped(reason)
+        elif difference is None and trainer.is_global_zero:
+            log.info("the first %d steps are those of one process.", len(self._steps))
+        self._tell(difference)
+
+    def _tell(self, difference: str | None, is_over: bool = False) -> None:
         if difference is None:
             return
         if self._policy is True:
             raise FirstStepsError(difference)
-        rank_zero_warn(f"{difference} Training continues; `check_first_steps=True` ends it there.")
+        goes_on = "" if is_over else " Training continues; `check_first_steps=True` ends it there."
+        rank_zero_warn(f"{difference}{goes_on}")
+
+    def _judge(self, reports: list[Any], state: dict[str, Any], in_sample: list[str]) -> tuple[str | None, str | None]:
+        """Compares all that the ranks have kept.
+
+        Args:
+            reports: what each rank has kept.
+            state: the weights after the steps.
+            in_sample: the differences of the block that was compared in place of the whole module.
+
+        Returns:
+            The reason why the steps are not compared with those of one process, and a description of all differences;
+            each may be None.
+        """
+        reason = next((problem for problem, *_ in reports if problem is not None), None)
+        by_rank = [gradients for _, _, gradients, _ in reports]
+        if len({len(calls) for calls in by_rank}) > 1:
+            return "the optimizers of the ranks were called another number of times", None
+        gradients = list(zip(*by_rank, strict=True))
+        differences = in_sample
+        if self._keeps_replicas:
+            differences += between_ranks(gradients, [weights for *_, weights in reports])
+        if self._copy is not None and reason is None:
+            try:
+                replay = self._repeat([steps for _, steps, _, _ in reports if steps is not None])
+                before, after = self._weights_before or {}, self._copy.state_dict()
+                weights = Weights(before, {name: value.detach() for name, value in after.items()}, state)
+                differences += from_one_process(replay, gradients, weights, self._has_low_precision)
+            except UnfitError as unfit:
+                reason = str(unfit)
+            except Exception as error:
+                reason = f"it does not run in one process ({type(error).__name__}: {error})"
+        return reason, self._describe(differences) if differences else None
 
     def _end(self) -> None:
         """Removes the hooks and the replaced methods, and drops all that was recorded."""
@@ -291,8 +387,8 @@ class FirstSteps:
             handle.remove()
         self._reset()
 
-    def _describe_difference(self, ranks: list[list[Step]], state: dict[str, Any]) -> str | None:
-        """Compares the ranks' first steps with one process; returns a description of the difference, or None.
+    def _repeat(self, ranks: list[list[Step]]) -> Replay:
+        """Repeats the ranks' first steps with the copy.
 
         Raises:
             UnfitError: the steps can't be compared.
@@ -311,44 +407,18 @@ class FirstSteps:
             module.load_state_dict(self._weights_before or {}, strict=False)
             replay = Replay(module, trainer, strategy.root_device, True, draws_same_numbers)
             replay.run(steps)
-        differences = self._differences(
-            replay, {name: value.detach() for name, value in module.state_dict().items()}, state
-        )
-        if not differences:
-            log.info("the first %d steps are those of one process.", len(ranks[0]))
-            return None
+        return replay
+
+    def _describe(self, differences: list[str]) -> str:
+        trainer = self._trainer
         callbacks = [type(c).__name__ for c in trainer.callbacks if _may_change_training(c)]
         also = f" (Callbacks take no part in that: {', '.join(callbacks)}.)" if callbacks else ""
         return (
-            f"the first {len(ranks[0])} step(s) of {type(trainer.lightning_module).__name__} under strategy"
-            f" {strategy!r} are not those of one process: {'; '.join(differences)}.{also} `polyphase verify`, with the"
-            " same model, data and strategy, compares all tensors after each step. Where the module is known to differ,"
-            " `check_first_steps=False` leaves this out."
+            f"the first {len(self._steps)} step(s) of {type(trainer.lightning_module).__name__} under strategy"
+            f" {trainer.strategy!r} are not those of one process: {'; '.join(differences)}.{also} `polyphase verify`,"
+            " with the same model, data and strategy, compares all tensors after each step. Where the module is known"
+            " to differ, `check_first_steps=False` leaves this out."
         )
-
-    def _differences(self, replay: Replay, expected: dict[str, Tensor], state: dict[str, Any]) -> list[str]:
-        has_low_precision = self._has_low_precision
-        differences = []
-        for numbers, tolerance in ((replay.losses, _LOSS_TOLERANCE), (replay.norms, _NORM_TOLERANCE)):
-            for quantity, actual, reference in numbers:
-                if actual is None or reference is None:
-                    continue
-                a, b = float(actual), float(reference)
-                if abs(a - b) > (_ROUNDED_TOLERANCE if has_low_precision else tolerance) * max(abs(a), abs(b)) + 1e-6:
-                    differences.append(f"the {quantity} is {a:.7g}, not {b:.7g}")
-        if has_low_precision:
-            return differences[:3]
-        worst = (0.0, "")
-        assert self._weights_before is not None
-        for name, value in expected.items():
-            if name in state and name in self._weights_before and value.is_floating_point():
-                difference, moved = _difference(
-                    state[name], value, self._weights_before[name], replay.above_rounding.get(name)
-                )
-                if difference > _WEIGHTS_TOLERANCE * moved:
-                    text = f"{name!r} has moved by {moved:.2e} there, and differs by {difference:.2e}"
-                    worst = max(worst, (difference / moved if moved else torch.inf, text))
-        return differences[:3] + ([worst[1]] if worst[1] else [])
 
     @property
     def _has_low_precision(self) -> bool:
@@ -361,25 +431,15 @@ class FirstSteps:
         return str(self._trainer.precision) not in ("32-true", "64-true")
 
 
-def _difference(actual: Tensor, expected: Tensor, before: Tensor, above_rounding: Tensor | None) -> tuple[float, float]:
-    """Returns the largest difference of comparable elements, above rounding, and the largest change of an element."""
-    if actual.shape != expected.shape:
-        return torch.inf, 0.0
-    actual, expected, before = (tensor.to("cpu", torch.float64) for tensor in (actual, expected, before))
-    differs, moved = (actual - expected).abs(), (expected - before).abs()
-    if above_rounding is not None:
-        differs, moved = differs[above_rounding.cpu()], moved[above_rounding.cpu()]
-    if not differs.numel() or not bool(expected.isfinite().all()):
-        return 0.0, 0.0
-    rounding = 1e-5 * float(expected.abs().max()) + 1e-7
-    return max(0.0, float(differs.nan_to_num(torch.inf).max()) - rounding), float(moved.max())
-
-
 def _host_copy(batch: Any) -> Any:
     """Returns a copy in host memory, which the step can't change; views are copied without their base."""
     own = apply_to_collection(batch, Tensor, lambda t: t.detach().to("cpu", copy=True).requires_grad_(t.requires_grad))
     pickle.dumps(own)  # raises an error here, not later when the other ranks wait
     return own
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    return [{key: _as_number(group[key]) for key in SETTINGS if key in group} for group in optimizer.param_groups]
 
 
 def _as_number(setting: Any) -> Any:

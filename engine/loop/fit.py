@@ -46,6 +46,11 @@ class FitLoop(_FitLoop):
         self.trainer.add_run_summary()  # type: ignore[attr-defined]
         super().on_run_start()
 
+    def on_run_end(self) -> None:
+        """Called after the last epoch: the hooks at the end of training, of which the strategy's may name a cause."""
+        super().on_run_end()
+        self.epoch_loop.first_steps.end_run()  # type: ignore[attr-defined]
+
     def setup_data(self) -> None:
         """Creates the training loaders and their iterator."""
         if self.has_restored_position:

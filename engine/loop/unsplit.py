@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,13 @@ from torchmetrics import Metric
 
 from .._compat.lightning import _configure_optimizers
 from .._compat.torch import TorchDispatchMode, tree_flatten, tree_unflatten
+from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
 from ..distributed.equal_ranks import move_module
+from .digests import Digests, digests, whole
+from .module_copy import Memory
 
-__all__ = ["SETTINGS", "MicroBatch", "NeedsOtherRanks", "Replay", "Step", "UnfitError", "loss_of", "paired_submodules"]
+__all__ = ["SETTINGS", "Call", "MicroBatch", "NeedsOtherRanks", "Replay", "Step", "UnfitError", "loss_of"]
 
 SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 """The settings of an optimizer's groups that schedulers and callbacks may change."""
@@ -61,16 +64,30 @@ class MicroBatch:
 
 
 @dataclasses.dataclass
+class Call:
+    """A call of an optimizer."""
+
+    optimizer: int
+    """Index of the optimizer. Where each parameter has its own, they may be called in another order in one process."""
+    settings: list[dict[str, Any]]
+    """For each group, the settings that are no longer those that the run began with."""
+    norm: Any
+    """The norm of the gradients that it has used."""
+    gradients: Digests
+    """The digests of these gradients."""
+
+
+@dataclasses.dataclass
 class Step:
     """A window of micro-batches; under manual optimization, one batch."""
 
     global_step: int
     epoch: int
+    scale: float = 1.0
+    """The factor of a loss scaler."""
     micro_batches: list[MicroBatch] = dataclasses.field(default_factory=list)
-    groups: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
-    """The settings of the groups, for each call of an optimizer."""
-    norms: list[float] = dataclasses.field(default_factory=list)
-    """The norm of the gradients that the optimizer has used, for each of its calls."""
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    """The calls of optimizers, in the order of the optimizers."""
 
 
 @dataclasses.dataclass
@@ -95,6 +112,10 @@ class Replay:
         self.losses: list[tuple[str, Any, Any]] = []
         """The name of each loss, its value in the run, and its value here."""
         self.norms: list[tuple[str, float, float]] = []
+        self.gradients: dict[int, tuple[str, dict[str, tuple[float, float]]]] = {}
+        """For each call of an optimizer, the name of its step, and sum and norm of each gradient that it has used."""
+        self._num_calls = 0
+        self.numels = {name: parameter.numel() for name, parameter in self.module.named_parameters()}
         self.above_rounding: dict[str, Tensor] = {}
         """For each parameter, by name: where its gradients were larger than the rounding error of zero."""
 
@@ -119,10 +140,12 @@ class Replay:
                     silence.enter_context(stream(io.StringIO()))
                 warnings.simplefilter("ignore")
                 self._prepare()
+                self._memories = [Memory(self.module) for _ in range(len(steps[0]) if not self.joins_batches else 1)]
                 for number, step in enumerate(steps, start=1):
                     self._stand_in.__dict__.update(global_step=step[0].global_step, current_epoch=step[0].epoch)
-                    self._groups, self._expected_norms = list(step[0].groups), list(step[0].norms)
-                    self._step_label = f"step {number}"
+                    self._calls = dict(enumerate(step[0].calls, start=self._num_calls))
+                    self._num_calls += len(step[0].calls)
+                    self._step_label, self._scale = f"step {number}", step[0].scale
                     run = self._step if self.module.automatic_optimization else self._step_by_hand
                     run(step)
         except NeedsOtherRanks:
@@ -160,9 +183,21 @@ class Replay:
         self._has_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        before = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        if self._scale != 1:  # the gradients of earlier losses are no longer scaled
+            self.module.zero_grad()
         self.module.on_before_backward(loss)
-        self.module.backward(loss, *args, **kwargs)
+        self.module.backward(loss * self._scale, *args, **kwargs)
+        if self._scale != 1:
+            self._scale_gradients(1 / self._scale)
+            for parameter, gradient in before.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.module.on_after_backward()
+
+    def _scale_gradients(self, factor: Any) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def _all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         if not self.joins_batches:
@@ -175,32 +210,70 @@ class Replay:
         if len(self._optimizers) != 1:
             raise UnfitError("automatic optimization has one optimizer")
         [optimizer] = self._optimizers
-        windows = list(zip(*(rank_step.micro_batches for rank_step in step), strict=True))
-        module.on_before_zero_grad(optimizer)
-        optimizer.zero_grad()
-        num_samples = sum(micro_batch.samples for window in windows for micro_batch in window)
-        total, ends = torch.zeros((), device=self.device), []
-        for window in windows:
-            batch, batch_idx = self._on_device(window[0]), window[0].batch_idx
-            module.on_train_batch_start(batch, batch_idx)
-            output = self._accumulate(window, num_samples, total)
-            module.on_after_backward()
-            ends.append((output, batch, batch_idx))
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(num_samples / total)  # 1, unless `training_step` has returned weights
-        module.on_before_optimizer_step(optimizer)
-        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
-        if value is not None or is_overridden("configure_gradient_clipping", module):
-            module.configure_gradient_clipping(
-                optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm and str(algorithm.value)
-            )
-        optimizer.step(lambda: torch.zeros((), device=self.device))
+        calls: list[list[Any]] = [[]]  # the windows of each call of the closure, of which some optimizers make several
+        for window in zip(*(rank_step.micro_batches for rank_step in step), strict=True):
+            if calls[-1] and window[0].batch_idx == calls[-1][-1][0].batch_idx:
+                calls.append([])
+            calls[-1].append(window)
+        last = calls[0][-1][0].batch_idx
+        ends: list[Any] = []
+
+        def closure() -> Tensor:
+            if not calls:
+                raise UnfitError("its optimizer runs the step another number of times")
+            windows = calls.pop(0)
+            loss = self._forward_and_backward(optimizer, windows, ends, begins=len(ends) <= 1)
+            module.on_before_optimizer_step(optimizer)
+            value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+            if value is not None or is_overridden("configure_gradient_clipping", module):
+                module.configure_gradient_clipping(
+                    optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm and str(algorithm.value)
+                )
+            return loss
+
+        if is_overridden("optimizer_step", module):
+            wrapped = _ManualOptimizer(optimizer, self._stand_in.strategy, module, calls_hook=False)
+            module.optimizer_step(step[0].epoch, last, wrapped, closure)
+        else:
+            optimizer.step(closure)
+        if calls:
+            raise UnfitError("its optimizer runs the step another number of times")
         for output, batch, batch_idx in ends:
             module.on_train_batch_end(output, batch, batch_idx)
 
-    def _accumulate(self, window: Sequence[MicroBatch], num_samples: int, total: Tensor) -> dict[str, Any] | None:
-        """Runs forward and backward of the ranks' micro-batches of one index in the window; adds weights to `total`.
+    def _forward_and_backward(self, optimizer: Any, windows: Sequence[Any], ends: list[Any], begins: bool) -> Tensor:
+        """Runs the windows of a call of the optimizer's closure; returns the mean of their losses.
+
+        Args:
+            optimizer: the optimizer.
+            windows: for each micro-batch, those of all ranks.
+            ends: gets the arguments of `on_train_batch_end` for each micro-batch that is run for the first time.
+            begins: whether gradients are zeroed before.
+        """
+        module: Any = self.module
+        if begins:
+            module.on_before_zero_grad(optimizer)
+            module.optimizer_zero_grad(self._stand_in.current_epoch, windows[0][0].batch_idx, optimizer)
+        num_samples = sum(micro_batch.samples for window in windows for micro_batch in window)
+        total, mean = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        for window in windows:
+            batch, batch_idx = self._on_device(window[0]), window[0].batch_idx
+            is_first = all(batch_idx != before for _, _, before in ends)
+            if is_first:
+                module.on_train_batch_start(batch, batch_idx)
+            output = self._accumulate(window, num_samples, total, mean)
+            module.on_after_backward()
+            if is_first:
+                ends.append((output, batch, batch_idx))
+        self._scale_gradients(num_samples / total / self._scale)  # 1, without weights from the step or a loss scaler
+        return mean / total
+
+    def _accumulate(
+        self, window: Sequence[MicroBatch], num_samples: int, total: Tensor, mean: Tensor
+    ) -> dict[str, Any] | None:
+        """Runs forward and backward of the ranks' micro-batches of one index in the window.
+
+        Adds their weights to `total`, and their losses, weighted, to `mean`.
 
         Returns:
             The first output, as hooks get it; None if no rank has a sample.
@@ -208,6 +281,8 @@ class Replay:
         module: Any = self.module
         first = None
         before = [] if self.joins_batches else [(buffer, buffer.clone()) for buffer in module.buffers()]
+        # A hook on a parameter gets the gradient of the whole batch at once, as it does in one process.
+        is_hooked, losses = has_hooks(module.parameters()), []
         for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
             if micro_batch.samples == 0:
                 continue
@@ -215,7 +290,9 @@ class Replay:
             buffers = [(buffer, buffer.clone()) for buffer, _ in before] if rank else []
             for buffer, value in before:
                 buffer.data.copy_(value)
+            self._memories[rank].recall(module)
             output = self._call(micro_batch)
+            self._memories[rank].keep(module)
             for buffer, value in buffers:  # ... and as in DDP, those of rank 0 count after the batch
                 buffer.data.copy_(value)
             loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
@@ -230,7 +307,13 @@ class Replay:
             extra = output if isinstance(output, dict) else {}
             first = {**extra, "loss": loss.detach()} if first is None else first
             module.on_before_backward(loss)
-            module.backward(loss.masked_fill(counts == 0, 0.0) * (counts / num_samples))
+            losses.append(loss.masked_fill(counts == 0, 0.0) * (counts / num_samples))
+            mean += losses[-1].detach() * num_samples
+            if not is_hooked:
+                module.backward(losses.pop() * self._scale)
+        if losses:
+            module.backward(torch.stack(losses).sum() * self._scale)
+        self._memories[0].recall(module)  # the hooks after the batch are those of rank 0
         return first
 
     def _step_by_hand(self, step: Sequence[Step]) -> None:
@@ -259,24 +342,32 @@ class Replay:
         return move_data_to_device(micro_batch.batch, self.device)  # the module's own hooks have transferred it before
 
     def _joined(self, window: Sequence[MicroBatch]) -> MicroBatch:
+        window = [micro_batch for micro_batch in window if micro_batch.samples] or window[:1]
         if len(window) == 1:
             return window[0]
         leaves = [tree_flatten(micro_batch.batch) for micro_batch in window]
         columns = list(zip(*(values for values, _ in leaves), strict=True))
         samples = [micro_batch.samples for micro_batch in window]
-        if min(samples) != max(samples) or any(isinstance(c[0], Tensor) and c[0].dim() == 0 for c in columns):
-            raise UnfitError("the batches of the ranks can't be joined")
+        for column in (column for column in columns if isinstance(column[0], Tensor)):
+            rows = {len(t) / num if t.dim() else 0 for t, num in zip(column, samples, strict=True)}
+            if 0 in rows or len(rows) > 1:  # rows of a sample
+                raise UnfitError("the batches of the ranks can't be joined")
         joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
         losses = [micro_batch.loss for micro_batch in window]
-        loss = None if losses[0] is None else sum(losses) / len(losses)
+        loss = None
+        if losses[0] is not None:
+            loss = sum(value * num for value, num in zip(losses, samples, strict=True)) / sum(samples)
         batch = tree_unflatten(joined, leaves[0][1])
         return dataclasses.replace(window[0], batch=batch, samples=sum(samples), loss=loss)
 
     def _load_settings(self, optimizer: Any, *_: Any) -> None:
-        if not self._groups:
+        number = self._optimizers.index(optimizer)
+        self._position = next((k for k, call in self._calls.items() if call.optimizer == number), -1)
+        if self._position < 0:
             raise UnfitError("its optimizers were called another number of times")
-        for group, settings in zip(optimizer.param_groups, self._groups.pop(0), strict=True):
-            group.update(settings)
+        self._call_of_run = self._calls.pop(self._position)
+        for group, changed in zip(optimizer.param_groups, self._call_of_run.settings, strict=True):
+            group.update(changed)
 
     def _record_norm(self, optimizer: Any, *_: Any) -> None:
         gradients = {
@@ -284,12 +375,13 @@ class Replay:
             for name, p in self.module.named_parameters()
             if p.grad is not None
         }
-        own = {
-            id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None and not p.grad.is_sparse
-        }
+        trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        own = {id(p) for p in trained if not p.grad.is_sparse}
         names = {id(p): name for name, p in self.module.named_parameters()}
         norm = _norm([gradients[name] for key, name in names.items() if key in own and name in gradients])
-        self.norms.append((f"gradient norm of {self._step_label}", self._expected_norms.pop(0), norm))
+        self.norms.append((f"gradient norm of {self._step_label}", self._call_of_run.norm, norm))
+        figures = digests((names[id(p)], p.grad) for p in trained if id(p) in names)
+        self.gradients[self._position] = self._step_label, whole([figures])
         num = sum(gradient.numel() for gradient in gradients.values())
         largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
         least = max(1e-3 * _norm(list(gradients.values())) / max(num, 1) ** 0.5, 1e-6 * largest)
@@ -314,14 +406,17 @@ class _StandIn:
 
 
 class _ManualOptimizer(LightningOptimizer):
-    """The optimizer that Lightning gives to a module with manual optimization."""
+    """The optimizer that Lightning gives to a module with manual optimization, or to its `optimizer_step`."""
 
-    def __init__(self, optimizer: Any, strategy: Any, module: Any) -> None:
+    def __init__(self, optimizer: Any, strategy: Any, module: Any, calls_hook: bool = True) -> None:
         super().__init__(optimizer)
         self._strategy = strategy
         self._module = module
+        self._calls_hook = calls_hook
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        if not self._calls_hook:  # the closure does
+            return self._optimizer.step(closure, **kwargs)
         loss = None if closure is None else closure()
         self._module.on_before_optimizer_step(self._optimizer)
         self._optimizer.step(**kwargs)
@@ -361,11 +456,3 @@ def _are_equal_states(before: dict[str, Any], after: dict[str, Any]) -> bool:
         torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
         for name, value in before.items()
     )
-
-
-def paired_submodules(module: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yields the sub-modules of `module`, each with the one of the same name in `copy`."""
-    copies = dict(copy.named_modules())
-    for name, part in module.named_modules():
-        if name in copies:
-            yield part, copies[name]

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,6 +76,12 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         """Called at the start of each run."""
         super().connect(model)
         self._finds_unused = self.options.find_unused_parameters
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wraps the module, and creates the optimizers."""
+        if trainer.state.fn == TrainerFn.FITTING and self.before_split is not None:
+            self.before_split(self.model)
+        super().setup(trainer)
 
     def configure_ddp(self) -> None:
         """Wraps the module again in each run, so that a run's first backward is the wrapper's first."""

@@ -11,12 +11,16 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.utils.parametrizations import spectral_norm
 
 from polyphase.engine import Engine
+from polyphase.engine.loop import first_steps
+from polyphase.engine.loop.differences import between_ranks
+from polyphase.engine.loop.digests import digests
 from polyphase.engine.strategies.fsdp import strategy as fsdp
 from tests.defects.defects import DEFECTS, nothing
 from tests.engine.parity import MLP
 from tests.engine.parity import loader as digits
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.pairs import nightly
+from tests.zoo import unusual
 from tests.zoo.model import build, loader
 from tests.zoo.plain import MODELS
 
@@ -140,3 +144,81 @@ def test_each_rank_begins_a_batch_with_the_same_buffers():
     torch.manual_seed(1)
     engine = Engine(strategy="fsdp_fork", accelerator="cpu", devices=2, max_steps=3, check_first_steps=True, **QUIET)
     engine.fit(Spectral(), digits("mlp", 1, 2))  # a difference would be an error
+
+
+@pytest.mark.parametrize("name", ["warm-up by hand", "memory", *nightly("SAM", "counting blocks")])
+def test_a_module_that_is_right_is_no_difference(name):
+    fit(unusual.MODELS[name], "fsdp_fork", True)
+
+
+class Apart(type(NORMS.make()).__mro__[1]):
+    """In the third step, each rank scales its gradients by another number."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 2:
+            for parameter in self.parameters():
+                parameter.grad.mul_(1 + self.global_rank)
+
+
+def test_replicas_that_differ_at_the_end_are_a_warning():
+    with pytest.raises(ProcessRaisedException, match=r"have ended the run with different weights of Apart: 'into"):
+        fit(NORMS._replace(make=Apart), "ddp_fork", "auto")
+
+
+def test_what_ranks_must_have_alike_is_compared():
+    step = [digests([("weight", torch.ones(3) * (1 + rank)), ("bias", torch.ones(3))]) for rank in range(2)]
+    assert between_ranks([step], step) == [
+        "the gradient of 'weight' in optimizer step 1 is not the same on all ranks (norm 1.732051 on rank 0,"
+        " 3.464102 on rank 1)",
+        "'weight' is not the same on all ranks (norm 1.732051 on rank 0, 3.464102 on rank 1)",
+    ]
+
+
+class SmallLoss(type(NORMS.make()).__mro__[1]):
+    """Its gradients, scaled by the first factor of a loss scaler, are numbers of fp16."""
+
+    def training_step(self, batch, batch_idx):
+        return 1e-2 * super().training_step(batch, batch_idx)
+
+
+def test_a_loss_scaler_is_no_difference():
+    fit(NORMS._replace(make=SmallLoss), "fsdp_fork", True, precision="16-mixed", gradient_clip_val=1e-3)
+
+
+@pytest.fixture
+def is_too_large(monkeypatch):
+    monkeypatch.setattr(first_steps, "_MAX_BYTES", 0)
+
+
+@pytest.mark.parametrize("make", [WithDropout, unusual.Counts])
+def test_of_a_module_that_is_too_large_one_block_is_compared(make, is_too_large, capfd):
+    logger = logging.getLogger("polyphase.engine")
+    handler = logging.StreamHandler()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        fit(NORMS._replace(make=make), "fsdp_fork", "auto")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    lines = capfd.readouterr().err
+    assert "MiB, more than 0: of the first step, one block is compared" in lines
+    assert "not compared" not in lines
+
+
+class LocalGradient(type(NORMS.make()).__mro__[1]):
+    """A block whose gradient has another direction on the way to the optimizer than in one process."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.blocks[2].up.bias.grad.mul_(0)
+
+
+def test_a_block_that_differs_is_named(is_too_large):
+    with pytest.raises(ProcessRaisedException, match=r"the gradient of 'blocks.2.up.bias' in step 1 is off by"):
+        fit(NORMS._replace(make=LocalGradient), "fsdp_fork", "auto")
+
+
+def test_modules_of_many_parts_are_too_large(monkeypatch):
+    monkeypatch.setattr(first_steps, "_MAX_PARTS", 3)
+    with pytest.raises(ProcessRaisedException, match=r"the gradient of 'blocks.2.up.bias' in step 1 is off by"):
+        fit(NORMS._replace(make=LocalGradient), "fsdp_fork", "auto")
