@@ -47,7 +47,7 @@ def _report(defect: Defect) -> str:
     try:
         _fit(defect, build(defect.model), check=True)
     except Exception as error:
-        said = re.search(r"FirstStepsError: (.*?) `polyphase verify`", str(error), re.DOTALL)
+        said = re.search(r"FirstStepsError: (.*?) (?:`polyphase verify`|`ReplicaGuard`)", str(error), re.DOTALL)
         return " ".join(said[1].split(": ", 1)[1].split()) if said else ""
     return ""
 

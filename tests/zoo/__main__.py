@@ -7,6 +7,7 @@ import argparse
 import json
 import logging
 import platform
+import re
 import sys
 import warnings
 from importlib.metadata import version
@@ -26,8 +27,9 @@ it, trained for 3 steps of SGD on {where} and compared with a plain PyTorch loop
 writes this page, from `tests/zoo`; {versions}.
 
 A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves
-weights by more than a hundred times that. "Runs" stands where nothing can be compared: each rank draws random numbers
-of its own, or has a loss that is no mean over samples, of which each rank and each micro-batch has one of its own.
+weights by more than a hundred times that. Where a loss is no mean over samples, the loop takes the mean of the losses
+of the ranks' samples, or of the micro-batches, as any DDP does. "Runs" stands where nothing can be compared, since each
+rank draws random numbers of its own.
 What is refused is refused by name, before or in the first step; the number leads to the reason.
 """
 
@@ -35,7 +37,12 @@ What is refused is refused by name, before or in the first step; the number lead
 def main() -> int:
     """Runs what is asked for, but for cells that the results file has already."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
-    parser.add_argument("--models", default="", help="run those whose names have this in it")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[""],
+        help="run those whose names have one of these in it; the page keeps the rest",
+    )
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
     parser.add_argument("--accelerator", default="cpu", help="as torch names it (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="a file of cells, to go on with after a stop; default: none")
@@ -43,27 +50,51 @@ def main() -> int:
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    from . import huggingface, plain
-
-    groups = {"Modules of torch alone": plain.MODELS, "Models of transformers, peft and diffusers": huggingface.MODELS}
+    groups = _groups()
+    where, page = _place(asked.accelerator)
+    page = asked.output or page
     known = json.loads(asked.results.read_text()) if asked.results and asked.results.exists() else {}
     for models in groups.values():
         for name, model in models.items():
             for strategy in asked.strategies:
                 key = f"{strategy}: {name}"
-                if asked.models not in name or key in known:
+                if not any(part in name for part in asked.models) or key in known:
                     continue
                 known[key] = run(model, strategy, asked.accelerator)
                 print(key, *known[key], flush=True)
                 if asked.results:
                     asked.results.write_text(json.dumps(known, indent=1))
     cells = {key: Cell(*cell) for key, cell in known.items()}
-    if not asked.models:
-        where, output = _place(asked.accelerator)
-        (asked.output or output).write_text(_page(groups, cells, where))
+    page.write_text(_page(groups, {**(_read(page.read_text()) if page.exists() else {}), **cells}, where))
     bad = [key for key, cell in cells.items() if not cell.is_good]
     print(f"{len(cells)} cells, {len(bad)} failures", *bad, sep="\n")
     return bool(bad)
+
+
+def _groups() -> dict[str, dict]:
+    from . import huggingface, plain, unusual  # the first needs transformers
+
+    return {
+        "Modules of torch alone": plain.MODELS,
+        "Modules whose step does more than it returns": unusual.MODELS,
+        "Models of transformers, peft and diffusers": huggingface.MODELS,
+    }
+
+
+def _read(page: str) -> dict[str, Cell]:
+    """The cells of a page."""
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE))
+    cells = {}
+    for line in re.findall(r"^\| (?!---)(.+) \|$", page, re.MULTILINE):
+        name, *shown = line.split(" | ")
+        for strategy, text in zip(STRATEGIES, shown, strict=True):
+            kind, _, detail = text.partition(" ")
+            if reason := re.fullmatch(r"\[(\d+)\]", detail):
+                cells[f"{strategy}: {name.partition(' (')[0]}"] = Cell(kind, reasons[reason[1]])
+            elif kind == "runs" or kind[:1].isdigit():
+                of_number = Cell("runs", detail) if kind == "runs" else Cell("equal", text)
+                cells[f"{strategy}: {name.partition(' (')[0]}"] = of_number
+    return cells
 
 
 def _place(accelerator: str) -> tuple[str, Path]:

@@ -152,18 +152,26 @@ class Whisper(Zoo):
 
 
 class Wav2Vec2(Zoo):
-    def __init__(self) -> None:
+    def __init__(self, **more: float) -> None:
         super().__init__()
         config = hf.Wav2Vec2Config(
             hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, conv_dim=(16, 16),
             conv_kernel=(4, 4), conv_stride=(4, 4), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2,
-            vocab_size=VOCABULARY, mask_time_prob=0.0, num_labels=4, classifier_proj_size=16,
+            vocab_size=VOCABULARY, mask_time_prob=0.0, num_labels=4, classifier_proj_size=16, **more,
         )  # fmt: skip
         self.model = hf.Wav2Vec2ForSequenceClassification(config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         sounds, classes = batch
         return self.model(input_values=sounds, labels=classes).loss
+
+
+_DROPOUTS = "layerdrop hidden_dropout attention_dropout activation_dropout feat_proj_dropout final_dropout"
+_NO_DROPOUT = dict.fromkeys(_DROPOUTS.split(), 0.0)
+
+
+def _sounds(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 256), torch.arange(size) % 4
 
 
 class Diffusion(Zoo):
@@ -238,9 +246,8 @@ MODELS = {
     "Swin": Model(_swin, lambda size: (torch.randn(size, 3, 16, 16), torch.arange(size) % 4)),
     "CLIP": Model(CLIP, lambda size: (tokens(size), torch.randn(size, 3, 8, 8)), "a 0-d scale"),
     "Whisper": Model(Whisper, lambda size: (torch.randn(size, 8, 16), tokens(size))),
-    "wav2vec2": Model(
-        Wav2Vec2, lambda size: (torch.randn(size, 256), torch.arange(size) % 4), "its default LayerDrop", is_random=True
-    ),
+    "wav2vec2": Model(Wav2Vec2, _sounds, "its default LayerDrop", is_random=True),
+    "wav2vec2, all layers": Model(lambda: Wav2Vec2(**_NO_DROPOUT), _sounds, "no LayerDrop"),
     "LoRA on GPT-2": Model(_lora, _text, "peft"),
     "UNet2D": Model(lambda: Diffusion(_unet()), _noisy(3, labelled=False), "diffusers"),
     "DiT 2D": Model(lambda: Diffusion(_dit()), _noisy(4, labelled=True), "diffusers"),

@@ -57,13 +57,24 @@ def loader(model: Model, ranks: int = 1) -> DataLoader:
     return DataLoader(TensorDataset(*model.data(STEPS * BATCH)), batch_size=BATCH // ranks)
 
 
-def plain_loop(model: Model, clip: float | None = None, device: str = "cpu") -> dict[str, Tensor]:
+def by_rank(tensor: Tensor) -> list[Tensor]:
+    """The samples of each of two ranks."""
+    return [tensor[rank::2] for rank in range(2)]
+
+
+def by_micro_batch(tensor: Tensor) -> list[Tensor]:
+    """The micro-batches of two pipeline stages: two for each."""
+    return list(tensor.chunk(4))
+
+
+def plain_loop(model: Model, clip: float | None = None, device: str = "cpu", cut: Any = None) -> dict[str, Tensor]:
     """The weights after `STEPS` batches, by torch alone: no trainer, no strategy.
 
     Args:
         model: of the zoo.
         clip: largest norm of all gradients; None for any.
         device: where it is trained.
+        cut: cuts the tensors of a batch into parts, the mean of whose losses is trained; None for the batch's own loss.
     """
     module = build(model).to(device)
     configured: Any = module.configure_optimizers()
@@ -77,19 +88,30 @@ def plain_loop(model: Model, clip: float | None = None, device: str = "cpu") -> 
     by_hand.log = lambda *_, **__: None
     for index, of_host in enumerate(loader(model)):
         batch = [tensor.to(device) for tensor in of_host]
+        module.on_train_batch_start(batch, index)
         if not module.automatic_optimization:
-            module.training_step(batch, index)
+            module.on_train_batch_end(module.training_step(batch, index), batch, index)
             continue
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        found = module.training_step(batch, index)
-        (found["loss"] if isinstance(found, dict) else found).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
-        for optimizer in optimizers:
-            module.on_before_optimizer_step(optimizer)
-            optimizer.step()
-        module.on_train_batch_end(found, batch, index)  # where an average over the steps is usually updated
+        [optimizer] = optimizers
+        found: list[Any] = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            parts = [batch] if cut is None else zip(*map(cut, batch), strict=True)  # noqa: B023
+            outputs = [module.training_step(part, index) for part in parts]  # noqa: B023
+            loss = torch.stack([each["loss"] if isinstance(each, dict) else each for each in outputs]).mean()
+            found.append(outputs[0])  # noqa: B023
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            module.on_before_optimizer_step(optimizer)  # noqa: B023
+            return loss
+
+        if "optimizer_step" in vars(type(module)):
+            module.optimizer_step(0, index, optimizer, closure)
+        else:
+            optimizer.step(closure)
+        module.on_train_batch_end(found[0], batch, index)  # where an average over the steps is usually updated
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
