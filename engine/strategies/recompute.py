@@ -3,20 +3,19 @@
 Uses torch's `checkpoint` without re-entrant autograd (https://docs.pytorch.org/docs/stable/checkpoint.html) around the
 forward of each repeated block (`units.py`), inside of the hooks that gather its parameters. torch makes the second
 forward draw the same random numbers under the same autocast. In addition, the second forward starts with the buffers,
-attributes and random states of Python and NumPy that the first one started with, and leaves them unchanged. So a
-BatchNorm counts each batch once, and a list of auxiliary losses gets each loss once.
+attributes, contents of the arguments, globals and random states of Python and NumPy that the first one started with,
+and leaves them unchanged. So a BatchNorm counts each batch once, a list of auxiliary losses gets each loss once, and
+the cache of a decoder has each key once.
 
 ``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`KEPT`), or of the operators
 that the module's own method `kept_operators()` returns, and computes the rest again, which costs little. Random
 operators are always computed again: later draws of the block depend on them.
 """
 
-import collections
-import copy
 import functools
 import random
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -31,6 +30,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from .contents import Contents, containers_of_classes, in_tuples, places_in, referenced
+from .counted_writes import begin_count, end_count, is_counted, put_values
 from .dp import DP
 from .layout import DistributedStrategy
 from .units import named_blocks
@@ -58,10 +59,6 @@ KEPT = frozenset(
 )
 """Operators whose outputs ``"selective"`` keeps, unless the module names others."""
 _Operator, _Operators = type(_ATEN.mm.default), type(_ATEN.mm)
-
-# Attributes of every module; a forward does not change parameters, and FSDP swaps them in and out of its modules.
-_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 
 
 def blocks_to_recompute(module: nn.Module) -> list[nn.Module]:
@@ -163,12 +160,16 @@ class Recomputed:
 
     is_on = True
     was_called = False
+    _places: list[Any] | None = None
+    _of_classes: Sequence[Any] = ()
+    _written: frozenset[str] | None = None
+    """The names of parameters that a forward has written, and `_OBJECTS`; None: it has not run yet."""
     block_name: str
     """The block's class before FSDP2 replaces it."""
 
     def __init__(self, block: nn.Module, kind: str, kept: frozenset[Any] = KEPT) -> None:
         self.block_name = type(block).__name__
-        self._block, self._own = block, block.__dict__.get("forward")
+        self._block, self._own, self._kind = block, block.__dict__.get("forward"), kind
         self._forward: Callable[..., Any] = block.forward
         functools.update_wrapper(self, self._forward)
         selective = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, kept))
@@ -184,7 +185,13 @@ class Recomputed:
         self.was_called = True
         if not is_wanted:
             return self._forward(*args, **kwargs)
-        state = _State(self._block)
+        if self._places is None:
+            self._places, self._of_classes = list(places_in(self._block)), containers_of_classes(self._block)
+        values = (*args, *kwargs.values())
+        contents = Contents(
+            self._block.modules(), (values, *self._of_classes, *_of_functions(self._block, values)), self._places
+        )
+        state = _State(self._block, contents, self._written)
         num_args, names = len(args), list(kwargs)
 
         def run(*values: Any) -> Any:
@@ -195,8 +202,18 @@ class Recomputed:
             return first, _Together(state, again)
 
         # By position: torch does not look at keyword arguments to find the device of the random numbers.
-        output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts, **self._options)
-        state.forget_unchanged()
+        try:
+            output = checkpoint(run, *values, use_reentrant=False, context_fn=contexts, **self._options)
+        finally:
+            problem = state.end()
+        if problem:
+            raise RuntimeError(
+                f"activation_checkpointing={self._kind!r} is refused: the forward of {self.block_name} writes in place"
+                f" into {problem}, and the repeated forward in backward would start from the written values. Compute a"
+                " new tensor in the block (`x = x + y` in place of `x += y`), or leave activation_checkpointing out."
+                " This step has changed no weights."
+            )
+        self._written = state.written if self._written is None else self._written | state.written
         return output
 
     def detach(self) -> bool:
@@ -226,34 +243,107 @@ def _argument(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[names.index(name)] if name in names[: len(args)] else None
 
 
+def _of_functions(block: nn.Module, arguments: tuple[Any, ...]) -> list[Any]:
+    """Returns what functions among the arguments of a block, and forward hooks inside of it, refer to."""
+    functions: list[Any] = []
+    in_tuples(functions.append, arguments)
+    functions = [value for value in functions if callable(value) and not isinstance(value, (nn.Module, type))]
+    for part in block.modules():
+        if part is not block and (part._forward_hooks or part._forward_pre_hooks):
+            functions += [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    users = (function for function in functions if not str(getattr(function, "__module__", "")).startswith("torch."))
+    return [value for function in users for value in referenced(function)]
+
+
+_OBJECTS = "a tensor in a list, dict or object"
+
+
 class _State:
-    """The current buffers and attributes of a block's modules, and the random states of Python and NumPy."""
+    """What the first forward of a block starts with: contents, values of tensors, random states of Python and NumPy.
 
-    def __init__(self, block: nn.Module) -> None:
-        self._random = _random_state()
-        self._parts = [_PartState(submodule) for submodule in block.modules()]
-        self._present: tuple[Any, list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]] = (None, [])
+    Values are copied before a forward, and released after it unless it has written them.
 
-    def forget_unchanged(self) -> None:
-        """Called after a forward: releases the copies of tensors that it has not written to."""
-        for part_state in self._parts:
-            part_state.forget_unchanged()
+    Args:
+        block: the block.
+        contents: all that the forward can reach.
+        written: what earlier forwards have written, which has to be copied; None: everything is copied.
+    """
+
+    written: frozenset[str] = frozenset()
+    """The names of parameters that the forward has written, and `_OBJECTS` if it has written one."""
+
+    def __init__(self, block: nn.Module, contents: Contents, written: frozenset[str] | None) -> None:
+        self._random, self._contents = _random_state(), contents
+        tensors = [(tensor, _kind(holder)) for tensor, holder in contents.take_tensors()]
+        self._versions = [(tensor, where, _version(tensor)) for tensor, where in tensors]
+        self._values = {
+            id(tensor): (tensor.detach().clone(), tensor.requires_grad)
+            for tensor, where in tensors
+            if where == "module" or (where == "object" and (written is None or _OBJECTS in written))
+        }
+        self._counts = [(name, p, begin_count(p)) for name, p in block.named_parameters()]
+        self._weights: list[tuple[nn.Parameter, Tensor]] = []
+        self._copies = {
+            name: p.detach().clone()
+            for name, p, _ in self._counts
+            if is_counted(p) and (written is None or name in written)
+        }
+        self._present: Any = None
+
+    def end(self) -> str:
+        """Called after the forward: releases copies of what it has not written.
+
+        Returns:
+            What it has written that has no copy, in words; otherwise "".
+        """
+        changed = {(id(tensor), where) for tensor, where, version in self._versions if _version(tensor) != version}
+        holders = {where for _, where in changed}
+        # Those of modules are released only together. A BatchNorm's kernel writes the statistics without a change of
+        # their versions, but the version of its counter of batches changes.
+        for tensor, where, _ in self._versions:
+            if (id(tensor), where) not in changed and not (where == "module" and where in holders):
+                self._values.pop(id(tensor), None)
+        weights = {name: p for name, p, num in self._counts if end_count(p) != num}
+        self._weights = [(p, self._copies[name]) for name, p in weights.items() if name in self._copies]
+        self.written = frozenset((*weights, *([_OBJECTS] if "object" in holders else [])))
+        problem = ""
+        if "tuple" in holders:
+            problem = "a tensor that it is called with"
+        elif any(key not in self._values for key, _ in changed):
+            problem = f"{_OBJECTS} that it has left alone before"
+        elif lacking := [name for name in weights if name not in self._copies]:
+            problem = f"its parameter {lacking[0]!r}"
+        self._versions.clear()
+        self._counts.clear()
+        self._copies.clear()
+        return problem
 
     def __enter__(self) -> None:
         """Restores the state that was recorded."""
-        parts = [(part.part, _attributes(part.part), dict(part.part._buffers)) for part in self._parts]
-        self._present = _random_state(), parts
+        weights = [(parameter, parameter.detach().clone()) for parameter, _ in self._weights]
+        self._present = _random_state(), self._contents.present(), weights
         _set_random_state(self._random)
-        for part in self._parts:
-            part.put()
+        self._contents.put({key: _fresh(*value) for key, value in self._values.items()})
+        for parameter, value in self._weights:
+            put_values(parameter, value)
 
     def __exit__(self, *unused: object) -> None:
         """Restores the state before `__enter__`."""
-        numbers, parts = self._present
-        for part, attributes, buffers in parts:
-            _put(part, attributes, buffers)
+        numbers, present, weights = self._present
+        self._present = None
+        present.put()
         _set_random_state(numbers)
-        self._present = (None, [])
+        for parameter, value in weights:
+            put_values(parameter, value)
+
+
+def _kind(holder: Any) -> str:
+    return "module" if isinstance(holder, nn.Module) else "tuple" if holder is None else "object"
+
+
+def _fresh(value: Tensor, requires_grad: bool) -> Tensor:
+    """Returns a copy of a value for the repeated forward, which may write into it in place."""
+    return value.clone().requires_grad_().clone() if requires_grad else value.clone()  # torch: not into a leaf
 
 
 class _Together:
@@ -269,61 +359,6 @@ class _Together:
     def __exit__(self, *raised: Any) -> None:
         self._inner.__exit__(*raised)
         self._outer.__exit__(*raised)
-
-
-class _PartState:
-    """The state of one module: its containers to any depth, and the values of its own tensors."""
-
-    def __init__(self, submodule: nn.Module) -> None:
-        self.part = submodule
-        self._attributes = {name: _copied(value) for name, value in _attributes(submodule).items()}
-        self._buffers = dict(submodule._buffers)
-        values = (*self._attributes.values(), *self._buffers.values())
-        tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
-        self._versions = [(tensor, _version(tensor)) for tensor in tensors]
-        self._values = {id(tensor): tensor.detach().clone() for tensor in tensors}
-
-    def forget_unchanged(self) -> None:
-        # The copies are released only together. A BatchNorm's kernel writes the statistics without a change of their
-        # versions, but the version of its counter of batches changes.
-        if all(_version(tensor) == version for tensor, version in self._versions):
-            self._values.clear()
-
-    def put(self) -> None:
-        """Puts the recorded values into the module, as copies."""
-        attributes = {name: self._fresh(value) for name, value in self._attributes.items()}
-        _put(self.part, attributes, {name: self._fresh(tensor) for name, tensor in self._buffers.items()})
-
-    def _fresh(self, value: Any) -> Any:
-        return self._values[id(value)].clone() if id(value) in self._values else _copied(value)
-
-
-def _attributes(submodule: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in submodule.__dict__.items() if name not in _OF_MODULES}
-
-
-def _put(submodule: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
-    present = submodule.__dict__
-    for name in [name for name in present if name not in attributes and name not in _OF_MODULES]:
-        del present[name]
-    present.update(attributes)
-    submodule._buffers.clear()
-    submodule._buffers.update(buffers)
-
-
-def _copied(value: Any) -> Any:
-    """Returns a copy of a container, to any depth, or of a random generator; any other object itself."""
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if type(value) not in _CONTAINERS:
-        return value
-    copied = copy.copy(value)
-    if isinstance(copied, dict):
-        copied.update({key: _copied(item) for key, item in value.items()})
-    elif not isinstance(copied, set):
-        copied.clear()
-        copied.extend(_copied(item) for item in value)
-    return copied
 
 
 def _version(tensor: Tensor) -> int | None:
