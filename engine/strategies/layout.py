@@ -22,6 +22,7 @@ from ..launch.process_launchers import make_launcher
 from ..reliability.rendezvous import connect, name_of_start, open_store, wait_for_all
 from .capabilities import Capabilities
 from .interface import EngineStrategy
+from .reentrant import allow_reentrant, avoid_reentrant
 
 __all__ = ["DistributedStrategy", "share_random_state"]
 
@@ -148,6 +149,7 @@ class DistributedStrategy(EngineStrategy):
 
     def _connect_ranks(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group, which uses this store."""
+        avoid_reentrant()
         strategy: Any = self
         if strategy.num_nodes == 1:  # this applies to groups that are created later as well
             listen_on_loopback()
@@ -170,6 +172,11 @@ class DistributedStrategy(EngineStrategy):
             timeout=timeout,
             device_id=strategy.root_device if self.connects_devices and strategy.root_device.type != "cpu" else None,
         )
+
+    def teardown(self) -> None:
+        """See `Strategy`."""
+        allow_reentrant()
+        super().teardown()
 
     def _job_store(self, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         strategy: Any = self
