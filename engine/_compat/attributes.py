@@ -146,7 +146,11 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor._dispatch:OpDispatcher": ("_custom_op_handlers", "_dispatch_get_local_results_slow_path"),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     f"{_FSDP}._fsdp_state:FSDPState": ("_fsdp_param_groups", "_pre_backward", "_root_post_backward_final_callback"),
-    f"{_FSDP}._fsdp_param_group:FSDPParamGroup": ("_all_gather_comm", "_all_gather_process_group"),
+    f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (
+        "_all_gather_comm",
+        "_all_gather_process_group",
+        "_register_post_backward_hook",
+    ),
     f"{_FSDP}._fsdp_param:FSDPParam": (
         "_contiguous_orig_stride",
         "_module_info",

@@ -98,7 +98,7 @@ def containers_of_classes(module: nn.Module) -> list[Any]:
 
 
 class _Content(NamedTuple):
-    """What an object holds, one level deep."""
+    """The content of an object, one level deep."""
 
     attributes: dict[str, Any]
     others: dict[str, Any]

@@ -176,7 +176,7 @@ class DistributedStrategy(EngineStrategy):
     def teardown(self) -> None:
         """See `Strategy`."""
         allow_reentrant()
-        super().teardown()
+        super().teardown()  # type: ignore[misc]  # Lightning's strategy, which this is mixed into
 
     def _job_store(self, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         strategy: Any = self

@@ -259,7 +259,7 @@ _OBJECTS = "a tensor in a list, dict or object"
 
 
 class _State:
-    """What the first forward of a block starts with: contents, values of tensors, random states of Python and NumPy.
+    """The state before the first forward of a block: contents, values of tensors, random states of Python and NumPy.
 
     Values are copied before a forward, and released after it unless it has written them.
 

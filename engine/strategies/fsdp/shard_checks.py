@@ -1,5 +1,6 @@
 """Refuses modules, losses and callbacks that `fsdp` and `hsdp` can't shard; each message names a remedy."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 __all__ = ["check_callbacks", "check_loss", "check_tensor_parallel", "explained"]
 
 _MIXED = "mixed torch.Tensor and DTensor"  # torch: its message about an operation on a shard and a plain tensor
+
+_WRITTEN_INPUT = re.compile("RegisterPostBackwardFunction.* is a view and is being modified inplace")
 
 
 def check_tensor_parallel(whole: Collection[str], num_tp: int, flag: str) -> None:
@@ -47,6 +50,12 @@ def explained(model: nn.Module | None, flag: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if _WRITTEN_INPUT.search(str(error)) and "is refused" not in str(error):
+            error.args = (
+                f"under {flag} a block writes in place into a tensor that it is called with, which is refused: FSDP2"
+                " hands it a view. Compute a new one (`x = x + y` in place of `x += y`), or choose strategy 'ddp'."
+                f" torch says: {error}",
+            )
         if model is not None and _MIXED in str(error) and "whole only while" not in str(error):
             _explain(error, model, flag)
         raise

@@ -44,6 +44,7 @@ from ..sparse_gradients import check_dense_gradients
 from ..units import named_blocks, untied
 from .by_hand import ByHand, called_parts, optimizes_by_hand
 from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
+from .handed_arguments import hand_over_arguments
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .overlap import overlap_more
 from .rounded_gather import gather_rounded
@@ -52,6 +53,7 @@ from .shard_checks import check_callbacks, check_loss, check_tensor_parallel, ex
 from .unit_order import watch_units
 from .unit_plan import Unit, plan_units
 from .unit_steps import UnitSteps
+from .unit_writes import keep_writes
 from .whole_numbers import give_back_numbers, read_whole_numbers
 from .written_parameters import forget_data, keep_data
 
@@ -211,10 +213,12 @@ class FSDP(UnitSteps):
             self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
         meets_others = self.world_size > 1 and isinstance(self.model, FSDPModule)
         self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s) if meets_others else None
+        if isinstance(self.model, FSDPModule):
+            keep_writes(self.model, repr(self), self._order, self.data_group, watches_data=self.compile is None)
         if fitting:  # around the units' own reductions, as they check and count
             self._second_backward = SecondBackward(self.model)
         read_whole_numbers(self._order)
-        keep_data()
+        keep_data(self._order, repr(self))
         if fitting and isinstance(self.model, FSDPModule):
             whole = {name: p for name, p in self.model.named_parameters() if not isinstance(p, DTensor)}
             refuse_fused(self.optimizers, whole, repr(self))
@@ -304,6 +308,7 @@ class FSDP(UnitSteps):
             offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
             ignored_params={self.model.get_parameter(name) for name in self._names_of_whole},
         )
+        hand_over_arguments(submodule)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Returns the dim along which a parameter is sharded; None: the first."""

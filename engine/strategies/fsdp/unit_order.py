@@ -31,7 +31,7 @@ from ...distributed.signing import Fields
 from ...distributed.waits import waiting
 from ...reliability.rendezvous import current_job
 
-__all__ = ["READ", "UnitOrder", "watch_units"]
+__all__ = ["READ", "WRITE", "UnitOrder", "watch_units"]
 
 _WORD: Fields = {"rank": int, "kind": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     """A call of one rank, which all ranks must make in the same order: a collective, or the end of a step."""
 
     kind: str
-    """``"gather"``, ``"reduce"``, ``"read"`` or ``"end"``."""
+    """``"gather"``, ``"reduce"``, ``"read"``, ``"write"`` or ``"end"``."""
     unit: int = -1
     """The number of the unit; -1 if the call is not about a unit."""
     trained: int = 0
@@ -55,6 +55,7 @@ class Call(NamedTuple):
 
 
 READ = Call("read")
+WRITE = Call("write")
 """A number is read from a sharded tensor."""
 _END = Call("end")
 
@@ -222,6 +223,8 @@ class UnitOrder:
         """Describes a call; for a reduction, also the parameters that have a gradient in `other` only."""
         if call.kind == READ.kind:
             return "reads a number of a sharded tensor (`item`, `float`)"
+        if call.kind == WRITE.kind:
+            return "writes into parameters of a block that runs, or into a part of a sharded tensor"
         if call.kind == "end" or not 0 <= call.unit < len(self._units):
             return "is at the end of the step"
         name, parameters = self._units[call.unit]

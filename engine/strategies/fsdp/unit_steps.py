@@ -16,7 +16,6 @@ from .by_hand import ByHand
 from .comm import reshard
 from .shard_checks import check_loss, explained
 from .unit_order import UnitOrder
-from .written_parameters import no_writes
 
 __all__ = ["UnitSteps"]
 
@@ -27,12 +26,12 @@ class UnitSteps(MeshStrategy):
     """Base of strategies on a mesh whose steps run a module of FSDP2 units.
 
     FSDP2 gathers parameters around `forward`, but Lightning calls the steps: each step is registered as a forward
-    method. The order of its collectives is checked, and its writes to parameters are refused.
+    method. The order of its collectives is checked.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._is_in_step = self._has_trained = False
+        self._is_in_step = False
         self._by_hand: ByHand | None = None
         self._order: UnitOrder | None = None
         self._synchronises = True
@@ -72,12 +71,8 @@ class UnitSteps(MeshStrategy):
         @functools.wraps(step)
         def marked(*args: Any, **kwargs: Any) -> Any:
             self._is_in_step = True
-            checks_writes = step.__name__ == "training_step" and not self._has_trained and self._by_hand is None
-            checks_writes &= isinstance(self.model, FSDPModule)
-            self._has_trained |= checks_writes  # once is enough: a step writes each time, or never
             try:
-                with no_writes(self.model, self._names_of_whole, repr(self)) if checks_writes else nullcontext():
-                    return step(*args, **kwargs)
+                return step(*args, **kwargs)
             finally:
                 self._is_in_step = False
 

@@ -8,11 +8,14 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 # torch: runs a module with other tensors as its parameters; `functional_call` would run the module's hooks as well.
 from ..._compat.torch import _reparametrize_module, tree_map_only
+from ..contents import in_tuples
+from ..counted_writes import begin_count, num_writes
 from .styles import FusedColwise, ParallelRegion, to_plain, to_replica
 
 __all__ = ["compute_replicated", "hooks_of"]
@@ -48,6 +51,15 @@ def compute_replicated(
 def _forward(region: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     parameters = dict(region.named_parameters())
     mesh = next(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
-    with _reparametrize_module(region, to_plain(parameters)):
-        result = forward(*to_plain(args), **to_plain(kwargs))
+    wholes = to_plain(parameters)
+    versions = {name: begin_count(whole) for name, whole in wholes.items()}
+    with _reparametrize_module(region, wholes):
+        result = forward(*in_tuples(to_plain, args), **{name: in_tuples(to_plain, arg) for name, arg in kwargs.items()})
+    with torch.no_grad():  # all ranks have written the same
+        for name, version in versions.items():
+            if num_writes(wholes[name]) != version:
+                parameter: Any = parameters[name]
+                parameter.copy_(
+                    distribute_tensor(wholes[name].detach(), mesh, parameter.placements, src_data_rank=None)
+                )
     return tree_map_only(Tensor, lambda tensor: to_replica(tensor, mesh), result)

@@ -21,6 +21,7 @@ from ..._compat.torch import (
     _StridedShard,
     tree_map_only,
 )
+from ..contents import Contents, in_tuples
 
 __all__ = [
     "FusedColwise",
@@ -137,10 +138,9 @@ class ParallelRegion(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
 
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tree_map_only(Tensor, lambda tensor: to_replica(tensor, device_mesh), (args, kwargs))
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        arguments = _Arguments(self, device_mesh)
+        module.register_forward_pre_hook(arguments.enter, with_kwargs=True)
+        module.register_forward_hook(arguments.leave)
         module.register_forward_hook(_cut_output if self.by_sequence else plain_output)
         module.forward = functools.partial(self._run, module, module.forward)
         return module
@@ -156,6 +156,50 @@ class ParallelRegion(ParallelStyle):
             if not may_be_dtensors or isinstance(error, (torch.OutOfMemoryError, MisfitError)):
                 raise
             raise MisfitError(module, error) from error
+
+
+class _Arguments:
+    """The arguments of a region: their tensors are DTensors while it runs, those in lists and dicts as well.
+
+    A list or dict stays the same object: a region may write into it, and so may what has it under another name.
+    """
+
+    def __init__(self, region: ParallelRegion, mesh: DeviceMesh) -> None:
+        self._region, self._mesh = region, mesh
+        self._roots: tuple[Any, ...] = ()
+        self._before: dict[int, tuple[Tensor, Tensor, int]] = {}
+        """The DTensors put into containers for the call, by id: the DTensor, what it replaces, its number of writes."""
+
+    def _to_replica(self, value: Any) -> Any:
+        return to_replica(value, self._mesh) if isinstance(value, Tensor) else value
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Called before the forward."""
+        values = (*args, *kwargs.values())
+        has_containers = self._region.replacement is None and any(
+            isinstance(value, (list, dict, tuple)) for value in values
+        )
+        self._roots = values if has_containers else ()
+        if self._roots:
+            contents = Contents((), (values,))
+            held = [tensor for tensor, holder in contents.take_tensors() if isinstance(holder, (list, dict))]
+            pairs = [(self._to_replica(tensor), tensor) for tensor in held]
+            self._before = {id(new): (new, old, new._version) for new, old in pairs if new is not old}
+            if self._before:
+                contents.put({id(old): new for new, old, _ in self._before.values()})
+        return in_tuples(self._to_replica, args), {k: in_tuples(self._to_replica, v) for k, v in kwargs.items()}
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after the forward."""
+        if self._roots:
+            contents, self._roots = Contents((), (self._roots,)), ()
+            back = {key: old for key, (new, old, version) in self._before.items() if new._version == version}
+            for tensor, holder in contents.take_tensors():
+                if isinstance(holder, (list, dict)) and isinstance(tensor, DTensor) and id(tensor) not in back:
+                    back[id(tensor)] = to_plain(tensor)
+            if back:
+                contents.put(back)
+            self._before = {}
 
 
 class MisfitError(RuntimeError):
