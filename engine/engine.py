@@ -115,7 +115,7 @@ class Engine(TrainerBase):
         devices: devices of each node: their number, -1 or ``"auto"`` for all, or a list of the indices of accelerators.
         num_nodes: number of nodes (machines).
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``, on
-            every device and under every strategy, except ``"16-mixed"`` under ``ps`` and strategies with ``pp``.
+            every device and under every strategy.
         compression: the method for sending gradients: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``,
             ``"topk:0.01"``, ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: the fastest
             one, measured in the first steps.

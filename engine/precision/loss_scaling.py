@@ -36,6 +36,8 @@ class LossScaler(torch.amp.GradScaler):
     With manual optimization it unscales after each backward: see `unscale_gradients`.
     """
 
+    agree: Callable[[Tensor], Tensor] | None = None
+    """Returns the maximum over ranks of a 0-d tensor; None if an overflow reaches the gradients of all ranks anyway."""
     _is_manual = _is_in_step = _is_due = False
     _overflows: Mapping[int, Mapping[torch.device, Tensor]] = {}
     """Maps the id of an optimizer, and a device, to 1 if gradients overflowed there in the last backward, else 0."""
@@ -97,13 +99,24 @@ class LossScaler(torch.amp.GradScaler):
                 super().update()
         super().unscale_(optimizer)
 
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Unscales, in place of `step` where another object steps; returns whether the step is to be left out."""
+        self.unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.STEPPED
+        return any(bool(found_inf) for found_inf in state["found_inf_per_device"].values())
+
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         # torch: GradScaler._unscale_grads_
-        if not self._is_manual:
-            return self._unscale(optimizer, inv_scale, found_inf)
-        if id(optimizer) in self._overflows:
-            return dict(self._overflows[id(optimizer)])
-        return self._unscale(optimizer, torch.ones_like(inv_scale), found_inf)
+        if self._is_manual:
+            own = self._overflows.get(id(optimizer)) or self._unscale(optimizer, torch.ones_like(inv_scale), found_inf)
+        else:
+            own = self._unscale(optimizer, inv_scale, found_inf)
+        if self.agree is None:
+            return dict(own)
+        for value in own.values():
+            found_inf = torch.maximum(found_inf, value.to(found_inf.device))
+        return {found_inf.device: self.agree(found_inf)}
 
     def _unscale(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
         # torch's hands all gradients to one operation.

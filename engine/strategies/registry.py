@@ -68,8 +68,6 @@ _SHARDED = (
     "each rank would have to keep the unsent residual of a whole unsharded model; hsdp supports all of them, between"
     " its groups"
 )
-_UNSCALED = tuple(name for name in PRECISIONS if name != "16-mixed")
-_NO_SCALE = "the stages would have to agree on the loss scale and on which steps overflow"
 _SPLIT = (
     "per micro-batch: an all-reduce of the activations for each MLP, each attention and the embedding, and an"
     " all-gather of the logits in forward; in backward an all-reduce for each MLP, each attention and the output layer"
@@ -140,8 +138,6 @@ STRATEGIES: dict[str, StrategySpec] = {
         options=PPOptions,
         make=_from(".pipeline:Pipeline"),
         why_not="stages send activations, and each has its own gradients",
-        precisions=_UNSCALED,
-        why_not_precision=_NO_SCALE,
     ),
     "pp+ddp": StrategySpec(
         description="several pipelines, gradients averaged over them (2-D mesh)",
@@ -150,8 +146,6 @@ STRATEGIES: dict[str, StrategySpec] = {
         options=PPDDPOptions,
         make=_from(".pipeline:Pipeline"),
         why_not="the residuals of a hook would be stored by stage, and no other strategy could load them",
-        precisions=_UNSCALED,
-        why_not_precision=_NO_SCALE,
     ),
     "pp+fsdp": StrategySpec(
         description="a pipeline of stages in shards (FSDP2, 2-D mesh)",
@@ -160,8 +154,6 @@ STRATEGIES: dict[str, StrategySpec] = {
         options=PPFSDPOptions,
         make=_from(".pipeline:Pipeline"),
         why_not=_SHARDED,
-        precisions=_UNSCALED,
-        why_not_precision=_NO_SCALE,
     ),
     "local_sgd": StrategySpec(
         description="a full copy of the module per device, trained alone for H steps, then averaged",
@@ -212,8 +204,6 @@ STRATEGIES: dict[str, StrategySpec] = {
         options=PSOptions,
         make=_from(".ps:PS"),
         why_not="its servers take gradients as they are",
-        precisions=_UNSCALED,
-        why_not_precision="one worker's overflow would have to undo what others have pushed",
     ),
 }
 """Strategies by the name of their flag."""

@@ -20,10 +20,11 @@ class Losses:
     Args:
         weigh: maps a micro-batch's weight to the factor on its loss; None maps to the factor on the batch's mean loss.
         number: number of micro-batches.
+        scale: multiplies the loss of a backward by the loss scale, if there is one.
     """
 
-    def __init__(self, weigh: Callable[[Any], Tensor], number: int) -> None:
-        self._weigh, self._number = weigh, number
+    def __init__(self, weigh: Callable[[Any], Tensor], number: int, scale: Callable[[Tensor], Tensor]) -> None:
+        self._weigh, self._number, self._scale_loss = weigh, number, scale
         self._means: list[Tensor] = []
         self._weights: list[Tensor] = []
 
@@ -45,11 +46,11 @@ class Losses:
         counts = self._weigh(weight)
         if weight is None:
             self._means.append(loss.detach())
-            return loss * (counts / self._number)
+            return self._scale_loss(loss * (counts / self._number))
         loss = loss.masked_fill(counts == 0, 0.0)  # the mean over zero samples is NaN
         self._means.append(loss.detach())
         self._weights.append(counts)
-        return loss * counts
+        return self._scale_loss(loss * counts)
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """Returns the batch's mean loss, and its weight, or None if `training_step` returned no weights."""

@@ -68,7 +68,7 @@ class _Work:
         self.log = StepLog(runner.module)
         self._step = getattr(runner.module, name)
         self._outputs: dict[int, Any] = {}
-        self._losses = None if weigh is None else Losses(weigh, self.num_micro_batches)
+        self._losses = None if weigh is None else Losses(weigh, self.num_micro_batches, runner.scale)
         self._last_stage, self._device = runner.partitioned.plan.num_stages - 1, runner.partitioned.device
         self._seed = runner.seed_of_batch(trains=self.trains)
         self.job = StepJob(
@@ -142,6 +142,8 @@ class Runner:
         """Counts the bytes that stages send each other."""
         self.checks_loss = True
         """Whether `loss_warning` may run the last stage by itself."""
+        self.scale: Callable[[Tensor], Tensor] = lambda loss: loss
+        """Multiplies the loss of a backward by the loss scale, if there is one."""
         self._num_full = 0
         """The number of micro-batches of a full batch: the most that a batch was cut into."""
         self._full_size = 0

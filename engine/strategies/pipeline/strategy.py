@@ -263,7 +263,15 @@ class Pipeline(MeshStrategy):
             num_micro_batches=self.options.microbatches or (2 * self.layout.pp if plan.num_stages > 1 else 1),
         )
         # The check of the loss is off where it would gather parameters, or compile for another batch size.
+        if (scaler := self.loss_scaler) is not None:
+            self._runner.scale = scaler.scale
+            # Stages have gradients of different parameters.
+            scaler.agree = self._largest_of_stages  # type: ignore[attr-defined]  # ours: `precision/loss_scaling.py`
         self._runner.checks_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
+
+    def _largest_of_stages(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, dist.ReduceOp.MAX, self._group)
+        return value
 
     def _start_gradients(self) -> None:
         model, size = self.model, self.data_size
@@ -359,6 +367,8 @@ class Pipeline(MeshStrategy):
         """Removes from the module what was attached to it."""
         if self._runner is not None:
             self._runner.close()
+        if self.loss_scaler is not None:
+            self.loss_scaler.agree = None  # type: ignore[attr-defined]
         super().teardown()
 
     # --- checkpoints

@@ -139,6 +139,11 @@ class PS(DistributedStrategy, DDPStrategy):
         if self.options.staleness == 0:
             # A worker has its own gradients only; the servers clip their mean.
             self.precision_plugin.clipper = self._clip_at_servers  # type: ignore[attr-defined]
+            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+                scaler.agree = self._largest_of_ranks
+
+    def _largest_of_ranks(self, value: Tensor) -> Tensor:
+        return torch.tensor(float(any(self.data_ranks.all_gather_bools(bool(value)))), device=value.device)
 
     def _clip_at_servers(self, algorithm: str, limit: float) -> None:
         self._clipping = Clipping(algorithm, limit)
@@ -179,9 +184,17 @@ class PS(DistributedStrategy, DDPStrategy):
         """Runs forward and backward on this rank; the servers do the step."""
         assert self._worker is not None
         plugin: Any = self.precision_plugin
-        # Lightning: the closure that Precision.optimizer_step gives to the optimizer.
-        output = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        model = model or self.lightning_module
+        output = closure()
+        has_gradients = output is not None or not model.automatic_optimization
+        scaler: Any = getattr(plugin, "scaler", None) if has_gradients else None
+        overflowed = scaler is not None and scaler.has_overflowed(optimizer)
+        plugin._after_closure(model, optimizer)  # Lightning: as the closure that is given to an optimizer does
+        if overflowed:
+            optimizer.zero_grad()  # a push without gradients counts as a step, and changes nothing
         norm = self._worker.step(optimizer, self._clipping)
+        if scaler is not None:
+            scaler.update()
         if norm is not None:
             plugin.grad_norm = norm
         self._clipping = None

@@ -10,7 +10,7 @@ HALF = torch.tensor(0.5)
 
 
 def losses(number: int) -> Losses:
-    return Losses(lambda weight: HALF if weight is None else torch.as_tensor(float(weight)), number)
+    return Losses(lambda weight: HALF if weight is None else torch.as_tensor(float(weight)), number, lambda loss: loss)
 
 
 def test_without_weights_a_batch_is_the_mean_of_its_micro_batches():

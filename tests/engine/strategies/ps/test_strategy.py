@@ -34,8 +34,6 @@ def test_options_out_of_range(strategy, message):
 def test_what_it_can_not_do():
     with pytest.raises(ValueError, match="strategy 'ps' can't do compression 'bf16': its servers take gradients as"):
         made("ps", compression="bf16")
-    with pytest.raises(ValueError, match="strategy 'ps' can't do precision '16-mixed': one worker's overflow"):
-        made("ps", precision="16-mixed")
     with pytest.raises(ValueError, match="micro_batch_size='auto' can't repeat a step under PS"):
         made("ps", global_batch_size=16, micro_batch_size="auto")
     with pytest.raises(ValueError, match="uneven='join' can't be honoured under PS"):
