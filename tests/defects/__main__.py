@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .defects import DEFECTS
+from .mends import MENDS
 from .run import Found, run
 
 _HEAD = """# Does the check of the first steps find what it is for?
@@ -33,7 +34,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found: dict[str, Found] = {}
-    for name, defect in DEFECTS.items():
+    defects = {**DEFECTS, **MENDS}
+    for name, defect in defects.items():
         if asked.only in name:
             found[name] = run(defect)
             print(name, *found[name], sep="\n    ", flush=True)
@@ -44,7 +46,7 @@ def main() -> int:
             [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in ("torch", "lightning"))]
         )
         lines = [
-            f"| {name} | `{DEFECTS[name].strategy}` | {each.difference} | {each.report or '**nothing**'} |"
+            f"| {name} | `{defects[name].strategy}` | {each.difference} | {each.report or '**nothing**'} |"
             for name, each in found.items()
         ]
         head = _HEAD.format(found=reported, number=len(found), versions=said)

@@ -31,7 +31,7 @@ class Defect(NamedTuple):
     strategy: str
     model: Model
     without: list[tuple[Any, str, Any]]
-    """Objects, names of their attributes, and what takes their place."""
+    """Objects (or ``"module"``, ``"module:object"``), names of their attributes, and what takes their place."""
     flags: dict[str, Any] = {}  # noqa: RUF012
 
 

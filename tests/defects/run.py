@@ -1,5 +1,6 @@
 """One defect, with and without the check of the first steps."""
 
+import pkgutil
 import re
 from typing import Any, NamedTuple
 
@@ -64,7 +65,9 @@ def _fit(defect: Defect, module: Any, check: bool) -> None:
         **_QUIET,
     )
     for place, attribute, replacement in defect.without:
-        setattr(place, attribute, replacement)
+        owner = pkgutil.resolve_name(place) if isinstance(place, str) else place
+        getattr(owner, attribute)  # it is still there
+        setattr(owner, attribute, replacement)
     engine.fit(module, loader(defect.model, engine.data_size))
 
 

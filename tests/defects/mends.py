@@ -1,0 +1,82 @@
+"""Defects beside the weights: state on parameters, gradients by hand, buffers, what blocks do besides returning.
+
+As in `defects.py`, each is there once what prevents it is taken out.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.model import Model
+from tests.zoo.plain import MODELS as PLAIN
+from tests.zoo.plain import rows
+from tests.zoo.unusual import MODELS, Blocks
+
+from .defects import Defect, nothing
+
+__all__ = ["MENDS"]
+
+
+class _ClipsInItsStep(Blocks):
+    """By hand, gradients that a loss scaler has scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(1e-2 * super().training_step(batch, batch_idx))
+        nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=5.0)
+
+
+# Nine samples in batches of eight: of the second step, rank 1 has none.
+_NORMED = PLAIN["batch norm"]._replace(data=lambda n: (torch.randn(9, 3, 6, 6), torch.arange(9) % 4))
+
+_STRATEGIES = "polyphase.engine.strategies"
+_NOT_CARRIED = [(f"{_STRATEGIES}.replaced_parameters", "carry_over", nothing)]
+_NOT_UPDATED = [(f"{_STRATEGIES}.replaced_parameters:Replacements", "update_references", nothing)]
+_UNCHECKED = [("polyphase.engine.loop.training", "AveragedGradients", nothing)]
+_HARMLESS = SimpleNamespace(of_others="", of_others_or_state="")
+_UNTRIED = [(f"{_STRATEGIES}.zero1", "habits_of", lambda optimizer: _HARMLESS)]
+_UNCOMPARED = [(f"{_STRATEGIES}.pipeline.run", "state_problem", nothing)]
+
+MENDS = {
+    "attributes of parameters are lost": Defect("fsdp", MODELS["parameters with attributes"], _NOT_CARRIED),
+    "attributes of parameters are lost where they are split": Defect(
+        "tp", MODELS["parameters with attributes"], _NOT_CARRIED
+    ),
+    "hooks on parameters are lost": Defect("fsdp", MODELS["gradient mask"], _NOT_CARRIED),
+    "lists have the parameters of before": Defect("fsdp", MODELS["lists of parameters"], _NOT_UPDATED),
+    "lists have the parameters of before they were split": Defect("tp", MODELS["lists of parameters"], _NOT_UPDATED),
+    "gradients that are assigned are not averaged": Defect("ddp", MODELS["autograd.grad"], _UNCHECKED),
+    "gradients of each sample are not averaged": Defect("zero1", MODELS["per-sample gradients"], _UNCHECKED),
+    "optimizers step before gradients are averaged": Defect("ddp", MODELS["steps in backward"], _UNCHECKED),
+    "an optimizer with one norm for all has that of a share": Defect("zero1", MODELS["normalised descent"], _UNTRIED),
+    "an optimizer that moves weights to look ahead moves a share": Defect("zero1", MODELS["SAM"], _UNTRIED),
+    "scaled gradients are clipped by hand": Defect(
+        "ddp",
+        Model(_ClipsInItsStep, rows()),
+        [("polyphase.engine.precision.loss_scaling:ScaledPrecision", "_manual_scaler", nothing)],
+        {"precision": "16-mixed"},
+    ),
+    "a rank without samples counts in BatchNorm": Defect(
+        "fsdp", _NORMED, [(f"{_STRATEGIES}.sync_batchnorm", "is_here", lambda: False)], {"sync_batchnorm": True}
+    ),
+    "blocks count micro-batches": Defect("pp", MODELS["counting blocks"], _UNCOMPARED),
+    "a buffer counts micro-batches": Defect("pp", MODELS["counting buffer"], _UNCOMPARED),
+    "a module remembers micro-batches": Defect("pp", MODELS["memory"], _UNCOMPARED),
+    "a list that a block is handed stays empty": Defect(
+        "fsdp", MODELS["losses in a list"], [(f"{_STRATEGIES}.fsdp.strategy", "hand_over_arguments", nothing)]
+    ),
+    "what a block writes into its weight is lost": Defect(
+        "fsdp", MODELS["max-norm"], [(f"{_STRATEGIES}.fsdp.strategy", "keep_writes", nothing)]
+    ),
+}
