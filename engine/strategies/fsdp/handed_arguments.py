@@ -46,18 +46,20 @@ class _Own(torch.autograd.Function):
         return gradient
 
 
-def hand_over_arguments(unit: nn.Module) -> None:
+def hand_over_arguments(unit: nn.Module, *, is_freed: bool) -> None:
     """Makes a unit take its arguments as they are, from its next forward on.
 
     Args:
         unit: sharded by `fully_shard`.
+        is_freed: whether its parameters are freed after its forward: those of the rest of the module are not, and there
+            is no need to look through all of its attributes in each step.
     """
     assert isinstance(unit, FSDPModule)
     # torch: FSDPState._fsdp_param_groups, FSDPState._pre_backward, FSDPParamGroup._register_post_backward_hook and
     # post_forward.
     state: Any = unit._get_fsdp_state()
     for group in state._fsdp_param_groups:
-        parts = list(unit.modules())
+        parts = list(unit.modules()) if is_freed else []
         arguments = _Arguments(state, parts, group._register_post_backward_hook, group.post_forward)
         group._register_post_backward_hook = arguments.begin
         group.post_forward = arguments.end

@@ -308,7 +308,7 @@ class FSDP(UnitSteps):
             offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
             ignored_params={self.model.get_parameter(name) for name in self._names_of_whole},
         )
-        hand_over_arguments(submodule)
+        hand_over_arguments(submodule, is_freed=submodule is not self.model)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Returns the dim along which a parameter is sharded; None: the first."""
