@@ -93,6 +93,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_has_compatible_shallow_copy_type",
     ),
     "torch._C": ("_disabled_torch_function_impl",),
+    "torch._C._distributed_c10d": ("_resolve_process_group",),
     "torch:Tensor": ("_backward_hooks", "_base", "_is_view", "_make_wrapper_subclass", "_post_accumulate_grad_hooks"),
     "torch:UntypedStorage": ("_cdata",),
     "torch._ops:OpOverload": ("_schema",),
@@ -115,7 +116,19 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.autograd.graph:Node": ("_sequence_nr",),
     "torch.autograd:Variable": ("_execution_engine",),
     "torch.overrides": ("_get_current_function_mode",),
-    "torch.nn:Module": ("_forward_hooks", "_forward_pre_hooks", "_non_persistent_buffers_set"),
+    "torch.nn:Module": (
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_non_persistent_buffers_set",
+    ),
+    "torch.nn.modules.module": (
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+    ),
     "torch.nn:Conv1d": ("_conv_forward",),
     "torch.nn.functional": ("_in_projection", "_in_projection_packed"),
     "torch.nn.parallel:DistributedDataParallel": (

@@ -330,8 +330,7 @@ class SavingConnector(_CheckpointConnector):
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         # Lightning: _CheckpointConnector._get_lightning_module_state_dict, where a strategy gathers shards.
         if self._hands_out_shards:
-            state = self.trainer.lightning_module.state_dict()
-            return self._strategy.saved_state(state)
+            return self._strategy.saved_state(self.trainer.lightning_module)
         return super()._get_lightning_module_state_dict()
 
     def _names(self, optimizer: Optimizer) -> list[str]:

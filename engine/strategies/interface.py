@@ -131,9 +131,9 @@ class EngineStrategy:
         """Context of a save on all ranks: the module has the weights that the run would end with."""
         return nullcontext()
 
-    def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def saved_state(self, module: nn.Module) -> dict[str, Any]:
         """Returns the module's state dict for a save; tensors that another rank saves are on the meta device."""
-        return state
+        return module.state_dict()
 
     def keeps_state_of(self, parameter: Tensor) -> bool:
         """Whether this rank's optimizers have, or get from a checkpoint, the state of a parameter."""

@@ -61,6 +61,8 @@ class AttributeGuard:
         self._own_stages, self._present_stage, self._is_live = own_stages, present_stage, is_live
         self.inside = False
         """Whether a unit of the stage runs: a unit may read attributes that it writes itself."""
+        self.saves = False
+        """Whether a state dict is made, in which each stage's values count for its own modules."""
         self._stages_with_value: dict[Key, set[int]] = {}
         self._writers: dict[Key, str] = {}
         """The code that writes an attribute, in words."""
@@ -152,7 +154,7 @@ class AttributeGuard:
 
     def _check(self, part: str, attribute: str) -> None:
         stages = self._stages_with_value.get((part, attribute))
-        if stages is None:
+        if stages is None or self.saves:
             return
         stage = self._present_stage()
         # Frame 1 is `__getattribute__`, frame 2 the code that reads. A module of torch may read its own attributes.

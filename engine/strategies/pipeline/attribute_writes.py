@@ -6,17 +6,15 @@ up to its own: those of earlier stages without content, and its own with real va
 
 import collections
 import contextvars
-import functools
-import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from .reachable_state import NOT_THE_USERS_ATTRIBUTES, Code, Place, Walk, is_of_a_users_class
 from .remote_values import CutError, has_absent
 
 __all__ = ["NO_CONTENT", "REMEDY", "Key", "StageWrites", "WriteRecorder"]
@@ -27,7 +25,6 @@ REMEDY = (
 )
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _CONTAINERS = (list, tuple, set, dict, collections.deque, collections.OrderedDict, collections.defaultdict)
-_NOT_THE_USERS = frozenset(nn.Module().__dict__) | frozenset(LightningModule().__dict__) | {"forward", "log"}
 _MAX_DEPTH = 3
 """Levels of nested objects and containers that are compared."""
 _REPLACED, NO_CONTENT = -1, -2
@@ -63,14 +60,14 @@ class WriteRecorder:
         self._around: dict[int, dict[Key, int]] = {}
         self._states: set[Key] = set()
         self._segment = 0
-        self._of_units: set[Key] = set()
-        """Attributes that units have written in this segment."""
-        self._before = self._fingerprints()
+        self._of_units: dict[Key, str] = {}
+        """The attributes that units have written in this segment, with the unit's name."""
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._before = self._fingerprints(module)
 
-    def _fingerprints(self, unit: nn.Module | None = None) -> dict[Key, Any]:
-        """Returns the fingerprints of the module's attributes, with the values of all its buffers, or of a unit's."""
-        owners = {*(self._module if unit is None else unit).modules()}
-        return _fingerprints(self._module, owners, parameters=self._parameters)
+    def _fingerprints(self, part: nn.Module) -> dict[Key, Any]:
+        """Returns the fingerprints of the attributes of the module, or of a unit: not more than it costs to run it."""
+        return _fingerprints(part, self._names, parameters=self._parameters)
 
     def enter(self, segment: int) -> None:
         """Called where the step comes to the first unit of a stage: the segment of that stage begins."""
@@ -79,15 +76,22 @@ class WriteRecorder:
             self._segment = segment
 
     def _close(self) -> None:
-        after = self._fingerprints()
+        after = self._fingerprints(self._module)
         changed = _changed(self._before, after)
+        # A list of a unit may be an attribute of the module, too.
+        aliases = {id(_value(self._module, key)): name for key, name in self._of_units.items()}
+        for key in changed - self._of_units.keys():
+            value = _value(self._module, key)
+            if not isinstance(value, _PLAIN) and id(value) in aliases:
+                self._of_units[key] = aliases[id(value)]
+        self._by_units.update(self._of_units)
         self._states |= {key for key in changed if self._is_state(key, self._before.get(key), after[key])}
         self._around[self._segment] = {
             key: NO_CONTENT if has_absent(_value(self._module, key)) else _num_writes(self._before.get(key), after[key])
             for key in after
-            if key in changed - self._of_units
+            if key in changed - self._of_units.keys()
         }
-        self._before, self._of_units = after, set()
+        self._before, self._of_units = after, {}
 
     def _is_state(self, key: Key, before: Any, after: Any) -> bool:
         part = self._module.get_submodule(key[0])
@@ -103,18 +107,18 @@ class WriteRecorder:
             CutError: the unit writes where other stages can't see it: into a list or dict among its arguments, or into
                 an object that a forward hook inside the unit refers to.
         """
-        before = self._fingerprints(unit), _fingerprint(arguments), _hook_fingerprints(name, unit)
+        hooks = list(_hooks_inside(name, unit))
+        before = self._fingerprints(unit), _fingerprint(arguments), [_hook_marks(unit, tables) for _, tables in hooks]
         yield
         changed = _changed(before[0], self._fingerprints(unit))
-        self._of_units |= changed
-        self._by_units.update(dict.fromkeys(changed, name))
+        self._of_units.update(dict.fromkeys(changed, name))
         if _fingerprint(arguments) != before[1]:
             raise CutError(
                 f"{name!r} writes into a list or dict that it is called with, but the pipeline stages that skip it"
                 f" have one of their own. {REMEDY}"
             )
-        for where, fingerprint in _hook_fingerprints(name, unit).items():
-            if fingerprint != before[2].get(where):
+        for (where, tables), marks in zip(hooks, before[2], strict=True):
+            if _hook_marks(unit, tables) != marks:
                 raise CutError(
                     f"{where}, which lies inside of a block, keeps what it is called with, but the pipeline stages that"
                     f" skip the block do not call it. {REMEDY}"
@@ -126,36 +130,30 @@ class WriteRecorder:
         return StageWrites(self._by_units, self._around, self._states)
 
 
-def _fingerprints(module: nn.Module, owners: Collection[nn.Module], *, parameters: bool) -> dict[Key, Any]:
-    """Returns a fingerprint of each attribute of a module's parts: it differs if the attribute was written.
+def _fingerprints(part: nn.Module, names: dict[int, str], *, parameters: bool) -> dict[Key, Any]:
+    """Returns a fingerprint of each attribute of a module and what is in it: it differs if the attribute was written.
 
     Args:
-        module: the whole module.
-        owners: sub-modules whose buffers are compared by value too: BatchNorm and writes to `.data` do not change the
-            version of a tensor.
+        part: the module.
+        names: the names of it and its sub-modules, by their ids.
         parameters: whether parameters are included.
     """
-    fingerprints: dict[Key, Any] = {
-        (name, attribute): _fingerprint(value)
-        for name, submodule in module.named_modules()
-        if not isinstance(submodule, Metric)  # see `log.py`
-        for attribute, value in submodule.__dict__.items()
-        if attribute not in _NOT_THE_USERS
-    }
-    fingerprints |= {
-        (name, key): (*_fingerprint(value), _sums(value)) if submodule in owners else _fingerprint(value)
-        for name, submodule in module.named_modules()
-        if not isinstance(submodule, Metric)
-        for key, value in submodule._buffers.items()
-        if value is not None
-    }
-    if parameters:  # by version only: parameters that are lent replace shapes
-        fingerprints |= {
-            (name, key): (nn.Parameter, 0 if value.is_meta or value.is_inference() else value._version)
-            for name, submodule in module.named_modules()
-            for key, value in submodule._parameters.items()
-            if value is not None
-        }
+    fingerprints: dict[Key, Any] = {}
+    for submodule in part.modules():
+        if isinstance(submodule, Metric) or id(submodule) not in names:  # see `log.py`
+            continue
+        name = names[id(submodule)]
+        for attribute, value in submodule.__dict__.items():
+            if attribute not in NOT_THE_USERS_ATTRIBUTES:
+                fingerprints[name, attribute] = _fingerprint(value)
+        for key, buffer in submodule._buffers.items():
+            if buffer is not None:  # by value too: BatchNorm and writes to `.data` do not change a tensor's version
+                fingerprints[name, key] = (*_fingerprint(buffer), _sums(buffer))
+        if parameters:  # by version only: parameters that are lent replace shapes
+            for key, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    version = 0 if parameter.is_meta or parameter.is_inference() else parameter._version
+                    fingerprints[name, key] = (nn.Parameter, version)
     return fingerprints
 
 
@@ -215,45 +213,37 @@ def _fingerprint(value: Any, depth: int = 0) -> Any:
         return same, None if value.is_inference() else value._version
     if depth == _MAX_DEPTH:
         return same
+    if isinstance(value, contextvars.ContextVar):
+        return same, _fingerprint(value.get(None), depth + 1)
     if type(value) in _CONTAINERS:
         items: Iterable[Any] = (*value, *value.values()) if isinstance(value, dict) else value
         # Tuples, such as shapes, are equal if their values are; other containers only if they are the same object.
         return (None if isinstance(value, tuple) else same), [_fingerprint(item, depth + 1) for item in items]
-    if _is_of_a_users_class(value):
+    if is_of_a_users_class(value):
         return same, _fingerprint(vars(value), depth + 1)
     return same
 
 
-def _is_of_a_users_class(value: Any) -> bool:
-    if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)):
-        return False
-    package = type(value).__module__.split(".")[0]
-    return hasattr(value, "__dict__") and package not in ("torch", "lightning", "builtins", __name__.split(".")[0])
-
-
-def _hook_fingerprints(name: str, unit: nn.Module) -> dict[str, Any]:
-    """Returns fingerprints of the objects that forward hooks and replaced forwards inside a unit refer to."""
-    fingerprints = {}
+def _hooks_inside(name: str, unit: nn.Module) -> Iterator[tuple[str, dict[Place, Any]]]:
+    """Yields the forward hooks and replaced forwards inside a unit, in words, and the tables of what they use."""
     for inner, submodule in unit.named_modules(prefix=name):
         if submodule is unit:  # the hooks of the unit itself run on all stages
             continue
         patched = [submodule.__dict__["forward"]] if "forward" in submodule.__dict__ else []
         for hook in (*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values(), *patched):
             if not str(getattr(hook, "__module__", "")).startswith("torch."):
+                code = Code()
+                code.follow_hook(hook, inner)
                 hook_name = getattr(hook, "__qualname__", type(hook).__name__)
-                values = [_fingerprint(value) for value in _referenced(hook)]
-                fingerprints[f"the forward hook {hook_name!r} on {inner!r}"] = values
-    return fingerprints
+                yield f"the forward hook {hook_name!r} on {inner!r}", code.tables
 
 
-def _referenced(hook: Any) -> list[Any]:
-    """Returns the containers and objects of users' classes that a hook refers to: globals, closure, `self`."""
-    if isinstance(hook, functools.partial):
-        return [*_referenced(hook.func), *hook.args, *hook.keywords.values()]
-    function = getattr(hook, "__func__", hook)
-    if not isinstance(function, types.FunctionType):
-        return [hook]
-    values = [function.__globals__.get(name) for name in function.__code__.co_names]
-    values += [cell.cell_contents for cell in function.__closure__ or ()] + [getattr(hook, "__self__", None)]
-    values = [value.get(None) if isinstance(value, contextvars.ContextVar) else value for value in values]
-    return [value for value in values if type(value) in _CONTAINERS or _is_of_a_users_class(value)]
+def _hook_marks(unit: nn.Module, tables: dict[Place, Any]) -> Any:
+    """Returns a mark of the containers and objects of users' classes that a hook uses."""
+    values = {place: table for place, table in tables.items() if _keeps(table.get(place.name))}
+    return Walk({id(part) for part in unit.modules()}).marks_in(values)
+
+
+def _keeps(value: Any) -> bool:
+    """Whether a value may keep what a hook is called with."""
+    return isinstance(value, (*_CONTAINERS, contextvars.ContextVar)) or is_of_a_users_class(value)

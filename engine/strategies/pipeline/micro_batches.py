@@ -15,9 +15,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from ..._compat.torch import _BatchNorm
-from ...loop.step_snapshot import StepSnapshot
 from .attribute_writes import Key
 from .batches import batch_size_of, take_rows
+from .collectives import CollectiveError
+from .reachable_state import ReachableState
 from .shapes import Shapes
 from .stage_module import StageModule
 from .tree_broadcast import TensorSlot
@@ -119,11 +120,8 @@ def _trial_losses(
     partitioned, job = stage.partitioned, stage.partitioned.job
     assert job is not None
     numbers = [torch.randn((2 * width, *t.shape[1:]), dtype=torch.float32) for t in sent]
-    modes, written, snapshot = (
-        [(m, m.training) for m in partitioned.module.modules()],
-        partitioned.written,
-        StepSnapshot(partitioned.module, random=False),
-    )
+    modes, written = [(m, m.training) for m in partitioned.module.modules()], partitioned.written
+    undo = ReachableState(partitioned.module).snapshot()
     results = []
     try:
         partitioned.written = None
@@ -138,6 +136,8 @@ def _trial_losses(
                 received = (t[rows].to(partitioned.device, shape.dtype) for t, shape in zip(numbers, sent, strict=True))
                 stage.micro_batch = seed
                 results.append(_loss_and_weight(stage(*received)))
+    except CollectiveError:
+        raise
     except Exception:  # perhaps because of the random activations; the batch itself comes later
         return None
     finally:
@@ -145,7 +145,7 @@ def _trial_losses(
         partitioned.filled.clear()
         for module, mode in modes:
             module.training = mode
-        snapshot.undo()
+        undo()
     return results
 
 

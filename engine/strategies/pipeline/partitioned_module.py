@@ -1,13 +1,15 @@
 """A module whose units are divided among pipeline stages, and the step that its stages run."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
+from ...distributed.object_group import ObjectGroup
 from .attribute_guard import AttributeGuard
 from .attribute_writes import StageWrites
 from .loans import BorrowedParameters
@@ -34,6 +36,7 @@ class StepJob:
         shapes: shapes of this kind of micro-batch; a trial run fills them in.
         micro_batch: a micro-batch in words, for messages.
         trial_has_last_stage: whether the trial run includes the last stage's part; False once its values are known.
+        is_first: whether this is the step's first batch, in which its calls are checked.
     """
 
     step: Callable[[int], Any]
@@ -44,6 +47,7 @@ class StepJob:
     shapes: Shapes
     micro_batch: str = "a micro-batch"
     trial_has_last_stage: bool = True
+    is_first: bool = False
 
 
 class PartitionedModule:
@@ -55,6 +59,7 @@ class PartitionedModule:
         device: device of this rank's parameters.
         own_stages: the stages of this rank.
         lends: whether stages may use parameters that other stages hold.
+        peers: the ranks of the job that run the same stages with other samples, and this rank.
     """
 
     def __init__(
@@ -65,8 +70,9 @@ class PartitionedModule:
         own_stages: Sequence[int],
         *,
         lends: bool = True,
+        peers: Collection[int] = (),
     ) -> None:
-        self.module, self.plan, self.device = module, plan, device
+        self.module, self.plan, self.device, self.peers = module, plan, device, frozenset(peers)
         self.job: StepJob | None = None
         """The current job; None between batches."""
         self.active: StageModule | None = None
@@ -80,6 +86,8 @@ class PartitionedModule:
             lambda: None if self.active is None else self.active.stage,
             lambda: self.active is not None and self.active.is_live,
         )
+        self.around_unit: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+        """Entered around the forward of a unit of this rank, where it is watched."""
         self.written: dict[int, StageWrites] | None = None
         """The attributes that each stage writes in a step, while they are recorded; else None."""
         self.filled = FilledTensors()
@@ -87,13 +95,14 @@ class PartitionedModule:
         self.buffer_stages: dict[str, int] = {}
         """Maps the name of a buffer to the one stage that writes it."""
         self.numbers = {unit: number for number, unit in enumerate(unit for stage in plan.stages for unit in stage)}
+        names = {id(part): name for name, part in module.named_modules()}
+        self.names = {unit: names[id(unit)] for unit in self.numbers}
+        """The first name of each unit."""
         for stage, units in enumerate(plan.stages):
             for unit in units:
                 unit.forward = _UnitForward(self, unit, stage, unit.forward)
-
-    def name_of(self, unit: nn.Module) -> str:
-        """Returns the first name of a sub-module."""
-        return next(name for name, submodule in self.module.named_modules() if submodule is unit)
+                # In front of the user's hooks, backward hooks included: these see what the stage has received.
+                unit.register_forward_pre_hook(_Border(self, stage), prepend=True, with_kwargs=True)
 
     def is_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a buffer of the module."""
@@ -108,6 +117,45 @@ class PartitionedModule:
         """
         return held | {name: stage % num_ranks for name, stage in self.buffer_stages.items()}
 
+    def state_dict(self, ranks: ObjectGroup, num_ranks: int) -> dict[str, Any]:
+        """Returns the module's state dict, in which each stage has filled in what is neither parameter nor buffer.
+
+        Examples are the extra state of modules, and what a hook or a `state_dict` of the user's adds. A hook and an
+        extra state of another stage's module run here, too; their results are replaced by those of its own stage.
+
+        Args:
+            ranks: the ranks of this pipeline; all of them call it.
+            num_ranks: their number.
+        """
+        self.guard.saves = True
+        try:
+            state = self.module.state_dict()
+        finally:
+            self.guard.saves = False
+        names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        names |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        owners = {key: self._stage_of(key) % num_ranks for key in state if key not in names}
+        if not owners:  # on no rank, since all have the same modules
+            return state
+        # A tensor on the meta device is a parameter of another stage, under another name.
+        own = {key: state[key] for key in owners if not (isinstance(state[key], Tensor) and state[key].is_meta)}
+        for rank, values in enumerate(ranks.all_gather_object(own)):
+            state.update({key: value for key, value in values.items() if owners.get(key) == rank})
+        return state
+
+    def _stage_of(self, key: str) -> int:
+        """Returns the stage of the innermost module that a key of a state dict begins with."""
+        part, last = self.module, self.plan.num_stages - 1
+        stage = 0
+        for name in key.split("."):
+            if name not in part._modules or (child := part._modules[name]) is None:
+                break
+            part = child
+            stage = last if isinstance(part, Metric) else self.plan.modules[part][0]
+            if isinstance(part, Metric):
+                break
+        return stage
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Context around the forward of a unit of this rank."""
@@ -118,18 +166,30 @@ class PartitionedModule:
             self.guard.inside = before
 
 
+class _Border:
+    """A forward pre-hook of a unit: the border between the stage before it and its own."""
+
+    def __init__(self, partitioned: PartitionedModule, stage: int) -> None:
+        self._partitioned, self._stage = partitioned, stage
+
+    def __call__(self, unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        part = self._partitioned.active
+        if part is None:  # called by a hook of the user, or recomputed in backward
+            return self._partitioned.filled.fill_arguments(args, kwargs)
+        return part.come_to(self._stage, args, kwargs)
+
+
 class _UnitForward:
     """Replaces the forward of a unit."""
 
     def __init__(
         self, partitioned: PartitionedModule, unit: nn.Module, stage: int, forward: Callable[..., Any]
     ) -> None:
-        self._partitioned, self._unit, self._stage, self._forward = partitioned, unit, stage, forward
+        self._partitioned, self._unit, self._stage, self.original = partitioned, unit, stage, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = self._partitioned.active
         if part is None:  # called by a hook of the user, or recomputed in backward
-            args, kwargs = self._partitioned.filled.fill_arguments(args, kwargs)
             with self._partitioned.inside():
-                return self._forward(*args, **kwargs)
-        return part.call(self._unit, self._stage, self._forward, args, kwargs)
+                return self.original(*args, **kwargs)
+        return part.call(self._unit, self._stage, self.original, args, kwargs)

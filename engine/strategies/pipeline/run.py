@@ -20,18 +20,20 @@ from torch import Tensor
 from ...checkpoint.rng import get_random_state, seed_all, set_random_state
 from ...compression import CountingGroup
 from ...distributed.object_group import ObjectGroup
-from ...loop.step_snapshot import StepSnapshot
 from ...seeds import derive_seed
 from .batches import batch_size_of, merge_outputs, split_batch
 from .failures import describe_failure
 from .loans import lend, loans_between, loans_text, return_gradients
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
+from .micro_batch_state import state_problem
 from .micro_batches import batch_norm_warning, buffers_warning, loss_warning
 from .partitioned_module import PartitionedModule, StepJob
+from .reachable_state import ReachableState
 from .remote_values import CutError
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
 from .shapes import Shapes
+from .stage_checks import check_hooks
 from .stage_module import StageModule
 from .tree_broadcast import TreeBroadcast, flatten_tree
 
@@ -135,6 +137,8 @@ class Runner:
         self._schedules: OrderedDict[Any, tuple[Any, Shapes]] = OrderedDict()
         self._recorded: set[tuple[str, bool]] = set()
         """The steps, each in training mode or not, whose writes are recorded."""
+        self._checked: set[tuple[str, bool]] = set()
+        """The steps, each in training mode or not, whose micro-batches are known not to depend on each other."""
         self._first: dict[tuple[str, bool], Shapes] = {}
         """The shapes of the first batch of each step. In that batch the last stage had a trial run, too."""
         self.clock = Clock(partitioned.device)
@@ -169,11 +173,14 @@ class Runner:
             step gave it, or None. On all ranks.
         """
         work = _Work(self, name, context, arguments, weigh)
-        is_new = self._record_writes(name)
+        is_new = work.job.is_first = self._record_writes(name)
+        if is_new:
+            check_hooks(self.module, self.partitioned.plan)
         with self._running(work.job, work.log):
             schedule = self._schedule_for(work)
             loans = loans_between(self.module, self.partitioned.plan, work.job.shapes.borrowed, self._num_ranks)
             lend(loans, self.partitioned.borrowed, self.wire, self.partitioned.device)
+            self._check_state(work)
             warning = self._first_batch_warning(work) if is_new and work.trains else None
             work.log.take()  # discards the values of the trial run
             for stage in self._stages:
@@ -204,6 +211,23 @@ class Runner:
         self._recorded.add(kind)
         self.partitioned.written = {} if is_new else None
         return is_new
+
+    def _check_state(self, work: _Work) -> None:
+        """Checks what micro-batches leave behind; all ranks do so together.
+
+        Raises:
+            CutError: the next one uses it, so that state advances once a micro-batch; or other stages lack it.
+        """
+        kind = work.name, self.module.training
+        if kind in self._checked or not (work.job.is_first or work.num_micro_batches > 1):
+            return
+        if work.num_micro_batches > 1:
+            self._checked.add(kind)
+        problems = [state_problem(stage, work.num_micro_batches) for stage in self._stages]
+        gathered: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(gathered, next(filter(None, problems), None), group=self._hosts)
+        if (problem := next(filter(None, gathered), None)) is not None:
+            raise CutError(problem)
 
     def _first_batch_warning(self, work: _Work) -> str | None:
         """Warns of BatchNorm; returns the last stage's warning about the loss, which is broadcast to all ranks."""
@@ -315,7 +339,7 @@ class Runner:
             job.shapes.used[last] = dict(first.used.get(last, {}))
             job.shapes.borrowed[last] = list(first.borrowed.get(last, []))
         own_stages = {stage.stage: stage for stage in self._stages}
-        snapshot = StepSnapshot(self.module, random=False)
+        undo = ReachableState(self.module).snapshot()
         try:
             for stage in range(self.partitioned.plan.num_stages):
                 failure: Exception | None = None
@@ -326,7 +350,7 @@ class Runner:
                         failure = error
                 self._broadcast_findings(name, stage, job, failure)
         finally:
-            snapshot.undo()
+            undo()
         job.shapes.carry()
         if first is None:
             self._first[kind] = job.shapes
@@ -361,7 +385,7 @@ class Runner:
         if stage:
             num_offered = len(shapes.offered[stage - 1])
             if needed is None or any(index >= num_offered for index in needed):
-                unit = self.partitioned.name_of(self.partitioned.plan.stages[stage][0])
+                unit = self.partitioned.names[self.partitioned.plan.stages[stage][0]]
                 raise CutError(
                     f"the step calls {unit!r} with other arguments on pipeline stage {stage}, which runs it, than on"
                     f" stage {stage - 1}: have it not depend on values or modules of one stage how that is called, or"

@@ -3,12 +3,21 @@
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as modules
 from torch.utils.data import DataLoader
 
 from ..options import PPFSDPOptions, PPOptions
 from .plan import StagePlan
 
-__all__ = ["check_batch_size", "check_flags", "check_optimization", "check_plan", "check_schedule"]
+__all__ = ["check_batch_size", "check_flags", "check_hooks", "check_optimization", "check_plan", "check_schedule"]
+
+_GLOBAL_HOOKS = {
+    "register_module_forward_pre_hook": modules._global_forward_pre_hooks,
+    "register_module_forward_hook": modules._global_forward_hooks,
+    "register_module_full_backward_pre_hook": modules._global_backward_pre_hooks,
+    "register_module_full_backward_hook": modules._global_backward_hooks,
+}
+"""torch's tables of hooks of all modules, by the function that fills them."""
 
 
 def check_optimization(module: nn.Module) -> None:
@@ -39,6 +48,33 @@ def check_plan(module: nn.Module, plan: StagePlan, options: PPOptions) -> None:
                 f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(submodule).__name__!r}, around the"
                 " blocks: put them into a sub-module of their own, or choose 'pp+ddp'."
             )
+
+
+def check_hooks(module: nn.Module, plan: StagePlan) -> None:
+    """Checks that the hooks of modules can be called on one stage.
+
+    Raises:
+        ValueError: a module whose input and output are on two stages has a backward hook; or a hook is registered for
+            all modules, so that torch calls it for parts of the pipeline, too.
+    """
+    names = {id(submodule): name for name, submodule in module.named_modules()}
+    for submodule, places in plan.modules.items():
+        if len(places) > 1 and (submodule._backward_hooks or submodule._backward_pre_hooks):
+            name = names[id(submodule)]
+            raise ValueError(
+                f"a backward hook of {name or type(submodule).__name__!r}, which contains the blocks of a pipeline,"
+                " would get the gradient of its input on one stage and that of its output on another: register it on"
+                " the blocks, or choose another strategy, such as 'fsdp'."
+            )
+    for name, table in _GLOBAL_HOOKS.items():
+        for hook in table.values():
+            if not str(getattr(hook, "__module__", "")).startswith("torch."):  # such as those of a FlopCounterMode
+                raise ValueError(
+                    f"the hook {getattr(hook, '__qualname__', type(hook).__name__)!r} is registered for all modules"
+                    f" ({name}), but a pipeline stage calls only those of its own, and modules of the"
+                    " pipeline beside them: register it on the modules that it is for, or choose another strategy, such"
+                    " as 'fsdp'."
+                )
 
 
 def check_flags(options: PPOptions, precision_plugin: Any, *, syncs_batchnorm: bool, compiles: bool) -> None:

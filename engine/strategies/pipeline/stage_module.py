@@ -20,6 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from .attribute_writes import WriteRecorder
+from .collectives import CollectiveError, NoCollectives
 from .failures import describe_failure
 from .partitioned_module import PartitionedModule
 from .received_values import ReceivedValues
@@ -114,8 +115,8 @@ class StageModule(nn.Module):
         try:
             self.micro_batch = 0
             self()
-        except Exception:  # perhaps because of the zeros; what was found until then is used
-            if not (self.is_last and self.is_live):
+        except Exception as error:  # perhaps because of the zeros; what was found until then is used
+            if isinstance(error, CollectiveError) or not (self.is_last and self.is_live):
                 raise
             self.partitioned.failure = None
         finally:
@@ -145,7 +146,8 @@ class StageModule(nn.Module):
         sent: Sequence[Tensor] | None = None
         output: Any = None
         try:
-            with job.context(), self._absent:
+            collectives = NoCollectives(partitioned.peers) if job.is_first else nullcontext()
+            with job.context(), collectives, self._absent:
                 output = job.step(index)
         except _EndOfStage as end:
             sent = end.tensors
@@ -184,6 +186,25 @@ class StageModule(nn.Module):
             f" the step returns. {_REMEDY}"
         )
 
+    def come_to(self, stage: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Called where the step comes to a unit: fills its arguments, or ends this stage's part.
+
+        Args:
+            stage: the stage that the unit belongs to.
+            args: arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        if self._recorder is not None and stage <= self.stage:
+            with self._absent.paused():
+                self._recorder.enter(stage)
+        if stage == self.stage + 1 and self.is_live:
+            if self._needs_gradients and not torch.is_grad_enabled():
+                raise CutError(self._why_no_gradients())
+            raise _EndOfStage(self._offer(list(tensors_in((args, kwargs)))))
+        if stage == self.stage and not self.is_live:
+            return self._receive(args, kwargs)
+        return args, kwargs
+
     def call(self, unit: nn.Module, stage: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit that the step calls, if it is one of this stage; returns its output, maybe without content.
 
@@ -197,23 +218,14 @@ class StageModule(nn.Module):
         job = self.partitioned.job
         assert job is not None
         number, calls = self.partitioned.numbers[unit], self._calls.count
-        if self._recorder is not None and stage <= self.stage:
-            with self._absent.paused():
-                self._recorder.enter(stage)
         if stage < self.stage and not self.is_live:
             form = job.shapes.units.get(number)
             if form is None:
                 return forward(*args, **kwargs)
-            output = _without_content(form, self.partitioned.name_of(unit))
+            output = _without_content(form, self.partitioned.names[unit])
             return self._counted(output, unit, calls)
-        if stage == self.stage + 1 and self.is_live:
-            if self._needs_gradients and not torch.is_grad_enabled():
-                raise CutError(self._why_no_gradients())
-            raise _EndOfStage(self._offer(list(tensors_in((args, kwargs)))))
         if stage != self.stage:
             raise CutError(f"{users_line()} calls {self._name(unit)} out of order. {_REMEDY}")
-        if not self.is_live:
-            args, kwargs = self._receive(args, kwargs)
         if has_absent((args, kwargs)):
             with self._absent.paused():
                 args, kwargs = apply_to_collection((args, kwargs), Tensor, self._absent.with_content)
@@ -222,8 +234,9 @@ class StageModule(nn.Module):
                 f"{users_line()} gives {self._name(unit)} a value that only an earlier pipeline stage"
                 f" has{_origin((args, kwargs))}. {_REMEDY}"
             )
-        recording = self._recorder and self._recorder.unit(self.partitioned.name_of(unit), unit, (args, kwargs))
-        with self._absent.paused(), self.partitioned.inside(), recording or nullcontext():
+        recording = self._recorder and self._recorder.unit(self.partitioned.names[unit], unit, (args, kwargs))
+        watching = self.partitioned.around_unit and self.partitioned.around_unit(unit)
+        with self._absent.paused(), self.partitioned.inside(), recording or nullcontext(), watching or nullcontext():
             output = forward(*args, **kwargs)
         if number not in job.shapes.units:
             job.shapes.units[number] = flatten_tree(output)[0]
@@ -233,7 +246,7 @@ class StageModule(nn.Module):
         """Counts a unit as one call, however many calls it made, and returns its output."""
         with self._absent.paused():
             self._calls.count = calls
-            self._calls.note(repr(self.partitioned.name_of(unit)), flatten_tree(output)[1])
+            self._calls.note(repr(self.partitioned.names[unit]), flatten_tree(output)[1])
         return output
 
     def _receive(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -293,7 +306,7 @@ class StageModule(nn.Module):
         )
 
     def _name(self, unit: nn.Module) -> str:
-        return repr(self.partitioned.name_of(unit))
+        return repr(self.partitioned.names[unit])
 
 
 def _origin(value: Any) -> str:

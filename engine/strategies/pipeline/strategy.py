@@ -232,7 +232,9 @@ class Pipeline(MeshStrategy):
             for unit in own_units:
                 unit.forward = self.compile(unit.forward)
         lends = not isinstance(self.options, PPFSDPOptions)  # under FSDP2 the holder has no whole parameters to lend
-        self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends)
+        first = self.global_rank // self.data_size * self.data_size
+        peers = range(first, first + self.data_size)
+        self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends, peers=peers)
         self._parts = [StageModule(self._partitioned, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             never_flatten(model)
@@ -377,10 +379,11 @@ class Pipeline(MeshStrategy):
         """Whether a parameter is one of this rank's stages."""
         return not parameter.is_meta
 
-    def saved_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def saved_state(self, module: nn.Module) -> dict[str, Any]:
         """Returns a state dict of the module, with shapes in place of buffers that another stage writes."""
         if self._partitioned is None:  # the process that has started the ranks, which returned their state to it
-            return state
+            return module.state_dict()
+        state = self._partitioned.state_dict(self._stage_ranks, self.layout.pp)
         owners = self._partitioned.owners(self._buffer_owners, self.layout.pp)
         others = {name for name, rank in owners.items() if rank != self._stage_rank}
         return {name: value.to("meta") if name in others else value for name, value in state.items()}
@@ -403,5 +406,5 @@ class Pipeline(MeshStrategy):
         assert self.lightning_module is not None
         owners = {name: ranks[0] for name, ranks in self._holders.items()}
         owners |= self._partitioned.owners(self._buffer_owners, self.layout.pp)  # type: ignore[union-attr]
-        state = self.lightning_module.state_dict()
+        state = self._partitioned.state_dict(self._stage_ranks, self.layout.pp)  # type: ignore[union-attr]
         return gather_state(state, owners, self._group, sends=self.data_rank == 0, device=self.root_device)

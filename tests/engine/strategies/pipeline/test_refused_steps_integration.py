@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -21,12 +22,9 @@ from .test_strategy_integration import data
 
 
 class WeighsSome(MLP):
-    calls = 0
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.calls += 1
-        return {"loss": loss, "weight": 1} if self.calls % 2 else loss
+        return {"loss": loss, "weight": 1} if 0 in batch[1] else loss
 
 
 class ReturnsNothing(MLP):
@@ -78,6 +76,28 @@ class KeepsOutputs(MLP):
 
     def on_train_epoch_end(self) -> None:
         self.log("mean", torch.stack(self.losses).mean())
+
+
+class Communicates(MLP):
+    """Averages its loss over the job by itself, of which only the last stage has one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return loss + 0 * total
+
+
+class Waits(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.strategy.barrier()
+        return super().training_step(batch, batch_idx)
+
+
+class HooksContainer(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_full_backward_hook(lambda module, inputs, outputs: None)
 
 
 class WithLamb(MLP):
@@ -138,7 +158,13 @@ class Asserts(MLP):
         (LogsAbsent, "in training_step: .* logs 'norm', which depends on parameters of another pipeline stage"),
         (LogsAnother, r"self.log\('mean', ...\) was given a MeanMetric that is no attribute of the module"),
         (KeepsAux, r"in <genexpr>: .* reads 'aux' of 'net.0', which the block 'net.0' writes on another"),
-        (KeepsOutputs, r"in on_train_epoch_end: .* reads 'losses' of KeepsOutputs, which `training_step` writes on"),
+        (KeepsOutputs, "the attribute 'losses' of KeepsOutputs is changed by each micro-batch, .* 4 times a batch"),
+        (Communicates, r"in training_step: .* communicates with ranks of other pipeline stages \(allreduce\)"),
+        (Waits, r"in training_step: .* communicates with ranks of other pipeline stages \(barrier\)"),
+        (
+            HooksContainer,
+            "a backward hook of 'net', which contains the blocks of a pipeline, would get the gradient of",
+        ),
         (WithLamb, "Lamb steps a parameter by what it knows of others too"),
         (
             ClipsByHand,
@@ -158,6 +184,16 @@ def test_what_a_step_does_that_stages_can_not(module, message):
     engine = Engine(strategy="pp_fork:pipeline_size=2", accelerator="cpu", devices=2, max_steps=1, **QUIET)
     with pytest.raises(Exception, match=message):
         engine.fit(module(), data())
+
+
+def test_a_hook_of_all_modules_is_refused():
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        engine = Engine(strategy="pp_fork", accelerator="cpu", devices=2, max_steps=1, **QUIET)
+        with pytest.raises(Exception, match=r"is registered for all modules \(register_module_forward_hook\), but"):
+            engine.fit(MLP(), data())
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize(
