@@ -55,7 +55,7 @@ def _groups(args: Any) -> Iterator[list[int]]:
     for argument in args:
         try:
             if isinstance(argument, str):
-                yield dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(argument))
+                yield dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(argument))  # type: ignore[arg-type]
             elif isinstance(argument, torch.ScriptObject):
                 yield dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
         except (RuntimeError, TypeError, ValueError):  # it names or holds something else, such as a ReduceOp
