@@ -44,7 +44,7 @@ _MAX_CALLS = 3
 _MAX_ITEMS = 10_000
 """Longer containers are data: only their lengths are compared."""
 _MAX_VALUES = 1_000_000
-"""Of larger arrays of numpy every second or third value is compared, and so on."""
+"""Larger arrays of numpy are compared by every second or third value, and so on."""
 _ROUNDING = 1e-6
 """Relative difference of sums that is none: the order of additions on an accelerator is not always the same."""
 
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     name: str
     """The name of the attribute, global or variable."""
     kind: str = "attribute"
-    """What it is, in one word."""
+    """The kind of place, in a word or two."""
 
     def text(self, module: nn.Module) -> str:
         """Names the place, for a message about a module."""
