@@ -218,7 +218,7 @@ class _NoHooks:
         trainer: whose they would be.
     """
 
-    present, clips = frozenset[str](), False
+    clips = False
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

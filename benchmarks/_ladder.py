@@ -85,16 +85,12 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
             result[:] = [ClosureResult(loss)]
         if rung >= 7:
             watch.observe(engine, "loss", result[0].loss, i)
-        if "on_before_zero_grad" in hooks.present:
-            hooks.call("on_before_zero_grad", optimizer)
+        hooks.call("on_before_zero_grad", optimizer)
         hooks.in_hook("optimizer_zero_grad", *zeroes)
-        if "on_before_backward" in hooks.present:
-            hooks.call("on_before_backward", loss)
+        hooks.call("on_before_backward", loss)
         hooks.in_hook("backward", loss.backward)
-        if "on_after_backward" in hooks.present:
-            hooks.call("on_after_backward")
-        if "on_before_optimizer_step" in hooks.present:
-            hooks.call("on_before_optimizer_step", optimizer)
+        hooks.call("on_after_backward")
+        hooks.call("on_before_optimizer_step", optimizer)
         return loss
 
     def count(total: Any, current: Any) -> None:
@@ -113,9 +109,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
                 heartbeat.phase = phase
             clock._now(), clock._now()
         if rung >= 2:
-            hooks.is_stale()
-            if "on_train_batch_start" in hooks.present:
-                hooks.call("on_train_batch_start", batch, i)
+            hooks.call("on_train_batch_start", batch, i)
         if rung >= 2:
             hooks.in_hook("optimizer_step", step, lambda batch=batch, i=i: run(batch, i))
         elif rung == 1:
@@ -129,8 +123,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
             count(zeroed.total, zeroed.current)
         if rung >= 2:
             outputs = result[0].asdict() if result else None
-            if "on_train_batch_end" in hooks.present:
-                hooks.call("on_train_batch_end", outputs, batch, i)
+            hooks.call("on_train_batch_end", outputs, batch, i)
         if rung >= 8:
             signals.poll(i)
             assert not signals.received_sigterm

@@ -13,10 +13,13 @@ from .. import labels
 
 __all__ = ["BareStep", "zero_grad"]
 
+_ZERO_GRAD = Optimizer.zero_grad if Optimizer.zero_grad.__globals__["__name__"].startswith("torch.") else None
+"""torch's own function; a patch of the class, before or after this import, is another one."""
+
 
 def zero_grad(optimizer: Any) -> None:
     """Sets the gradients to None."""
-    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad or labels.are_recorded():
+    if getattr(optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD or labels.are_recorded():
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:

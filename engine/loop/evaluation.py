@@ -1,5 +1,6 @@
 """Validation and test: a flat loop that calls only the methods that the run uses, and evaluates each sample once."""
 
+from operator import attrgetter
 from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -156,20 +157,19 @@ class _Evaluation:
         self._connector = trainer._logger_connector
         self._hooks = Hooks(trainer)
         self._heartbeat, self._phase = trainer.heartbeat, trainer.heartbeat.phase
-        self._transfer = Transfer(trainer)
         stage = "test" if trainer.testing else "validation"
         self._step_name = f"{stage}_step"
+        self._step_of = attrgetter(self._step_name)
         self._on_start, self._on_end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
-        self._step = getattr(trainer.strategy, self._step_name)
-        step_of_module = getattr(trainer.lightning_module, self._step_name)
-        self._has_idx = is_param_in_hook_signature(step_of_module, "batch_idx", min_args=2)
+        self._transfer = Transfer(trainer)
+        self._step_of_module: Any = None
         self._passes_dataloader_idx = loop._is_sequential and loop.num_dataloaders > 1
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Evaluates one batch."""
         trainer, loop, hooks, connector = self._trainer, self._loop, self._hooks, self._connector
-        if hooks.is_stale():
-            hooks.refresh()
+        if not self._transfer.is_current():
+            self._transfer = Transfer(trainer)
         progress = loop.batch_progress
         self._heartbeat.phase = self._phase
         batch = self._transfer(batch, dataloader_idx)
@@ -178,8 +178,11 @@ class _Evaluation:
         connector.begin_batch(loop._results, batch, *loader)
         hooks.call(self._on_start, batch, batch_idx, *loader)
         progress.increment_started()
+        if (step := self._step_of(hooks.module)) != self._step_of_module:
+            self._step_of_module = step
+            self._has_idx = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         arguments = (batch, batch_idx, *loader) if self._has_idx else (batch, *loader)
-        output = hooks.in_hook(self._step_name, self._step, *arguments)
+        output = hooks.in_hook(self._step_name, self._step_of(trainer.strategy), *arguments)
         progress.increment_processed()
         hooks.call(self._on_end, output, batch, batch_idx, *loader)
         connector.end_batch()

@@ -75,7 +75,7 @@ _CANCELLED: Any = object()
 
 
 class FlatEpoch:
-    """The flat loop of one epoch, with the objects and methods that it needs looked up once."""
+    """The flat loop of one epoch."""
 
     def __init__(self, loop: Any, fetcher: _DataFetcher) -> None:
         trainer: Any = loop.trainer
@@ -86,17 +86,16 @@ class FlatEpoch:
         self._heartbeat = trainer.heartbeat
         self._connector = trainer._logger_connector
         self._hooks = Hooks(trainer)
-        self._refresh()
+        self._transfer = Transfer(trainer)
         self._strategy_hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
+        self._derive_shortcuts()
         self._out_of_memory: OutOfMemory | None = loop.automatic_optimization.out_of_memory
         self._precision: Any = trainer.precision_plugin
         self._precision.hooks = self._hooks
 
-    def _refresh(self) -> None:
+    def _derive_shortcuts(self) -> None:
         trainer = self._trainer
-        self._hooks.refresh()
         self._shortcuts = Shortcuts(self._hooks)
-        self._transfer = Transfer(trainer)
         self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
 
     def close(self) -> None:
@@ -125,8 +124,6 @@ class FlatEpoch:
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
         batch_idx = current.ready
-        if self._hooks.is_stale():
-            self._refresh()
         out_of_memory = self._out_of_memory
         if out_of_memory is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             out_of_memory.begin_step(loop)
@@ -139,6 +136,8 @@ class FlatEpoch:
         if out_of_memory is not None and out_of_memory.has_failed:
             batch = trainer._data_connector.sizes.smallest_batch()
         progress.is_last_batch = self._fetcher.done
+        if not self._transfer.is_current():
+            self._transfer = Transfer(trainer)
         if not self._transfer.is_there(batch):
             self._heartbeat.phase = "copy"
             batch = self._transfer(batch)
@@ -167,11 +166,11 @@ class FlatEpoch:
             check_may_skip(self._trainer, batch_idx)
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None
-        response = None
-        if "on_train_batch_start" in self._hooks.present:
-            response = self._hooks.call("on_train_batch_start", batch, batch_idx)
+        response = self._hooks.call("on_train_batch_start", batch, batch_idx)
         if self._strategy_hook is not None:
             self._hooks.in_hook("on_train_batch_start", self._strategy_hook, batch, batch_idx)
+        if not self._shortcuts.is_current():
+            self._derive_shortcuts()
         if response == -1:
             return _CANCELLED
         progress: Any = loop.batch_progress
@@ -186,7 +185,6 @@ class FlatEpoch:
         self._out_of_memory.repeat(self._loop)
         detach_log(module)  # it refers to logged values that were dropped
         attach_log(module, trainer._logger_connector)
-        self._refresh()
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int, is_last: bool, ends_window: bool) -> None:
         """Ends a batch: schedulers, `on_train_batch_end`, logging, validation, schedulers of its metrics, signals."""
@@ -199,8 +197,7 @@ class FlatEpoch:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if outputs is _CANCELLED:
             raise StopIteration
-        if "on_train_batch_end" in self._hooks.present:
-            self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_batch()
         progress = loop.batch_progress
         progress.total.completed += 1

@@ -1,8 +1,8 @@
 """Calls of the overridden hooks of callbacks and module.
 
-Lightning calls each hook of each callback at each step, overridden or not, each in a profiler's context. Here the
-overridden hooks are looked up once, and a step calls only these. The order is Lightning's: the callbacks in their
-order, then the module.
+Lightning calls each hook of each callback at each step, overridden or not, each in a profiler's context. Here only the
+overridden ones are called. They are looked up at each call, as Lightning does: a callback may give itself or another
+one a hook at any time. The order is Lightning's: the callbacks in their order, then the module.
 """
 
 import types
@@ -13,17 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..phases import PhaseClock
 
-__all__ = ["Hooks", "bound", "overridden"]
-
-_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
-_STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+__all__ = ["Hooks", "bound", "is_lightnings", "overridden"]
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
@@ -37,7 +27,25 @@ def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
 def overridden(owner: Any, base: type, name: str) -> Callable[..., Any] | None:
     """Returns the method `name` of `owner`; None if it is the one of `base`, which does nothing."""
     method = getattr(owner, name, None)
-    return method if callable(method) and getattr(method, "__func__", method) is not getattr(base, name) else None
+    function = getattr(method, "__func__", method)
+    is_default = function is getattr(base, name) and is_lightnings(function)
+    return method if callable(method) and not is_default else None
+
+
+def is_lightnings(function: Any) -> bool:
+    """Whether a function is Lightning's code, and not a patch of one of its classes."""
+    # `functools.wraps` copies the name and module of the wrapped function, but not its globals.
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("lightning.")
+
+
+def _defaults(base: type) -> dict[str, Any]:
+    names = (name for name in dir(base) if name.startswith("on_") or "gradient" in name)
+    return {name: function for name in names if is_lightnings(function := getattr(base, name))}
+
+
+_OF_CALLBACK, _OF_MODULE = _defaults(Callback), _defaults(LightningModule)
+"""The hooks that do nothing, by name: calls of them would take time without any effect."""
+_CLIPS, _CLIPS_BY = _OF_MODULE.get("configure_gradient_clipping"), _OF_MODULE.get("clip_gradients")
 
 
 class Hooks:
@@ -48,83 +56,60 @@ class Hooks:
         self.module: LightningModule = trainer.lightning_module
         self.strategy: Any = trainer.strategy
         self.precision: Any = trainer.precision_plugin
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Looks the hooks up again, since callbacks or an object have changed."""
-        self._callbacks = list(self.trainer.callbacks)
-        # Lightning: its wrappers of the optimizers
-        owners = (self.module, self.strategy, self.precision, *self.strategy._lightning_optimizers)
-        self._states = [vars(owner) for owner in owners]
-        self._num_attributes = list(map(len, self._states))
-        self._by_name: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
         self._heartbeat: Any = self.trainer.heartbeat
-        self._activities: dict[str, list[str]] = {}
-        self.present = frozenset(name for name in _STEP_HOOKS if any(self._look_up(name)))
-        """The overridden hooks of a training step; calls of the others would take time without any effect."""
-        self.clips = any(overridden(self.module, LightningModule, name) for name in _CLIPPING)
+
+    @property
+    def clips(self) -> bool:
         """Whether the module overrides the clipping of gradients."""
-
-    def is_stale(self) -> bool:
-        """Whether the list of callbacks, or the number of an object's attributes, has changed since `refresh`.
-
-        The objects are the module, the strategy, the precision plugin and the optimizers: an attribute may be a method.
-        """
-        return self.trainer.callbacks != self._callbacks or list(map(len, self._states)) != self._num_attributes
+        module = self.module
+        return getattr(module.configure_gradient_clipping, "__func__", None) is not _CLIPS or (
+            getattr(module.clip_gradients, "__func__", None) is not _CLIPS_BY
+        )
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns the result of the module's."""
-        overridden_hooks = self._by_name.get(name)
-        if overridden_hooks is None:
-            overridden_hooks = self._look_up(name)
-        callback_hooks, module_hook = overridden_hooks
-        if not callback_hooks and module_hook is None:
-            return None
         # Lightning: LightningModule._current_fx_name is the hook that `self.log` is called from. It is set in
         # `__dict__`, because `nn.Module.__setattr__` takes longer than all the rest of this method.
-        state = self.module.__dict__
+        module = self.module
+        state = module.__dict__
         outer = state["_current_fx_name"]
         state["_current_fx_name"] = name
         clock: PhaseClock | None = self._heartbeat.clock
         if clock is not None:
-            result = self._call_timed(clock, overridden_hooks, self._activities[name], *arguments)
+            result = self._call_timed(clock, name, arguments)
         else:
-            for hook in callback_hooks:
-                hook(self.trainer, self.module, *arguments)
-            result = module_hook(*arguments) if module_hook is not None else None
+            default, result = _OF_CALLBACK.get(name), None
+            # Not over a copy: Lightning, too, calls the hooks of callbacks that a hook adds.
+            for callback in self.trainer.callbacks:
+                hook = getattr(callback, name)
+                if getattr(hook, "__func__", hook) is not default and callable(hook):
+                    hook(self.trainer, module, *arguments)
+            hook = getattr(module, name)
+            if getattr(hook, "__func__", hook) is not _OF_MODULE.get(name) and callable(hook):
+                result = hook(*arguments)
         state["_current_fx_name"] = outer
         return result
 
-    def _look_up(self, name: str) -> tuple[list[Callable[..., Any]], Callable[..., Any] | None]:
-        hooks = [(c, hook) for c in self._callbacks if (hook := overridden(c, Callback, name))]
-        owners = [*(callback for callback, _ in hooks), self.module]
-        self._activities[name] = [f"{type(owner).__name__}.{name}" for owner in owners]
-        self._by_name[name] = [hook for _, hook in hooks], overridden(self.module, LightningModule, name)
-        return self._by_name[name]
-
-    def _call_timed(
-        self,
-        clock: PhaseClock,
-        hooks: tuple[list[Callable[..., Any]], Callable[..., Any] | None],
-        activities: list[str],
-        *arguments: Any,
-    ) -> Any:
+    def _call_timed(self, clock: PhaseClock, name: str, arguments: tuple[Any, ...]) -> Any:
         """Calls the hooks; the clock measures each of them as a separate activity."""
-        callback_hooks, module_hook = hooks
-        trainer, module, enter = self.trainer, self.module, clock.enter
-        outer = enter(activities[0])
+        trainer, module, default = self.trainer, self.module, _OF_CALLBACK.get(name)
+        outer: str | None = None
         try:
-            for number, hook in enumerate(callback_hooks):
-                if number:
-                    enter(activities[number])
-                hook(trainer, module, *arguments)
-            if module_hook is None:
+            for callback in trainer.callbacks:
+                hook = getattr(callback, name)
+                if getattr(hook, "__func__", hook) is not default and callable(hook):
+                    before = clock.enter(f"{type(callback).__name__}.{name}")
+                    outer = outer or before
+                    hook(trainer, module, *arguments)
+            hook = getattr(module, name)
+            if getattr(hook, "__func__", hook) is _OF_MODULE.get(name) or not callable(hook):
                 return None
-            if callback_hooks:
-                enter(activities[-1])
-            return module_hook(*arguments)
+            before = clock.enter(f"{type(module).__name__}.{name}")
+            outer = outer or before
+            return hook(*arguments)
         finally:
-            enter(outer)
+            if outer is not None:
+                clock.enter(outer)
 
     def in_hook(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `method`; meanwhile `self.log` acts as if it were called in the hook `name`."""

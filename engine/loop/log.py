@@ -18,7 +18,7 @@ from torchmetrics import Metric
 # Lightning: where logged values are accumulated, and the dtype they have at least.
 from .._compat.lightning import _get_default_dtype, _ResultCollection, _ResultMetric
 from .compile import LOG_BREAK_REASON
-from .hooks import bound
+from .hooks import bound, is_lightnings
 from .metrics import LoggerConnector
 
 __all__ = ["Log", "attach_log", "detach_log"]
@@ -35,7 +35,7 @@ log = logging.getLogger("polyphase.engine")
 
 def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
     """Replaces the module's `log` by a `Log`, unless its class or the module itself overrides it."""
-    if type(module).log is LightningModule.log and "log" not in module.__dict__:
+    if is_lightnings(type(module).log) and "log" not in module.__dict__:
         replacement = Log(module, connector)
         # Disabled for the compiler, it breaks the graph of a step at the user's line, not in this file.
         is_compiled = bool(connector.trainer.flags["compile"])  # type: ignore[attr-defined]
@@ -50,10 +50,11 @@ def detach_log(module: LightningModule) -> None:
 
 
 class Log:
-    """The replacement of `LightningModule.log` while a loop runs."""
+    """The replacement of `LightningModule.log` while a loop runs; if the class gets another `log`, it calls that."""
 
     def __init__(self, module: LightningModule, connector: LoggerConnector) -> None:
         self._module = module
+        self._replaced = type(module).log
         self._connector = connector
         self._sites: dict[Any, tuple[_ResultCollection, _ResultMetric]] = {}
         self.outside_of_graph = torch.compiler.disable(self.__call__, reason=LOG_BREAK_REASON)
@@ -79,6 +80,12 @@ class Log:
         if torch.compiler.is_compiling():  # in a part of the step that the user compiles
             self.outside_of_graph(
                 name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
+                sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+            )  # fmt: skip
+            return
+        if (of_class := type(self._module).log) is not self._replaced:  # patched in mid-epoch
+            of_class(
+                self._module, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
                 sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
             )  # fmt: skip
             return

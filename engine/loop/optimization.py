@@ -392,8 +392,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             trainer.heartbeat.phase = "optimizer"
         total.ready += 1
         current.ready += 1
-        if "on_before_zero_grad" in self._hooks.present:
-            self._hooks.call("on_before_zero_grad", optimizer)
+        self._hooks.call("on_before_zero_grad", optimizer)
         total.started += 1
         current.started += 1
         self._shortcuts.zero_grad(self._batch_idx, optimizer)

@@ -4,11 +4,12 @@ Between them are some 30 functions of the module, the strategy, the precision pl
 If a class or an object overrides one of them, it is called. Lightning's own functions (and the engine's, for the
 precision) only call the next one, so the loop calls the last one of such a chain directly.
 
-If a method of an object is replaced during an epoch, the next batch uses the new one, see `Hooks.is_stale`. If a method
-of a class is replaced, the next epoch uses the new one.
+If one of these methods is replaced during an epoch, on an object or on a class, the next batch uses the new one: at
+each batch `is_current` compares what would be called.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal
 
 from lightning.pytorch.core.optimizer import do_nothing_closure
@@ -30,6 +31,14 @@ _PRECISION = "lightning.pytorch.plugins.precision.precision"
 _FABRIC_PRECISION = "lightning.fabric.plugins.precision.precision"
 _ENGINE_PRECISION = plugins.__name__
 
+_OF_MODULE = attrgetter("training_step", "optimizer_step", "optimizer_zero_grad")
+_OF_STRATEGY = attrgetter("model", "training_step", "backward", "pre_backward", "post_backward", "optimizer_step")
+_OF_PRECISION = attrgetter(
+    "train_step_context", "forward_context", "pre_backward", "backward", "post_backward", "optimizer_step",
+    "_wrap_closure",
+)  # fmt: skip
+_OF_OPTIMIZER = attrgetter("step", "_on_before_step", "_on_after_step")
+
 
 def _is_from(owner: Any, name: str, *modules: str) -> bool:
     """Whether a method of `owner` is code of one of `modules`, neither overridden nor wrapped."""
@@ -47,6 +56,7 @@ class Shortcuts:
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
+        self._calls = self._look_up()
         module, strategy, precision = hooks.module, hooks.strategy, hooks.precision
         wrapped = strategy._lightning_optimizers[0]
         self._skips_forward = (
@@ -83,6 +93,15 @@ class Shortcuts:
         """Whether the closure given to `optimizer_step` has to call the precision plugin's `_after_closure` itself."""
         self._step = BareStep()
 
+    def _look_up(self) -> tuple[Any, ...]:
+        hooks, strategy = self._hooks, self._hooks.strategy
+        methods = _OF_MODULE(hooks.module), _OF_STRATEGY(strategy), _OF_PRECISION(hooks.precision)
+        return *methods, _OF_OPTIMIZER(strategy._lightning_optimizers[0])
+
+    def is_current(self) -> bool:
+        """Whether the methods are still those that the shortcuts were derived from."""
+        return self._look_up() == self._calls
+
     @property
     def training_step(self) -> Callable[..., Any]:
         """The function that runs the forward of a micro-batch."""
@@ -98,11 +117,9 @@ class Shortcuts:
         # Lightning: Strategy.backward, and what it calls of the precision plugin
         if self._has_pre_backward:
             hooks.strategy.pre_backward(loss)
-        if "on_before_backward" in hooks.present:
-            hooks.call("on_before_backward", loss)
+        hooks.call("on_before_backward", loss)
         hooks.module.backward(loss)
-        if "on_after_backward" in hooks.present:
-            hooks.call("on_after_backward")
+        hooks.call("on_after_backward")
         if self._has_post_backward:
             hooks.strategy.post_backward(loss)
 

@@ -6,6 +6,7 @@ the compute stream it would also wait for all earlier computation.
 """
 
 import functools
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .hooks import overridden
 __all__ = ["Transfer"]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_HOOKS_OF = attrgetter(*_HOOKS)
 
 
 class Transfer:
@@ -30,6 +32,8 @@ class Transfer:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._owners = trainer.lightning_module, data, trainer.strategy, trainer.precision_plugin
+        self._calls = self._look_up()
         overridden_hooks = {
             name
             for name in _HOOKS
@@ -43,6 +47,15 @@ class Transfer:
             overridden_hooks or moves_itself or overridden(trainer.precision_plugin, Precision, "convert_input")
         )
         self._stream = None if moves_itself else _stream(self._device)
+
+    def _look_up(self) -> tuple[Any, ...]:
+        module, data, strategy, precision = self._owners
+        hooks = _HOOKS_OF(module), None if data is None else _HOOKS_OF(data)
+        return *hooks, strategy.batch_to_device, precision.convert_input
+
+    def is_current(self) -> bool:
+        """Whether the hooks are still those that this object was made for: any object or class may get another one."""
+        return self._look_up() == self._calls
 
     def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Returns the batch on the device."""

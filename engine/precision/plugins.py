@@ -79,8 +79,7 @@ class _Hooked(Precision):
         if self.hooks is None:
             super()._after_closure(model, optimizer)
             return
-        if "on_before_optimizer_step" in self.hooks.present:
-            self.hooks.call("on_before_optimizer_step", optimizer)
+        self.hooks.call("on_before_optimizer_step", optimizer)
         trainer = self.hooks.trainer
         if trainer.gradient_clip_val is not None or self.hooks.clips:
             self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
