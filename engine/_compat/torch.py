@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from torch._C import _distributed_c10d
     from torch._dynamo import OptimizedModule
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._utils import ExceptionWrapper
     from torch.autograd.graph import _engine_run_backward
     from torch.distributed import _functional_collectives
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_single_autograd
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
     from torch.utils.data import _utils
+    from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
     from torch.utils.data._utils.worker import WorkerInfo, _generate_state
     from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
@@ -29,6 +31,7 @@ __all__ = [
     "AllGather",
     "AsyncCollectiveTensor",
     "DTensorSpec",
+    "ExceptionWrapper",
     "FakeTensor",
     "FakeTensorMode",
     "OpSchema",
@@ -42,6 +45,8 @@ __all__ = [
     "_BatchNorm",
     "_ConvNd",
     "_DatasetKind",
+    "_IterableDatasetFetcher",
+    "_MapDatasetFetcher",
     "_MultiProcessingDataLoaderIter",
     "_SingleProcessDataLoaderIter",
     "_StridedShard",
@@ -65,6 +70,7 @@ HOMES = {
     "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
     "DTensorSpec": "torch.distributed.tensor._dtensor_spec",
+    "ExceptionWrapper": "torch._utils",
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor",
     "OpSchema": "torch.distributed.tensor._op_schema",
@@ -78,6 +84,8 @@ HOMES = {
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_ConvNd": "torch.nn.modules.conv",
     "_DatasetKind": "torch.utils.data.dataloader",
+    "_IterableDatasetFetcher": "torch.utils.data._utils.fetch",
+    "_MapDatasetFetcher": "torch.utils.data._utils.fetch",
     "_MultiProcessingDataLoaderIter": "torch.utils.data.dataloader",
     "_SingleProcessDataLoaderIter": "torch.utils.data.dataloader",
     "_StridedShard": "torch.distributed.tensor.placement_types",

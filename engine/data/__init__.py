@@ -6,6 +6,7 @@ from .data_set_epoch import epoch_of, epoch_setter, set_epoch
 from .drawing import draws_at_once, restore_sampler, state_of_seed
 from .epoch_position import EpochPosition, controlling_sampler, order_of, tell_batch_sampler
 from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
+from .exhausted import ExhaustedIteratorError, ends_with_data, naming_exhausted_iterators
 from .global_batches import FlattenedBatchSampler, GlobalBatches
 from .global_order import GlobalOrder, Samples
 from .kept_states import KeptStates
@@ -45,6 +46,7 @@ __all__ = [
     "UNEVEN",
     "EpochPosition",
     "EvalBatchSampler",
+    "ExhaustedIteratorError",
     "FlattenedBatchSampler",
     "GlobalBatches",
     "GlobalOrder",
@@ -83,6 +85,7 @@ __all__ = [
     "cu_seqlens",
     "digest_of_generators",
     "draws_at_once",
+    "ends_with_data",
     "epoch_of",
     "epoch_setter",
     "evaluated_order",
@@ -92,6 +95,7 @@ __all__ = [
     "is_litdata_loader",
     "is_stateful",
     "loses_its_buffer",
+    "naming_exhausted_iterators",
     "naming_foreign_ranks",
     "order_of",
     "read_by_shards",

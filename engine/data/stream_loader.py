@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_work
 from .._compat.torch import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 from .batch_digest import add_to_digest
 from .clone_loader import clone_loader
+from .exhausted import fetch_from_stream
 
 __all__ = ["BeginsWithWorker", "StreamLoader", "can_be_read", "is_stateful"]
 
@@ -249,7 +250,7 @@ class _Batches(IterableDataset[Any]):
         yield None, _Place(worker, fetcher, has_batch=False)
         while True:
             try:
-                batch = fetcher.fetch(self._indices)
+                batch = fetch_from_stream(fetcher, self._indices)
             except StopIteration:
                 break
             yield batch, _Place(worker, fetcher, has_batch=True)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop
-from ..data import check_evaluated_side_by_side
+from ..data import check_evaluated_side_by_side, ends_with_data
 from ..strategies import adapt
 from .hooks import Hooks
 from .log import attach_log, detach_log
@@ -53,6 +53,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             if attaches_log:
                 detach_log(module)
 
+    @ends_with_data
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _EvaluationLoop._evaluation_step
         trainer: Any = self.trainer
@@ -135,6 +136,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         if not trainer.sanity_checking:
             self._has_run = True
 
+    @ends_with_data
     def _store_dataloader_outputs(self) -> None:
         # Lightning: _EvaluationLoop._store_dataloader_outputs, called after all batches of a loader.
         connector: Any = self.trainer._logger_connector

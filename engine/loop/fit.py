@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Lightning: the optimizer of a module that has none.
 # Lightning: Trainer.fit_loop.
 from .._compat.lightning import _FitLoop, _MockOptimizer
-from ..data import starts_iterator, tell_batch_sampler
+from ..data import ends_with_data, starts_iterator, tell_batch_sampler
 from .noise import hide_tree_warnings
 from .requests import why_empty
 
@@ -123,6 +123,12 @@ class FitLoop(_FitLoop):
         owners = (self.trainer.lightning_module, self.trainer.datamodule)  # type: ignore[attr-defined]
         return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
 
+    @ends_with_data
+    def on_advance_start(self) -> None:
+        """Begins an epoch."""
+        super().on_advance_start()
+
+    @ends_with_data
     def advance(self) -> None:
         """Runs one epoch."""
         super().advance()
@@ -140,6 +146,7 @@ class FitLoop(_FitLoop):
         elif not all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
             self._check_losses()
 
+    @ends_with_data
     def on_advance_end(self) -> None:
         """Ends an epoch."""
         if self.is_cut_short:  # a longer run continues in it, and calls the hooks again

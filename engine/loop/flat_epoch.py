@@ -111,13 +111,11 @@ class FlatEpoch:
             return loop.done
         return loop.max_steps != -1 and loop.automatic_optimization.num_steps >= loop.max_steps
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Trains on one batch: fetch, copy, `on_train_batch_start`, optimization, then `_end_batch`.
 
-        Each phase of a usual batch is one call, since calls in Python are a large part of the loop's time.
-
-        Raises:
-            StopIteration: the epoch is over, because the data has ended or `on_train_batch_start` returned -1.
+        Each phase of a usual batch is one call, since calls in Python are a large part of the loop's time. Returns
+        False if the epoch is over, because the data has ended or `on_train_batch_start` returned -1.
         """
         # Lightning: _TrainingEpochLoop.advance
         trainer, loop = self._trainer, self._loop
@@ -130,7 +128,10 @@ class FlatEpoch:
 
         self._heartbeat.phase = "fetch"
         start_s = perf_counter()
-        batch = fetch(self._fetcher)
+        try:
+            batch = fetch(self._fetcher)
+        except StopIteration:
+            return False
         if loop.data_wait_s is not None:
             loop.data_wait_s += perf_counter() - start_s
         if out_of_memory is not None and out_of_memory.has_failed:
@@ -152,12 +153,12 @@ class FlatEpoch:
             outputs = self._optimize(batch, batch_idx, ends_window)
         except RetryStep:
             self._retry_step()
-            return
+            return True
         if outputs is _CANCELLED:
             progress.is_last_batch = is_last = True
         total.processed += 1
         current.processed += 1
-        self._end_batch(outputs, batch, batch_idx, is_last, ends_window)
+        return self._end_batch(outputs, batch, batch_idx, is_last, ends_window)
 
     def _optimize(self, batch: Any, batch_idx: int, ends_window: bool) -> Any:
         """Runs `on_train_batch_start` and the optimization; returns the outputs, or `_CANCELLED`."""
@@ -186,8 +187,11 @@ class FlatEpoch:
         detach_log(module)  # it refers to logged values that were dropped
         attach_log(module, trainer._logger_connector)
 
-    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int, is_last: bool, ends_window: bool) -> None:
-        """Ends a batch: schedulers, `on_train_batch_end`, logging, validation, schedulers of its metrics, signals."""
+    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int, is_last: bool, ends_window: bool) -> bool:
+        """Ends a batch: schedulers, `on_train_batch_end`, logging, validation, schedulers of its metrics, signals.
+
+        Returns whether the epoch goes on, unless all its batches are done.
+        """
         trainer, loop, connector = self._trainer, self._loop, self._connector
         # Lightning: _TrainingEpochLoop.advance, after the optimization
         has_schedulers = bool(self._hooks.strategy.lr_scheduler_configs)
@@ -196,7 +200,7 @@ class FlatEpoch:
             if is_last:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if outputs is _CANCELLED:
-            raise StopIteration
+            return False
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_batch()
         progress = loop.batch_progress
@@ -221,7 +225,8 @@ class FlatEpoch:
         if trainer.should_stop:
             loop._save_loggers_on_train_batch_end()
         if ends_window:
-            loop.on_advance_end(None)
+            loop.end_step(loop.automatic_optimization.num_steps)
+        return True
 
     def _may_validate(self) -> bool:
         """Whether validation may be due after this batch; if so, Lightning's own condition decides."""

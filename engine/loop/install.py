@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 # Lightning: its own decorator of `Trainer.__init__` reads these; for a subclass it would read PL_ENGINE_*.
 from .._compat.lightning import _CallbackConnector, _MultiProcessingLauncher, _parse_env_variables, _TunerExitException
 from ..config import EngineConfig
-from ..data import naming_foreign_ranks
+from ..data import naming_exhausted_iterators, naming_foreign_ranks
 from ..data.batch_sizes import BatchSizes
 from ..data.loader_classes import restoring_loader_classes
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
@@ -151,7 +151,7 @@ class TrainerBase(Trainer):
         try:
             ranks = self.global_rank, self.world_size, self.num_devices
             continues_logs = allow_nonempty_folder() if checkpoints.logs.goes_on else nullcontext()
-            with continues_logs, rank_variables(*ranks), naming_foreign_ranks(*ranks):
+            with continues_logs, rank_variables(*ranks), naming_foreign_ranks(*ranks), naming_exhausted_iterators():
                 results = super()._run(*args, **kwargs)
             checkpoints.saver.finish()
             watchdog.stop()

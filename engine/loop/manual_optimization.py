@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from .._compat.lightning import _ManualOptimization
+from ..data import ends_with_data
 from ..precision.loss_scaling import one_update
 from ..strategies import adapt
 from .local_gradients import LocalGradients
@@ -42,6 +43,7 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         with one_update(self.trainer):
             return super().run(kwargs)
 
+    @ends_with_data
     def advance(self, kwargs: OrderedDict) -> None:
         """Runs `training_step`; while it runs, `manual_backward` weighs the losses.
 

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 from .._compat.lightning import _PredictionLoop
+from ..data import ends_with_data
 from ..strategies import adapt
 from .noise import hide_tree_warnings
 from .padding_batch import EvalPadding, run_padding_batch
@@ -40,6 +41,7 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
         padding = EvalPadding(self._combined_loader.flattened, is_sequential=True)  # type: ignore[union-attr]
         self._padding = padding if padding.may_occur else None
 
+    @ends_with_data
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _PredictionLoop._predict_step
         if (

@@ -5,7 +5,6 @@ Epochs that need more run in Lightning's own loop (see `why_not_flat`), and so d
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 # Lightning: the parts of Trainer.fit_loop.epoch_loop.
 from .._compat.lightning import _DataFetcher, _DataLoaderIterDataFetcher, _TrainingEpochLoop
 from ..checkpoint import get_random_state
+from ..data import ends_with_data
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import adapt
 from .evaluation import EvaluationLoop
@@ -46,7 +46,6 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     _batches_at_step = 0
     _marked_step = 0
     _rng_state_at_step: dict[str, Any] | None = None
-    _on_train_step_end: Sequence[Callable[..., None]] = ()
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
         super().__init__(trainer, min_steps, max_steps)
@@ -85,29 +84,37 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         attach_log(trainer.lightning_module, trainer._logger_connector)
         epoch = FlatEpoch(self, data_fetcher)
         try:
-            # Lightning's loop runs the first batch after a resumption: it knows which parts of it are done.
-            if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
-                try:
-                    if not self.done and not self._begins_epoch:
-                        self.advance(data_fetcher)
-                        self.on_advance_end(data_fetcher)
-                finally:
-                    self.on_iteration_done()
-            self.val_loop.restarting = False
-            while not epoch.is_done():
-                epoch.advance()
-        except StopIteration:
-            pass
+            if self._advance_resumed(data_fetcher):
+                while not epoch.is_done() and epoch.advance():
+                    pass
         finally:
             trainer.heartbeat.phase = "train"
             epoch.close()
             detach_log(trainer.lightning_module)
+
+    def _advance_resumed(self, data_fetcher: _DataFetcher) -> bool:
+        """Runs the first batch after a resumption in Lightning's loop, which knows what of it is done.
+
+        Returns False if the epoch is over.
+        """
+        if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
+            try:
+                if not self.done and not self._begins_epoch:
+                    self.advance(data_fetcher)
+                    self.on_advance_end(data_fetcher)
+            except StopIteration:
+                return False
+            finally:
+                self.on_iteration_done()
+        self.val_loop.restarting = False
+        return True
 
     @property
     def done(self) -> bool:
         """Whether the epoch is over."""
         return super().done and self.pending_batch_work != "end"
 
+    @ends_with_data
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Runs one batch in Lightning's own loop."""
         if self.pending_batch_work == "end":
@@ -140,8 +147,6 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if self.pending_batch_work == "nothing":
             self.pending_batch_work = None
             self.restarting = False  # Lightning: would repeat the work after the batch
-        callbacks = (getattr(callback, "on_train_step_end", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        self._on_train_step_end = [hook for hook in callbacks if hook is not None]
 
     def _begin_new_loaders(self, data_fetcher: _DataFetcher) -> None:
         """Creates the second iterator of loaders that are new in this epoch, with the random draws of the first one."""
@@ -185,18 +190,16 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, which its own loop calls before each batch.
         pass
 
-    def on_advance_end(self, data_fetcher: _DataFetcher | None) -> None:
-        """Ends an optimizer step: stops if all ranks have agreed to, and saves a snapshot if one is due.
+    @ends_with_data
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Ends a batch in Lightning's own loop."""
+        super().on_advance_end(data_fetcher)
+        self.rng_state_before_validation = None
+        if not self._should_accumulate():
+            self.end_step(self.global_step)  # counts steps of manual optimization, too
 
-        Lightning's own loop calls it after each batch; the flat loop after each step, without `data_fetcher`.
-        """
-        num_steps = self.automatic_optimization.num_steps
-        if data_fetcher is not None:
-            super().on_advance_end(data_fetcher)
-            self.rng_state_before_validation = None
-            if self._should_accumulate():
-                return
-            num_steps = self.global_step  # counts steps of manual optimization, too
+    def end_step(self, num_steps: int) -> None:
+        """Ends an optimizer step: stops if all ranks have agreed to, and saves a snapshot if one is due."""
         self._mark_step(num_steps)
         self.first_steps.end_step()
         self.is_between_steps = True
@@ -205,9 +208,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         # If training is over, the fit loop stops instead, after the hooks at the end of the epoch.
         if signals.received_sigterm and not self._is_training_done:
             raise SIGTERMException
-        if self._on_train_step_end or signals.requeues:
-            is_requested = signals.snapshot_due(self.batch_progress.total.ready)
-            for on_train_step_end in self._on_train_step_end:
+        is_requested = signals.snapshot_due(self.batch_progress.total.ready) if signals.requeues else None
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            on_train_step_end = getattr(callback, "on_train_step_end", None)
+            if on_train_step_end is not None:
+                if is_requested is None:
+                    is_requested = signals.snapshot_due(self.batch_progress.total.ready)
                 on_train_step_end(self.trainer, self.trainer.lightning_module, is_requested)
         self.is_between_steps = False
 
