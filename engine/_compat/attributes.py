@@ -132,6 +132,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.nn:Conv1d": ("_conv_forward",),
     "torch.nn.functional": ("_in_projection", "_in_projection_packed"),
     "torch.nn.parallel:DistributedDataParallel": (
+        "_comm_hooks",
         "_delay_all_reduce_all_params",
         "_has_rebuilt_buckets",
         "_post_forward",

@@ -58,9 +58,9 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._counted: AllReduceHook | None = None
         self._checks_unused = self._has_run_backward = self._backward_is_checked = False
         self._finds_unused = options.find_unused_parameters
-        self._wraps_again = False
         self._bucket_order: BucketOrder | None = None
         self._order_to_begin_with: list[str] | None = None
+        self._wrapper: BareDDP | None = None
 
     def derive_layout(self, world_size: int) -> Layout:
         """Returns the layout: one replica per process."""
@@ -97,11 +97,14 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     # Lightning: DDPStrategy._setup_model, which wraps on another stream than the one of the steps, and only on CUDA.
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
+        options["device_ids"] = self.determine_ddp_device_ids()
         if self._finds_unused:
             options["find_unused_parameters"] = True
-        # A broadcast of weights would write to them, and backward through a forward that was before it would fail.
-        options["init_sync"] = not self._wraps_again
-        wrapped = BareDDP(model, device_ids=self.determine_ddp_device_ids(), **options)
+        if self._wrapper is None:
+            wrapped = BareDDP(model, **options)
+        else:
+            wrapped = self._wrapper
+            wrapped.wrap_again(**options)
         if not self.capabilities.steps_alone:
             if self._bucket_order is not None:
                 self._bucket_order.close()
@@ -179,17 +182,19 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             error.args = (self._unused_message([names[int(number)] for number in numbers[1].split()]),)
 
     def _wrap_again(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
+        assert isinstance(self.model, BareDDP)
         hook = self.active_hook
         state = hook.state_dict() if hook is not None else {}
-        synchronises = self.model.require_backward_grad_sync
-        self.model, self._wraps_again = self.lightning_module, True
-        self.configure_ddp()
-        self._wraps_again = False
-        wrapped: Any = self.model
-        wrapped.require_backward_grad_sync = synchronises
+        users = self.model.comm_hooks if hook is None else []
+        self._wrapper, self.model = self.model, self.lightning_module
+        try:
+            self.configure_ddp()
+        finally:
+            self._wrapper = None
         if hook is not None and hook is self.active_hook:
             hook.load_state_dict(state)
+        for users_hook, users_state in users:
+            self.model.register_comm_hook(users_state, users_hook)  # type: ignore[union-attr, operator]
 
     def _register_ddp_hooks(self) -> None:  # Lightning: DDPStrategy._register_ddp_hooks does so on CUDA only
         self._counted = AllReduceHook() if self.comm_hook is None and self.counts_traffic else None
@@ -311,6 +316,22 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
 class BareDDP(DistributedDataParallel):
     """torch's wrapper; its `forward` sets no profiler label while nothing records labels: see `labels.py`."""
+
+    def wrap_again(self, **options: Any) -> None:
+        """Finds out again which parameters are trained.
+
+        The wrapper stays the same object: whoever holds it, such as the context `no_sync` of a micro-batch, which sets
+        its attribute and restores it at its end, would otherwise act on one that is no longer used.
+        """
+        synchronises, trains = self.require_backward_grad_sync, self.training
+        # A broadcast of weights would write to them, and backward through a forward that was before it would fail.
+        BareDDP.__init__(self, self.module, **options, init_sync=False)
+        self.require_backward_grad_sync, self.training = synchronises, trains
+
+    @property
+    def comm_hooks(self) -> list[tuple[Callable[..., Any], Any]]:
+        """The registered comm hooks, each with its state."""
+        return list(self._comm_hooks)  # torch: DistributedDataParallel._comm_hooks
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward."""
