@@ -137,6 +137,19 @@ class SignedStore:
         """Writes a text."""
         self._line.ask("set", key, signed(key, text.encode()))
 
+    def set_first(self, key: str, text: str) -> str:
+        """Writes a text, unless there is a valid one already; returns the first one."""
+        own, expected = signed(key, text.encode()), b""
+        for _ in range(_ATTEMPTS):
+            present = self._line.ask("compare_set", key, expected, own)
+            if present == own:
+                return text
+            if (first := verified(key, present)) is not None:
+                return first.decode()
+            # torch: if the key was deleted, `compare_set` returns the expected value.
+            expected = b"" if present == expected else present
+        return text
+
     def check(self, keys: list[str]) -> bool:
         """Whether there is a valid text under each key."""
         return self._line.ask("check", keys) and all(self._text(key) is not None for key in keys)

@@ -36,7 +36,10 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         """Evaluates all data loaders, once."""
         trainer: Any = self.trainer
         with trainer.heartbeat.within(trainer.state.stage.value):
-            return self._run()
+            outputs = self._run()
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            trainer.steering.compare()
+        return outputs
 
     def _run(self) -> list[Any]:
         trainer: Any = self.trainer

@@ -39,12 +39,18 @@ class FitLoop(_FitLoop):
     """Whether the latest epoch ended, by `max_steps` or `should_stop`, before its data did."""
     _num_lossless_epochs = 0
 
+    def run(self) -> None:
+        """Runs all epochs."""
+        self.trainer.steering.begin_run()  # type: ignore[attr-defined]
+        super().run()
+
     def on_run_start(self) -> None:
         """Resets the counts of losses; called before the first epoch."""
         optimization: Any = self.epoch_loop.automatic_optimization
         self._num_lossless_epochs, optimization.has_loss, optimization.num_skipped = 0, False, 0
         self.trainer.add_run_summary()  # type: ignore[attr-defined]
         super().on_run_start()
+        self.trainer.steering.compare()  # type: ignore[attr-defined]
 
     def on_run_end(self) -> None:
         """Called after the last epoch: the hooks at the end of training, of which the strategy's may name a cause."""
@@ -127,6 +133,7 @@ class FitLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Begins an epoch."""
         super().on_advance_start()
+        self.trainer.steering.compare()  # type: ignore[attr-defined]
 
     @ends_with_data
     def advance(self) -> None:
@@ -152,6 +159,7 @@ class FitLoop(_FitLoop):
         if self.is_cut_short:  # a longer run continues in it, and calls the hooks again
             self.trainer._checkpoint_connector.logs.hold()  # type: ignore[attr-defined]
         super().on_advance_end()
+        self.trainer.steering.compare()  # type: ignore[attr-defined]
 
     def _check_losses(self) -> None:
         optimization: Any = self.epoch_loop.automatic_optimization

@@ -85,6 +85,7 @@ class FlatEpoch:
         self._fit_loop = trainer.fit_loop
         self._heartbeat = trainer.heartbeat
         self._connector = trainer._logger_connector
+        self._steering = trainer.steering if trainer.world_size > 1 else None
         self._hooks = Hooks(trainer)
         self._transfer = Transfer(trainer)
         self._strategy_hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
@@ -173,6 +174,8 @@ class FlatEpoch:
         if not self._shortcuts.is_current():
             self._derive_shortcuts()
         if response == -1:
+            if self._steering is not None:
+                self._steering.cancel_epoch(loop.batch_progress.total.ready)
             return _CANCELLED
         progress: Any = loop.batch_progress
         progress.total.started += 1
@@ -206,6 +209,8 @@ class FlatEpoch:
         progress = loop.batch_progress
         progress.total.completed += 1
         progress.current.completed += 1
+        if self._steering is not None:
+            self._steering.after_batch(progress.total.ready)
 
         interval = trainer.log_every_n_steps
         # Lightning: _LoggerConnector.should_update_logs

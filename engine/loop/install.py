@@ -33,6 +33,7 @@ from ..reliability.heartbeat import Heartbeat
 from ..reliability.nonfinite import NonFiniteWatch
 from ..reliability.signals import SignalConnector
 from ..reliability.stack_answers import StackAnswers
+from ..reliability.steering import Steering
 from ..reliability.watchdog import Watchdog
 from ..resume.checkpoint_connector import CheckpointConnector
 from ..resume.run_history import RunHistory
@@ -80,6 +81,8 @@ class TrainerBase(Trainer):
 
     heartbeat: Heartbeat
     """The position of this process in its run."""
+    steering: Steering
+    """The agreement of the ranks on what steers their loops."""
     hang_timeout_s: float | None = None
     """The longest time that a rank may make no progress, in seconds; None without limit."""
     config: EngineConfig
@@ -333,6 +336,7 @@ def install_loops(
         doctor: another such callback.
     """
     trainer.heartbeat = Heartbeat(trainer)
+    trainer.steering = Steering(trainer)
     trainer.hang_timeout_s = config.hang_timeout_s
     trainer._run_summary, trainer._doctor = run_summary, doctor
     # Lightning: private attributes that Trainer.__init__ sets.

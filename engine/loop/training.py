@@ -119,8 +119,14 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         """Runs one batch in Lightning's own loop."""
         if self.pending_batch_work == "end":
             self.pending_batch_work = None
-        else:
+            return
+        batches = self.batch_progress.total.ready
+        try:
             super().advance(data_fetcher)
+        except StopIteration:
+            if self.batch_progress.total.ready > batches:  # otherwise the data is over
+                self.trainer.steering.cancel_epoch(batches)  # type: ignore[attr-defined]
+            raise
 
     def reset(self) -> None:
         """Resets the loop at the start of each epoch; hides Lightning's warning if the data's position is known."""
@@ -193,6 +199,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     @ends_with_data
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Ends a batch in Lightning's own loop."""
+        self.trainer.steering.after_batch(self.batch_progress.total.ready)  # type: ignore[attr-defined]
         super().on_advance_end(data_fetcher)
         self.rng_state_before_validation = None
         if not self._should_accumulate():

@@ -96,7 +96,9 @@ _TABLE = (
 )
 _ADVICE = tuple((re.compile(pattern, re.IGNORECASE | re.DOTALL), advice) for pattern, advice in _TABLE)
 _BY_KIND = {
-    "death": f"{_KILLED}, for the limits of the cluster or the container, and at the rank's standard error",
+    "death": "look at the rank's standard error: `terminate called`, or a line of C++ such as gloo's `EnforceNotMet`,"
+    " means that a library has aborted it, for example because the ranks called different collectives; without such"
+    f" a line, {_KILLED}, and for the limits of the cluster or the container",
     "hang": _LATE,
     HOST_LOST: f"is that host still there? {_NETWORK}",
 }
