@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop
 from ..data import check_evaluated_side_by_side, ends_with_data
+from ..resume.averages import follow_until_first_update
 from ..strategies import adapt
 from .hooks import Hooks
 from .log import attach_log, detach_log
@@ -35,6 +36,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def run(self) -> list[Any]:
         """Evaluates all data loaders, once."""
         trainer: Any = self.trainer
+        follow_until_first_update(trainer)
         with trainer.heartbeat.within(trainer.state.stage.value):
             outputs = self._run()
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Lightning: Trainer.fit_loop.
 from .._compat.lightning import _FitLoop, _MockOptimizer
 from ..data import ends_with_data, starts_iterator, tell_batch_sampler
+from ..resume.averages import follow_until_first_update
 from .noise import hide_tree_warnings
 from .requests import why_empty
 
@@ -102,6 +103,11 @@ class FitLoop(_FitLoop):
         if epoch is not None and not self.needs_new_loaders:
             self._last_train_dl_reload_epoch = epoch
         self.loaders_made_in_epoch = None
+
+    def on_run_end(self) -> None:
+        """Ends the run."""
+        follow_until_first_update(self.trainer)
+        super().on_run_end()
 
     def _load_combined_loader_states(self) -> None:
         # Lightning: _FitLoop._load_combined_loader_states, called right before the first iterator is made.

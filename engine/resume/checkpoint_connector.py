@@ -284,6 +284,15 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             hook_state = {**states[0], "residuals": shares}
         hook.load_state_dict(hook_state)
 
+    def restore_training_state(self) -> None:
+        """Restores what training changes; called when the module and its optimizers are there, also by new runs."""
+        trainer, trained = self.trainer, self.trained_parameters
+        if trainer.state.fn == TrainerFn.FITTING:
+            saved = self._engine_state.get("trained", {}) if self._loaded_checkpoint else {}
+            trained.begin(trainer.lightning_module, trainer.optimizers, saved)
+            trained.restore_flags(trainer.lightning_module)
+        super().restore_training_state()
+
     def restore_optimizers_and_schedulers(self) -> None:
         """Restores optimizers and schedulers; also sharded optimizers, which Lightning leaves to its strategies."""
         super().restore_optimizers_and_schedulers()
@@ -324,8 +333,10 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             )
             return
         states = []
-        for optimizer, state, names in zip(optimizers, saved, self._saved_names, strict=True):
+        module, trained = self.trainer.lightning_module, self.trained_parameters
+        for number, (optimizer, state, names) in enumerate(zip(optimizers, saved, self._saved_names, strict=True)):
             named = by_name(state, names)
+            trained.restore_groups(module, number, optimizer, named["param_groups"])
             named["state"] = {name: values for name, values in named["state"].items() if not _is_elsewhere(values)}
             states.append(in_order_of(named, optimizer, self._names(optimizer)))
         if self._is_sharded or self._state_is_spread:

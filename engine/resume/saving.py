@@ -30,8 +30,10 @@ from ..loggers.continuation import LogContinuation
 from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt, capabilities_of
 from ..version import __version__
+from .averages import follow_until_first_update
 from .engine_io import EngineIO
 from .run_history import RunHistory
+from .trained_parameters import TrainedParameters
 
 __all__ = ["STRATEGY", "SavingConnector"]
 
@@ -56,6 +58,8 @@ class SavingConnector(_CheckpointConnector):
     ) -> None:
         super().__init__(trainer)
         self.saver = AsyncCheckpointer()
+        self.trained_parameters = TrainedParameters()
+        """What callbacks change about the parameters."""
         self.history = RunHistory(trainer, self.saver)
         """The identity of this run."""
         self.logs = LogContinuation(trainer)
@@ -254,6 +258,7 @@ class SavingConnector(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Returns Lightning's dict, with the engine's own state under `OURS`; called by all ranks."""
+        follow_until_first_update(self.trainer)
         checkpoint = dict(super().dump_checkpoint(weights_only))  # a copy, since hooks may have kept that dict
         trainer = self.trainer
         if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
@@ -276,6 +281,7 @@ class SavingConnector(_CheckpointConnector):
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "accumulation_asked": self._accumulation_asked,
             "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+            "trained": self.trained_parameters.changes(trainer.lightning_module, trainer.optimizers),
             "run": self.history.run.as_dict(),
         }
         checkpoint[OURS][STRATEGY] = self._strategy.shared_state()
