@@ -90,10 +90,12 @@ def _raise_again(wrapped: Any) -> None:
 @contextmanager
 def naming_exhausted_iterators() -> Iterator[None]:
     """Context of a run, and of its forks: `StopIteration` of data sets and of their `collate_fn` is an error."""
-    before = _MapDatasetFetcher.fetch, _IterableDatasetFetcher.fetch, ExceptionWrapper.reraise
-    _MapDatasetFetcher.fetch, _IterableDatasetFetcher.fetch = _fetch_from_samples, fetch_from_stream
-    ExceptionWrapper.reraise = _raise_again
+    samples: Any = _MapDatasetFetcher
+    streams: Any = _IterableDatasetFetcher
+    workers: Any = ExceptionWrapper
+    before = samples.fetch, streams.fetch, workers.reraise
+    samples.fetch, streams.fetch, workers.reraise = _fetch_from_samples, fetch_from_stream, _raise_again
     try:
         yield
     finally:
-        _MapDatasetFetcher.fetch, _IterableDatasetFetcher.fetch, ExceptionWrapper.reraise = before
+        samples.fetch, streams.fetch, workers.reraise = before

@@ -56,7 +56,7 @@ class Hooks:
         self.module: LightningModule = trainer.lightning_module
         self.strategy: Any = trainer.strategy
         self.precision: Any = trainer.precision_plugin
-        self._heartbeat: Any = self.trainer.heartbeat
+        self._heartbeat: Any = trainer.heartbeat  # type: ignore[attr-defined]
 
     @property
     def clips(self) -> bool:

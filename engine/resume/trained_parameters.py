@@ -65,9 +65,9 @@ class TrainedParameters:
         for name, parameter in module.named_parameters():
             if name in is_trained:
                 parameter.requires_grad_(is_trained[name])
-        for name, part in module.named_modules():
-            if name in tracks:
-                part.track_running_stats = tracks[name]
+        parts: dict[str, Any] = dict(module.named_modules())
+        for name in tracks.keys() & parts.keys():
+            parts[name].track_running_stats = tracks[name]
 
     def restore_groups(self, module: LightningModule, number: int, optimizer: Optimizer, groups: Any) -> None:
         """Gives an optimizer the parameters that were added to it in the resumed run.
