@@ -42,8 +42,12 @@ class FitLoop(_FitLoop):
 
     def run(self) -> None:
         """Runs all epochs."""
-        self.trainer.steering.begin_run()  # type: ignore[attr-defined]
-        super().run()
+        steering: Any = self.trainer.steering  # type: ignore[attr-defined]
+        steering.begin_run()
+        try:
+            super().run()
+        finally:
+            steering.end_run()
 
     def on_run_start(self) -> None:
         """Resets the counts of losses; called before the first epoch."""

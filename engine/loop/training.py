@@ -120,12 +120,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if self.pending_batch_work == "end":
             self.pending_batch_work = None
             return
-        batches = self.batch_progress.total.ready
         try:
             super().advance(data_fetcher)
         except StopIteration:
-            if self.batch_progress.total.ready > batches:  # otherwise the data is over
-                self.trainer.steering.cancel_epoch(batches)  # type: ignore[attr-defined]
+            progress: Any = self.batch_progress
+            if progress.current.started < progress.current.ready:  # otherwise the data is over
+                self.trainer.steering.cancel_epoch(progress.total.ready)  # type: ignore[attr-defined]
             raise
 
     def reset(self) -> None:

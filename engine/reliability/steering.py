@@ -57,7 +57,12 @@ class Steering:
         self._store: SignedStore | None = None
         self._consensus: StopConsensus | None = None
         self._is_asked = self._is_agreed = False
+        self._keeps_step = True
         self._limits: tuple[Any, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied trainer takes part in no run.
+        return {**vars(self), "_store": None, "_consensus": None}
 
     def begin_run(self) -> None:
         """Called by all ranks when training begins."""
@@ -65,6 +70,7 @@ class Steering:
         self._num_stops = 0
         self._store = None
         self._is_asked = self._is_agreed = False
+        self._keeps_step = adapt(self._trainer.strategy).capabilities.keeps_step
         if self._trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
             # torch: the store of the default process group, which has no public name.
             store = dist.distributed_c10d._get_default_store()
@@ -72,15 +78,19 @@ class Steering:
         self._begin_consensus()
         self.compare()
 
+    def end_run(self) -> None:
+        """Called when training ends."""
+        self._store = self._consensus = None
+
     def compare(self) -> None:
         """Called between epochs and after a validation, by all ranks; any of them may stop the run."""
         if self._store is None:
             return
         trainer = self._trainer
-        if not adapt(trainer.strategy).capabilities.keeps_step:  # the ranks are at different places
+        self._limits = self._look_up_limits()
+        if not self._keeps_step:  # the ranks are at different places
             self.after_batch(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
             return
-        self._limits = self._look_up_limits()
         of_ranks = trainer.all_ranks.all_gather_object((bool(trainer.should_stop), self._is_asked, self._limits))
         for name, *values in zip(_NAMES, *(limits for _, _, limits in of_ranks), strict=True):
             if any(value != values[0] for value in values):
@@ -100,7 +110,7 @@ class Steering:
         trainer, consensus = self._trainer, self._consensus
         if consensus is None:
             return
-        if (limits := self._look_up_limits()) != self._limits:
+        if self._keeps_step and (limits := self._look_up_limits()) != self._limits:
             self._limits = limits
             values = ", ".join(f"{name}={value}" for name, value in zip(_NAMES, limits, strict=True))
             if not self._all_say(f"limits/{batches}/{values}"):
