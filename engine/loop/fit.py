@@ -59,6 +59,7 @@ class FitLoop(_FitLoop):
 
     def on_run_end(self) -> None:
         """Called after the last epoch: the hooks at the end of training, of which the strategy's may name a cause."""
+        follow_until_first_update(self.trainer)
         super().on_run_end()
         self.epoch_loop.first_steps.end_run()  # type: ignore[attr-defined]
 
@@ -107,11 +108,6 @@ class FitLoop(_FitLoop):
         if epoch is not None and not self.needs_new_loaders:
             self._last_train_dl_reload_epoch = epoch
         self.loaders_made_in_epoch = None
-
-    def on_run_end(self) -> None:
-        """Ends the run."""
-        follow_until_first_update(self.trainer)
-        super().on_run_end()
 
     def _load_combined_loader_states(self) -> None:
         # Lightning: _FitLoop._load_combined_loader_states, called right before the first iterator is made.
