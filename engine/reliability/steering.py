@@ -1,4 +1,4 @@
-"""What steers the loop is decided by all ranks together: `trainer.should_stop`, a cancelled epoch, limits of the run.
+"""All ranks decide together on all that steers the loop: `trainer.should_stop`, a cancelled epoch, limits of the run.
 
 A rank that left the loop alone would leave the others waiting in a collective. No collective in a step is needed:
 

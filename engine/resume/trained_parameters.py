@@ -1,4 +1,4 @@
-"""What callbacks change about a run's parameters: which of them are trained, and the groups that optimizers have.
+"""Saves and restores which parameters a run trains, and in which groups: callbacks change both in mid-training.
 
 A fine-tuning callback (`BackboneFinetuning`, say) freezes a part of the module before training, unfreezes it later, and
 gives it to the optimizer as a group of its own. A resumed run begins with the part frozen again, and the callback has
