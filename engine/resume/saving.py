@@ -59,7 +59,7 @@ class SavingConnector(_CheckpointConnector):
         super().__init__(trainer)
         self.saver = AsyncCheckpointer()
         self.trained_parameters = TrainedParameters()
-        """What callbacks change about the parameters."""
+        """Knows which parameters are trained, and in which groups."""
         self.history = RunHistory(trainer, self.saver)
         """The identity of this run."""
         self.logs = LogContinuation(trainer)
