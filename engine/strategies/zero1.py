@@ -3,7 +3,8 @@
 Stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): of AdamW's two moments, 8 bytes a parameter in fp32, each
 of W ranks keeps 1/W. torch's `ZeroRedundancyOptimizer` builds the optimizer itself; here the optimizers that
 `configure_optimizers` returns are kept, with their groups and schedulers, and no rank has to gather all state for a
-checkpoint.
+checkpoint. An optimizer that needs the gradients or the state of all parameters at once, as `optimizer_trial.py` finds
+out, is not divided: each rank takes its whole step, as under `ddp`.
 
 Phases of an optimizer step: 1. all-reduces of the gradients beside backward, as under `ddp`, compressed or not;
 2. clipping, by whole gradients; then each rank steps its own parameters, with the updates of `ddp` bit for bit, while
@@ -17,13 +18,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..checkpoint.state_tree import mapped, merged
 from ..compression import CommHook, CountingGroup
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
+from ..distributed.object_group import WORLD
 from .ddp import DDP
+from .optimizer_trial import habits_of
 from .options import DDPOptions
 
 __all__ = ["Owners", "Zero1"]
@@ -44,12 +49,19 @@ class Owners:
         self._owners: dict[Tensor, int] = {}
 
     def assign(self, parameters: list[Tensor]) -> None:
-        """Assigns each parameter without an owner, the largest first, to the rank with the fewest values so far."""
+        """Assigns each parameter without an owner, the largest first, to the rank with the fewest values so far.
+
+        Frozen parameters come last, so that those that are trained are evenly divided.
+        """
         new = dict.fromkeys(parameter for parameter in parameters if parameter not in self._owners)
-        for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
+        for parameter in sorted(new, key=lambda parameter: (not parameter.requires_grad, -parameter.numel())):
             owner = self._num_values.index(min(self._num_values))
             self._num_values[owner] += parameter.numel()
             self._owners[parameter] = owner
+
+    def give(self, parameter: Tensor, owner: int) -> None:
+        """Makes a rank the owner of a parameter, which takes the place of another one."""
+        self._owners[parameter] = owner
 
     def __getitem__(self, parameter: Tensor) -> int:
         return self._owners[parameter]
@@ -73,8 +85,11 @@ class Zero1(DDP):
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)
         self._owners: Owners | None = None
+        self._owned: dict[str, Tensor] = {}
         self._updates: CountingGroup | None = None
         self._hooks: list[RemovableHandle] = []
+        self._undivided: list[Optimizer] = []
+        self._stepped: list[Tensor] = []
         self._aside: list[tuple[Tensor, Tensor | None]] = []
 
     def connect(self, model: LightningModule) -> None:
@@ -84,11 +99,15 @@ class Zero1(DDP):
 
     @property
     def owners(self) -> Owners:
-        """The owners of the module's trained parameters; others get an owner when an optimizer first steps them."""
+        """The owners of the module's parameters, drawn once in a run: a checkpoint is read before there are optimizers.
+
+        Parameters that are added later get an owner when an optimizer first steps them.
+        """
         if self._owners is None:
             assert self.lightning_module is not None
             self._owners = Owners(self.layout.world_size)
-            self._owners.assign([p for p in self.lightning_module.parameters() if p.requires_grad])
+            self._owned = dict(self.lightning_module.named_parameters())
+            self._owners.assign(list(self._owned.values()))
         return self._owners
 
     def keeps_state_of(self, parameter: Tensor) -> bool:
@@ -101,22 +120,41 @@ class Zero1(DDP):
         return [*super().wires, *([] if self._updates is None else [self._updates])]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Creates the optimizers, and adds hooks before and after their steps.
-
-        Raises:
-            ValueError: the update of a parameter by an optimizer depends on other parameters.
-        """
-        self._owners = None  # the move to the device may have replaced the parameters
+        """Creates the optimizers, and adds hooks before and after the steps of those that can be divided."""
         super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        owners = self.owners
+        for name, parameter in self.lightning_module.named_parameters():
+            if name in self._owned:  # the move to the device may have replaced it
+                owners.give(parameter, owners[self._owned[name]])
         self._updates = CountingGroup()
+        self._undivided = []
         for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise ValueError(
-                    "strategy 'zero1' can't run LBFGS, whose update of one parameter depends on the gradients of all"
-                    " of them, while here each rank steps with a part: choose strategy 'ddp'."
+            reason = habits_of(optimizer).of_others_or_state
+            if reason:
+                self._undivided.append(optimizer)
+                rank_zero_warn(
+                    f"strategy {self!r}: {reason}. So each rank takes its whole step and has all of its state, as under"
+                    " 'ddp', and no memory is saved: switch that off, if it is an option, or choose 'fsdp'."
                 )
+                continue
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            # torch: first of all, so that hooks of the user see all parameters as they are after the step.
+            optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[-1].id, last=False)  # type: ignore[attr-defined]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns an optimizer's state of this rank's own parameters, of which a checkpoint is put together."""
+        state = super().optimizer_state(optimizer)
+        others = {number for number, p in enumerate(_all_of(optimizer)) if not self.keeps_state_of(p)}
+        return {**state, "state": {key: value for key, value in state["state"].items() if key not in others}}
+
+    def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
+        """Also gives all ranks the whole state of optimizers that are not divided: each has read its own share."""
+        super().load_state(shared, of_rank)
+        for optimizer in self._undivided:
+            states = WORLD.all_gather_object(mapped(Tensor.cpu, optimizer.state_dict()))
+            optimizer.load_state_dict(merged(states))
 
     def teardown(self) -> None:
         """Removes the hooks of the optimizers."""
@@ -127,6 +165,7 @@ class Zero1(DDP):
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Called by torch before `optimizer.step`; gradients come with the closure, if there is one."""
+        self._stepped = []
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._set_aside(optimizer)
@@ -141,9 +180,10 @@ class Zero1(DDP):
 
     def _set_aside(self, optimizer: Optimizer) -> None:
         """Hides the gradients of other ranks' parameters: torch's optimizers skip parameters without a gradient."""
-        trained = _trained(optimizer)
-        self.owners.assign(trained)
-        theirs = [p for p in trained if self.owners[p] != self.global_rank]
+        # Those that are frozen since backward are stepped as well.
+        self._stepped = [p for p in _all_of(optimizer) if p.requires_grad or p.grad is not None]
+        self.owners.assign(self._stepped)
+        theirs = [p for p in self._stepped if self.owners[p] != self.global_rank]
         self._aside = [(p, p.grad) for p in theirs]
         for p in theirs:
             p.grad = None
@@ -151,20 +191,22 @@ class Zero1(DDP):
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch after `optimizer.step`: phase 3, and restores all gradients."""
+        if not self._stepped:  # an optimizer that does not call its closure has stepped other ranks' parameters, too
+            self._set_aside(optimizer)
         for p, gradient in self._aside:
             p.grad = gradient
         self._aside.clear()
         pending: deque[Callable[[], None]] = deque()
-        for index, bucket in enumerate(self._buckets(optimizer)):
+        for index, bucket in enumerate(self._buckets()):
             if len(pending) == _NUM_IN_FLIGHT:
                 pending.popleft()()
             pending.append(self._start(index, bucket))
         for finish in pending:
             finish()
 
-    def _buckets(self, optimizer: Optimizer) -> Iterator[_Bucket]:
+    def _buckets(self) -> Iterator[_Bucket]:
         shares: dict[int, list[Tensor]] = {}
-        for p in _trained(optimizer):
+        for p in self._stepped:
             shares.setdefault(self.owners[p], []).append(p)
         for owner, parameters in sorted(shares.items()):
             yield from (_Bucket(owner, bucket) for bucket in in_buckets(parameters, self.options.bucket_cap_mb))
@@ -187,5 +229,5 @@ class Zero1(DDP):
         return finish
 
 
-def _trained(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+def _all_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -35,11 +35,11 @@ from ...initialization.materialize import materialize
 from ...initialization.stored_weights import read_stored
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
 from ..mesh import MeshStrategy
+from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..recurrent import never_flatten
 from ..units import named_blocks, shard_units
 from .gradients import StageGradients
-from .optimizers import check_optimizer
 from .partitioned_module import PartitionedModule
 from .plan import plan_stages, replace_absent
 from .stage_checks import check_batch_size, check_flags, check_optimization, check_plan, check_schedule
@@ -191,7 +191,12 @@ class Pipeline(MeshStrategy):
             set_random_state(self._stage_ranks.all_gather_object(get_random_state())[0])
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                check_optimizer(optimizer)
+                if reason := habits_of(optimizer).of_others:
+                    raise ValueError(
+                        f"{reason}, but a pipeline stage has only its own: switch that off, if it is an option (and set"
+                        " gradient_clip_val of the Engine for clipping), choose another optimizer, or another strategy,"
+                        " such as 'ddp' or 'fsdp'."
+                    )
         self.setup_precision_plugin()
         self.hand_out_data_group(self.model)
         self._start_runner()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ...compression import CommHook
@@ -33,6 +33,7 @@ from ...launch.process_launchers import end_group_at_exit
 from ...reliability.failure import print_rank
 from ..capabilities import Capabilities
 from ..layout import DistributedStrategy
+from ..optimizer_trial import habits_of
 from ..options import PSOptions
 from .object_gather import PendingGathers, SurvivingRanks, open_gathers
 from .rpc import Connection, interface_of
@@ -131,11 +132,15 @@ class PS(DistributedStrategy, DDPStrategy):
         """Creates the optimizers.
 
         Raises:
-            ValueError: one of them is LBFGS, which evaluates the loss within its step.
+            ValueError: one of them needs all parameters at once, or its state where the module is.
         """
         super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError("LBFGS evaluates the loss within its step, which `ps` does at a server: choose 'ddp'.")
+        for optimizer in self.optimizers:
+            if reason := habits_of(optimizer).of_others_or_state:
+                raise ValueError(
+                    f"{reason}, but under 'ps' each server has some of the parameters, and their state: choose another"
+                    " optimizer, or another strategy, such as 'ddp' or 'fsdp'."
+                )
         if self.options.staleness == 0:
             # A worker has its own gradients only; the servers clip their mean.
             self.precision_plugin.clipper = self._clip_at_servers  # type: ignore[attr-defined]
