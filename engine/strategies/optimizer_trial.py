@@ -244,7 +244,8 @@ class _Copy:
         path = [self._values()]
         with _EqualDraws() if self._draws_equal else contextlib.nullcontext():
             for number in range(num_steps):
-                type(self._optimizer).step(self._optimizer, functools.partial(self._closure, number))
+                closure: Any = functools.partial(self._closure, number)
+                type(self._optimizer).step(self._optimizer, closure)
                 path.append(self._values())
             for name in _methods_without_arguments(type(self._optimizer)):
                 values = self._call(name)

@@ -1,17 +1,21 @@
 """Makes an optimizer's step on split parameters and plain tensors give the result of a step on whole tensors.
 
-Most out-of-place operations work with DTensor, which takes plain tensors for replicas. Three cases don't:
+Most out-of-place operations work with DTensor, which takes plain tensors for replicas. Four cases don't:
 - torch refuses an in-place operation of a plain tensor with a DTensor (LAMB divides all gradients by their norm);
 - torch refuses an in-place change of a norm that is not reduced over the ranks yet (Adafactor's roots of row norms);
-- values that are rounded to 16 bits and then multiplied (Muon) depend on the split: they are gathered first.
+- values that are rounded to 16 bits and then multiplied (Muon) depend on the split: they are gathered first;
+- what torch can't split at all (eigenvalues, indices, operators of the user's own, a plain tensor times a DTensor under
+  `fsdp`, an in-place sum of one row) is computed on the gathered tensors, on all ranks, and each keeps its part.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, optim
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .._compat.torch import TorchDispatchMode, tree_map_only
@@ -25,6 +29,10 @@ _ELEMENTWISE = frozenset(
     )
 )
 """Optimizers that compute each element only from its own gradient and state, in the precision of the parameters."""
+_REFUSALS = ("Sharding propagation failed", "does not have a sharding strategy", "got mixed torch.Tensor and DTensor")
+"""Of torch's messages, those with which an operation fails before it computes or sends anything, on all ranks alike."""
+_GATHERED = "_polyphase_gathered"
+"""Attribute of a view of a gathered copy: what is written to it is lost."""
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -34,15 +42,16 @@ def as_whole(
     """Returns the context for an optimizer's step, and the closure to pass to it."""
     if type(optimizer) in _ELEMENTWISE:
         return contextlib.nullcontext(), closure
-    mode = _AsWhole()
+    mode = _AsWhole(type(optimizer).__name__)
     return mode, mode.pausing(closure)
 
 
 class _AsWhole(TorchDispatchMode):
     """A mode in which operations have the results of whole tensors; `pausing` suspends it for the closure."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
+        self._name = name
         self._is_paused = False
 
     def pausing(self, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +78,63 @@ class _AsWhole(TorchDispatchMode):
                 args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
             else:  # an operation on lists of tensors: torch counts plain ones as replicas
                 tree_map_only(DTensor, _sum_over_ranks, args[0])
-        return operator(*args, **kwargs)
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in operator._schema.returns)
+        if operator._schema.name.endswith("_"):
+            tree_map_only(DTensor, functools.partial(self._check_written, operator), args[0])
+        try:
+            result = operator(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(text in str(error) for text in _REFUSALS):
+                raise
+            if is_view:
+                raise RuntimeError(f"{self._refusal(operator)} torch: {error}") from error
+            return _on_whole(operator, args, kwargs)
+        if is_view and isinstance(args[0], DTensor) and isinstance(result, DTensor) and _is_gathered(result, args[0]):
+            vars(result)[_GATHERED] = True
+        return result
+
+    def _check_written(self, operator: Any, tensor: DTensor) -> None:
+        if _GATHERED in vars(tensor):
+            raise RuntimeError(self._refusal(operator))
+
+    def _refusal(self, operator: Any) -> str:
+        return (
+            f"the step of {self._name} can't be done with parameters that are split over ranks: {operator} needs a view"
+            " of a part of one that other ranks have, too. Choose another optimizer, or a strategy that leaves"
+            " parameters whole, such as 'ddp'."
+        )
+
+
+def _is_gathered(view: DTensor, base: DTensor) -> bool:
+    """Whether torch has gathered `base` to give a view of it: of rows that several ranks have, say."""
+    num_split = [sum(placement.is_shard() for placement in tensor.placements) for tensor in (view, base)]
+    return num_split[0] < num_split[1] or _GATHERED in vars(base)
+
+
+def _on_whole(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Computes an operation on gathered tensors; what it writes to keeps its placement, and results are replicas."""
+    meshes: list[DeviceMesh] = []
+    tree_map_only(DTensor, lambda tensor: meshes.append(tensor.device_mesh), (args, kwargs))
+    whole_args, whole_kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
+    results = operator(*whole_args, **whole_kwargs)
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info and argument.alias_info.is_write:
+            place = index if index < len(args) else argument.name
+            source, target = (whole_args, args) if index < len(args) else (whole_kwargs, kwargs)
+            several = isinstance(target[place], (list, tuple))
+            pairs = zip(target[place], source[place], strict=True) if several else [(target[place], source[place])]
+            for tensor, whole in pairs:
+                if isinstance(tensor, DTensor):
+                    _sum_over_ranks(tensor)  # no part of a sum can be written to
+                    part = _replicated(whole, tensor.device_mesh).redistribute(placements=tensor.placements)
+                    tensor.to_local().copy_(part.to_local())
+    if operator._schema.name.endswith("_"):
+        return None if not operator._schema.returns else args[0]
+    return tree_map_only(Tensor, lambda result: _replicated(result, meshes[0]), results)
+
+
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _rounds(tensor: Tensor, dtype: torch.dtype | None) -> bool:

@@ -145,7 +145,7 @@ class Zero1(DDP):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns an optimizer's state of this rank's own parameters, of which a checkpoint is put together."""
-        state = super().optimizer_state(optimizer)
+        state: Any = super().optimizer_state(optimizer)
         others = {number for number, p in enumerate(_all_of(optimizer)) if not self.keeps_state_of(p)}
         return {**state, "state": {key: value for key, value in state["state"].items() if key not in others}}
 

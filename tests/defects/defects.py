@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from polyphase.engine.loop.loss_weighting import LossWeighting
 from polyphase.engine.strategies import clipping
 from polyphase.engine.strategies.fsdp import strategy as fsdp
+from polyphase.engine.strategies.optimizer_trial import Habits
 from polyphase.engine.strategies.pipeline import attribute_guard, gradients, run, strategy
 from polyphase.engine.strategies.pipeline import remote_parameters as remote
 from polyphase.engine.strategies.tensor import strategy as tensor
@@ -188,7 +189,9 @@ DEFECTS = {
         "pp", Model(_Stale, _MLP), [(attribute_guard.AttributeGuard, "_install", nothing)]
     ),
     "an optimizer with one norm for all has that of a stage": Defect(
-        "pp", Model(_StepsByOneNorm, _MLP), [(strategy, "check_optimizer", nothing)]
+        "pp",
+        Model(_StepsByOneNorm, _MLP),
+        [(strategy, "habits_of", lambda optimizer: Habits("steps each parameter by itself"))],
     ),
     "clipping by hand by the norm of a stage": Defect("pp", Model(_ClipsByHand, _MLP), [(remote, "_check", nothing)]),
     "BatchNorm of micro-batches": Defect("pp", _NORMED, [(run, "batch_norm_warning", nothing)]),

@@ -123,8 +123,10 @@ class Scaled(torch.optim.Optimizer):
         with torch.enable_grad():
             closure()
         self.num_steps += 1
-        for group, p in [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]:
-            p.add_(p.grad * self.scale(group, p), alpha=-group["lr"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * self.scale(group, p), alpha=-group["lr"])
 
     def norm(self, belongs=lambda p: True, groups=slice(None)):
         parameters = [p for group in self.param_groups[groups] for p in group["params"] if p.grad is not None]

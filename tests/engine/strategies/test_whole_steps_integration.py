@@ -3,7 +3,8 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, library, nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
@@ -67,3 +68,113 @@ def test_tp_is_as_a_plain_loop():
     optimizer.step()
     # 1e-8 of a gradient, by which sums in another order differ, can be a bit of 16-bit numbers: 2**-8 of what moves.
     assert largest_difference(fit("tp_fork", samples=16, steps=1), expected.state_dict()) < 2**-8 * 0.02
+
+
+# --- what torch can't do with parts of parameters is done on whole ones
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps by `change(p, state)`."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            self.change(p, self.state[p])
+        return loss
+
+
+class Shampoo(Optimizer):
+    def change(self, p, state):
+        gradient = p.grad
+        if p.dim() == 2:
+            state.setdefault("left", torch.eye(len(p)) * 0.1).add_(gradient @ gradient.T)
+            values, vectors = torch.linalg.eigh(state["left"])
+            gradient = (vectors @ torch.diag(values.clamp(min=1e-3) ** -0.5) @ vectors.T) @ gradient
+        p.add_(gradient, alpha=-0.01)
+
+
+class OrthogonalSteps(Optimizer):
+    """By a QR decomposition, whose signs are not unique, and with indices of the largest rows."""
+
+    def change(self, p, state):
+        step = p.grad
+        if p.dim() == 2:
+            q, r = torch.linalg.qr(p.grad.T @ p.grad + 0.1 * torch.eye(p.shape[1]))
+            step = step @ (q * r.diagonal().sign())
+            order = step.abs().sum(1).argsort()
+            step = step[order][order.argsort()]
+        p.sub_(step, alpha=0.02)
+
+
+@library.custom_op("tests::halved", mutates_args=("values",))
+def halved(values: Tensor, by: Tensor) -> None:
+    """An operator of the user's own that writes, which no version of torch can know how to split."""
+    values.sub_(by.round(decimals=3), alpha=0.02)
+
+
+class OwnOperator(Optimizer):
+    def change(self, p, state):
+        halved(p, p.grad)
+
+
+class Row(Net):
+    """Its output layer has one row, of which one rank has none."""
+
+    make = OwnOperator
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 1)
+
+    def training_step(self, batch, batch_idx):
+        (rows,) = batch
+        x, target = rows.split(32, dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) - target.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self):
+        return type(self).make([p for p in self.parameters() if p.dim() == 2 or self.make is not torch.optim.Muon])
+
+
+@pytest.mark.parametrize("make", [torch.optim.Muon, torch.optim.Rprop, Shampoo, OrthogonalSteps, OwnOperator])
+def test_any_step_of_fsdp_is_as_in_a_plain_loop(make, monkeypatch):
+    monkeypatch.setattr(Row, "make", make)
+    expected, module = Row(), Row()
+    optimizer = expected.configure_optimizers()
+    for rows in ROWS[:32].split(16):
+        optimizer.zero_grad()
+        expected.training_step([rows], 0).backward()
+        optimizer.step()
+    loader = DataLoader(TensorDataset(ROWS[:32]), batch_size=8)
+    Engine(**QUIET, strategy="fsdp_fork", devices=2, max_epochs=1, check_first_steps=False).fit(module, loader)
+    assert largest_difference(module.state_dict(), Row().state_dict()) > 1e-3
+    tolerance = 2**-8 * 0.04 if make is torch.optim.Muon else 1e-5  # a bit of 16 bits: as above
+    assert largest_difference(module.state_dict(), expected.state_dict()) < tolerance
+
+
+class Flattened(Optimizer):
+    """Writes through a view, of which a shard of one row has no part."""
+
+    def change(self, p, state):
+        p.view(-1).sub_(p.grad.view(-1), alpha=0.01)
+
+
+class SomeRows(Optimizer):
+    """Writes to some rows of each parameter, through a view."""
+
+    def change(self, p, state):
+        p[: len(p) // 4 + 1].sub_(p.grad[: len(p) // 4 + 1], alpha=0.01)
+
+
+@pytest.mark.parametrize("make", [Flattened, SomeRows])
+def test_a_write_through_a_view_is_refused_by_name(make, monkeypatch):
+    monkeypatch.setattr(Row, "make", make)
+    loader = DataLoader(TensorDataset(ROWS[:32]), batch_size=8)
+    engine = Engine(**QUIET, strategy="fsdp_fork", devices=2, max_epochs=1, check_first_steps=False)
+    with pytest.raises(ProcessRaisedException, match=f"the step of {make.__name__} can't be done with parameters that"):
+        engine.fit(Row(), loader)

@@ -22,7 +22,7 @@ from tests.engine.strategies.fsdp.test_strategy_integration import OneRankOverfl
 from tests.engine.strategies.test_ddp_integration import ByHand
 from tests.engine.test_uneven_integration import SIZES, Fits, Parts, plain_loop, steps_of
 from tests.engine.test_uneven_integration import fit as fit_parts
-from tests.engine.tiny import QUIET
+from tests.engine.tiny import QUIET, Saves
 from tests.pairs import nightly
 
 
@@ -168,10 +168,140 @@ def test_each_rank_has_its_share_of_the_state_and_all_gradients(devices, tmp_pat
         assert sent["broadcast"] == pytest.approx(3 * 4 * num_values * (devices - 1) / devices, rel=1e-3)
 
 
-def test_an_optimizer_that_looks_across_parameters_is_refused():
-    module = optimized_by(lambda module: torch.optim.LBFGS(module.parameters()))
-    with pytest.raises(ProcessRaisedException, match="'zero1' can't run LBFGS, whose update of one parameter depends"):
-        fit(module, "zero1_fork")
+# --- what needs more than its own parameters
+
+
+class NormalizedDescent(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "momentum": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            average = self.state[p].setdefault("average", torch.zeros_like(p))
+            p.sub_(average.mul_(0.5).add_(p.grad / norm), alpha=0.05)
+        return loss
+
+
+class Averaging(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("average", p.clone()).lerp_(p, 0.2)
+        return loss
+
+    @torch.no_grad()
+    def use_averages(self) -> None:
+        for p, state in self.state.items():
+            p.copy_(state["average"])
+
+
+class UsesAverages(Callback):
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        trainer.optimizers[0].use_averages()
+
+
+MANY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "NormalizedDescent": NormalizedDescent,
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2),
+    "Averaging": lambda parameters: Averaging(parameters, lr=1e-3, eps=1e-4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:strategy 'zero1_fork'")  # read by the next test, in this process
+@pytest.mark.parametrize("name", MANY)
+def test_an_optimizer_that_needs_all_parameters_steps_as_in_a_plain_loop_also_when_resumed(name, tmp_path):
+    expected = build("mlp")
+    optimizer = MANY[name](expected.parameters())
+    for batch in list(loader("mlp", 1))[:6]:
+
+        def closure(batch: Any = batch) -> Any:
+            optimizer.zero_grad()
+            loss = expected.training_step(batch, 0)
+            loss.backward()
+            return loss
+
+        if name == "LBFGS":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    if name == "Averaging":
+        optimizer.use_averages()
+    path, averages = tmp_path / "a.ckpt", [UsesAverages()] if name == "Averaging" else []
+    fit(
+        optimized_by(lambda module: MANY[name](module.parameters())),
+        "zero1_fork",
+        callbacks=[Saves(path, 3)],
+        max_steps=3,
+    )
+    module = optimized_by(lambda module: MANY[name](module.parameters()))
+    engine = Engine(**QUIET, strategy="zero1_fork", devices=2, max_steps=6, callbacks=averages)
+    engine.fit(module, loader("mlp", 1, 2), ckpt_path=path)
+    assert largest_difference(module.state_dict(), expected.state_dict()) <= TOLERANCE
+
+
+def test_it_is_said_that_such_an_optimizer_is_not_divided():
+    message = (
+        "'zero1_fork': NormalizedDescent steps a parameter by .* So each rank takes its whole step .* as under 'ddp'"
+    )
+    with pytest.raises(ProcessRaisedException, match=message):  # pytest makes errors of warnings, in ranks as well
+        fit(optimized_by(lambda module: NormalizedDescent(module.parameters())), "zero1_fork", max_steps=1)
+
+
+class Toggles(LightningModule):
+    """Two optimizers in turn, each of which sees the other's parameters frozen; a third part is never trained."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = (self.frozen(self.second(self.first(batch[0]).tanh())) - 1).square().mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), 0.02, eps=1e-4) for part in (self.second, self.first)]
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [("zero1:2", "zero1:2"), ("zero1:2", "zero1:3"), ("ddp:2", "zero1:2"), ("zero1:2", "single:1")],
+    ids=str,
+)
+def test_no_state_is_lost_on_resume_whatever_is_frozen_at_times(then, now, tmp_path):
+    rows = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    expected = Toggles()
+    first, second = expected.configure_optimizers()
+    for batch in rows.split(6):
+        for optimizer in (first, second):
+            expected.zero_grad()
+            (expected.frozen(expected.second(expected.first(batch).tanh())) - 1).square().mean().backward()
+            optimizer.step()
+    for flag, max_steps, callbacks, path in (
+        (then, 8, [Saves(tmp_path / "a.ckpt", 8)], None),
+        (now, 16, [], tmp_path / "a.ckpt"),
+    ):
+        strategy, devices = flag.split(":")
+        strategy = strategy if devices == "1" else f"{strategy}_fork:find_unused_parameters=true"
+        module = Toggles()
+        engine = Engine(**QUIET, strategy=strategy, devices=int(devices), max_steps=max_steps, callbacks=callbacks)
+        engine.fit(module, DataLoader(TensorDataset(rows), batch_size=6 // int(devices)), ckpt_path=path)
+    assert largest_difference(module.state_dict(), expected.state_dict()) <= TOLERANCE
 
 
 def test_a_wrong_option_is_an_error_when_the_engine_is_built():

@@ -54,9 +54,7 @@ def test_lbfgs_is_refused():
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(
-        ProcessRaisedException, match="LBFGS steps a parameter by .* under 'ps' each server has some of"
-    ):
+    with pytest.raises(ProcessRaisedException, match="under 'ps' each server has some of the parameters"):
         made("ps_fork", devices=1, max_steps=1).fit(Module(), loader("mlp", 1))
 
 
