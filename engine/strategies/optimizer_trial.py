@@ -50,7 +50,7 @@ _LEFT_OUT = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """What an optimizer does beside stepping each parameter by itself."""
+    """The habits of an optimizer: anything it does beside stepping each parameter by itself."""
 
     name: str
     """The optimizer's class."""

@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset(
 )
 """Optimizers that compute each element only from its own gradient and state, in the precision of the parameters."""
 _REFUSALS = ("Sharding propagation failed", "does not have a sharding strategy", "got mixed torch.Tensor and DTensor")
-"""Of torch's messages, those with which an operation fails before it computes or sends anything, on all ranks alike."""
+"""Parts of torch's messages if an operation fails before it computes or sends anything, on all ranks alike."""
 _GATHERED = "_polyphase_gathered"
 """Attribute of a view of a gathered copy: what is written to it is lost."""
 _CAST = torch.ops.aten._to_copy.default
