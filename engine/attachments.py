@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
 
-__all__ = ["carry_over", "copied", "has_hooks"]
+__all__ = ["carry_over", "copied", "has_hooks", "swap"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -31,10 +31,16 @@ def carry_over(old: Tensor, new: Tensor) -> None:
     new.__dict__ = old.__dict__
     vars(new).update(own)
     if (kind := _kind(old)) is not nn.Parameter:
-        new.__class__ = _split_kind(kind) if isinstance(new, DTensor) else kind  # type: ignore[arg-type]
+        new.__class__ = kind if type(new) is nn.Parameter else _both(type(new), kind)  # type: ignore[arg-type]
     for name in _HOOKS:
         if getattr(old, name) is not None:
             setattr(new, name, getattr(old, name))
+
+
+def swap(tensor: Tensor, replacement: Tensor) -> None:
+    """Gives `tensor`, which stays the same object, the content of `replacement`."""
+    carry_over(tensor, replacement)
+    swap_tensors(tensor, replacement)
 
 
 def copied(module: _Module, memo: dict[int, Any] | None = None) -> _Module:
@@ -74,13 +80,11 @@ def _copied_hook(hook: Any, memo: dict[int, Any]) -> Any:
 
 def _kind(parameter: Tensor) -> type[Any]:
     """Returns the class of a parameter as its program knows it."""
-    kind = type(parameter)
-    if isinstance(parameter, DTensor):
-        return getattr(kind, "of_parameter", nn.Parameter)
+    kind = getattr(type(parameter), "of_parameter", type(parameter))
     return kind if issubclass(kind, nn.Parameter) else nn.Parameter
 
 
 @functools.cache
-def _split_kind(kind: type[Any]) -> type[Any]:
-    """Returns the class of the DTensors that replace parameters of the class `kind`, of which they are instances."""
-    return type(kind.__name__, (DTensor, kind), {"of_parameter": kind})
+def _both(wrapper: type[Any], kind: type[Any]) -> type[Any]:
+    """Returns the class of the tensors of the class `wrapper`, such as DTensor, that replace parameters of `kind`."""
+    return type(kind.__name__, (wrapper, kind), {"of_parameter": kind})

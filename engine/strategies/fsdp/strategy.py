@@ -40,6 +40,7 @@ from ..layout import share_random_state
 from ..mesh import MeshStrategy
 from ..options import FSDPOptions, HSDPOptions
 from ..recurrent import never_flatten
+from ..replaced_parameters import Replacements
 from ..sparse_gradients import check_dense_gradients
 from ..units import named_blocks, untied
 from .by_hand import ByHand, called_parts, optimizes_by_hand
@@ -267,22 +268,27 @@ class FSDP(UnitSteps):
             self._names_of_whole = list(kept_whole(model, units))
             check_tensor_parallel(self._names_of_whole, self.layout.tp, repr(self))
 
+        replacements = Replacements(model, repr(self))
+
         def shard(submodule: nn.Module) -> None:
             if submodule not in units and submodule is not model:
                 return
             equalise(submodule, self.root_device)
-            self._split(submodule)
+            with replacements.within(submodule):
+                self._split(submodule)
             if submodule in recomputed and self.recompute is not None:
                 self.recompute(submodule)
             if submodule in blocks and self.compile is not None:
                 submodule.forward = self.compile(submodule.forward)
-            self._fully_shard(submodule, is_kept=submodule in kept)
+            with replacements.within(submodule):
+                self._fully_shard(submodule, is_kept=submodule in kept)
             read_stored(submodule, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
         if self._shards:
             never_flatten(model)
         hooks_before = {*model._forward_pre_hooks, *model._forward_hooks}
-        materialize(model, on_complete=shard, draws=not self._receives_weights)
+        materialize(model, on_complete=shard, draws=not self._receives_weights, replace=replacements.replace)
+        replacements.update_references()
         if self.options.rank0_init:
             share_random_state()  # the random state of a run in one process, which has drawn the weights
         if self._shards and self.options.extra_overlap:

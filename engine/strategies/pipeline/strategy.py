@@ -37,6 +37,7 @@ from ..fsdp.comm import CountedAllGather, CountedReduceScatter, fsdp_units, resh
 from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..recurrent import never_flatten
+from ..replaced_parameters import Replacements
 from ..units import named_blocks, shard_units
 from .gradients import StageGradients
 from .optimizers import check_optimizer
@@ -200,7 +201,8 @@ class Pipeline(MeshStrategy):
 
     def _partition(self, model: nn.Module) -> None:
         """Partitions the module: each rank gets rank 0's values of what it holds, and shapes for the rest."""
-        materialize(model)
+        replacements = Replacements(model, repr(self))
+        materialize(model, replace=replacements.replace)
         plan = plan_stages(model, self.num_stages)
         check_plan(model, plan, self.options)
         size, rank = self.layout.pp, self._stage_rank
@@ -220,7 +222,7 @@ class Pipeline(MeshStrategy):
             if not is_absent:
                 give_value(tensor, value)
         read_stored(model, self.root_device, leave=absent)
-        replace_absent(model, plan, absent)
+        replace_absent(model, plan, absent, replacements.note)
         own_stages = range(rank, self.num_stages, size)
         own_units = [unit for stage in own_stages for unit in plan.stages[stage]]
         if self.recompute is not None:
@@ -240,7 +242,9 @@ class Pipeline(MeshStrategy):
             never_flatten(model)
             units = set(shard_units(model))
             for submodule in self._parts:
-                self._shard(submodule, units)
+                with replacements.within(submodule):
+                    self._shard(submodule, units)
+        replacements.update_references()
 
     def _shard(self, stage: StageModule, units: set[nn.Module]) -> None:
         mesh = self.device_mesh["shard"]
