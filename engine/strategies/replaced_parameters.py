@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..attachments import carry_over
 
@@ -187,11 +188,10 @@ def _make_unusable(parameter: Tensor, name: str, flag: str) -> None:
             f" module when you use it, as `module.get_parameter({name!r})`."
         )
 
-    content = torch.empty(0, dtype=parameter.dtype, device="meta" if parameter.is_meta else "cpu")
-    if not isinstance(parameter, nn.Parameter) or type(parameter).__torch_function__ is not _TORCH_FUNCTION:
-        return  # a DTensor or another wrapper, which no program has kept: it existed during the set-up only
+    if isinstance(parameter, DTensor) or type(parameter).__torch_function__ is not _TORCH_FUNCTION:
+        return  # it existed during the set-up only, or has a class with operations of its own
     parameter.grad = None
-    parameter.data = content
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     members = {"__torch_function__": classmethod(refuse), "__repr__": lambda self: f"<replaced parameter {name!r}>"}
     parameter.__class__ = type("ReplacedParameter", (nn.Parameter,), members)  # type: ignore[assignment]
 

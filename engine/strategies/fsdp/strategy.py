@@ -367,6 +367,9 @@ class FSDP(UnitSteps):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context of an inner micro-batch: gradients are not averaged."""
+        if self.synchronises_always:
+            yield
+            return
         model = self.model
         assert isinstance(model, FSDPModule)
         # Gradients that are kept whole are not sent; those sharded at once skip only hsdp's all-reduce between groups.

@@ -15,6 +15,7 @@ Once for each new shape of a batch: a trial forward pass, in which all stages le
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -338,9 +339,10 @@ class Pipeline(MeshStrategy):
             The mean loss; and its weight, or None if `training_step` returned none. With a weight, the gradients are
             those of the loss times the weight. On all ranks.
         """
-        losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
-        if synchronises:
-            self._gradients.synchronise(self.active_hook, self.data_ranks)
+        with nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward():
+            losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
+            if synchronises or self.synchronises_always:
+                self._gradients.synchronise(self.active_hook, self.data_ranks)
         return losses
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
