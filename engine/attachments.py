@@ -8,14 +8,15 @@ torch drops all of it where it creates another object for the same parameter: `c
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping, MutableSet
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-__all__ = ["carry_over", "copied", "has_hooks", "swap"]
+__all__ = ["carry_over", "copied", "has_attributes", "has_hooks", "swap", "update_ids"]
 
+_COLLECTIONS = (list, tuple, set, frozenset, dict)
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -24,15 +25,23 @@ _OF_TORCH = ("_is_param",)
 """torch: an attribute of parameters of another class than `nn.Parameter`, such as a DTensor."""
 
 
-def carry_over(old: Tensor, new: Tensor) -> None:
-    """Attaches to `new`, which replaces `old`, what is attached to `old`: the same objects, so that handles of hooks
-    stay valid, and an attribute that is set on one of the two is an attribute of both."""
+def carry_over(old: Tensor, new: Tensor, *, hooks: bool = True) -> None:
+    """Attaches to `new`, which replaces `old`, what is attached to `old`.
+
+    They are the same objects: handles of hooks stay valid, and an attribute that is set on one of the two is an
+    attribute of both.
+
+    Args:
+        old: a parameter or buffer.
+        new: its replacement.
+        hooks: False: without the hooks, for a temporary copy of the parameter.
+    """
     own = {name: vars(new)[name] for name in _OF_TORCH if name in vars(new)}
     new.__dict__ = old.__dict__
     vars(new).update(own)
     if (kind := _kind(old)) is not nn.Parameter:
         new.__class__ = kind if type(new) is nn.Parameter else _both(type(new), kind)  # type: ignore[arg-type]
-    for name in _HOOKS:
+    for name in _HOOKS if hooks else ():
         if getattr(old, name) is not None:
             setattr(new, name, getattr(old, name))
 
@@ -55,6 +64,7 @@ def copied(module: _Module, memo: dict[int, Any] | None = None) -> _Module:
     """
     memo = {} if memo is None else memo
     own = copy.deepcopy(module, memo)
+    update_ids(own, {id(parameter): id(memo[id(parameter)]) for parameter in module.parameters()})
     for parameter in module.parameters():
         its_copy = memo[id(parameter)]
         vars(its_copy).update(copy.deepcopy(vars(parameter), memo))
@@ -63,6 +73,24 @@ def copied(module: _Module, memo: dict[int, Any] | None = None) -> _Module:
             if hooks:
                 setattr(its_copy, name, OrderedDict((key, _copied_hook(hook, memo)) for key, hook in hooks.items()))
     return own
+
+
+def update_ids(module: nn.Module, ids: dict[int, int]) -> None:
+    """Updates collections of ids of parameters, as in ``self.slow = {id(p) for p in self.head.parameters()}``.
+
+    Args:
+        module: with the collections as attributes of its parts.
+        ids: the id of each parameter's replacement, by the id of the parameter.
+    """
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, _COLLECTIONS) and not name.startswith("_"):
+                vars(part)[name] = _with_ids(value, ids)
+
+
+def has_attributes(parameter: Tensor) -> bool:
+    """Whether a parameter has attributes of a program, or a class of its own."""
+    return bool(vars(parameter).keys() - {*_OF_TORCH}) or _kind(parameter) is not nn.Parameter
 
 
 def has_hooks(parameters: Iterable[Tensor]) -> bool:
@@ -88,3 +116,23 @@ def _kind(parameter: Tensor) -> type[Any]:
 def _both(wrapper: type[Any], kind: type[Any]) -> type[Any]:
     """Returns the class of the tensors of the class `wrapper`, such as DTensor, that replace parameters of `kind`."""
     return type(kind.__name__, (wrapper, kind), {"of_parameter": kind})
+
+
+def _with_ids(value: Any, ids: dict[int, int]) -> Any:
+    """Returns a collection with the new ids in the place of the old ones; the same object if it is mutable."""
+    if not any(type(item) is int and item in ids for item in value):
+        return value
+    if isinstance(value, MutableMapping):
+        items = [(ids.get(key, key) if type(key) is int else key, item) for key, item in value.items()]
+        value.clear()
+        value.update(items)
+        return value
+    new = [ids.get(item, item) if type(item) is int else item for item in value]
+    if isinstance(value, list):
+        value[:] = new
+    elif isinstance(value, MutableSet):
+        value.clear()
+        value.update(new)  # type: ignore[attr-defined]
+    else:
+        return type(value)(new)
+    return value

@@ -87,11 +87,12 @@ class DistributedStrategy(EngineStrategy):
         return self._parameter_hooks is not None and self._parameter_hooks.synchronises_always
 
     def teardown(self) -> None:
-        """Gives hooks of parameters back to torch."""
+        """Gives hooks of parameters back to torch, and restores its settings."""
         if self._parameter_hooks is not None:
             self._parameter_hooks.end()
             self._parameter_hooks = None
-        super().teardown()  # type: ignore[misc]
+        allow_reentrant()
+        super().teardown()  # type: ignore[misc]  # Lightning's strategy, which this is mixed into
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
         """See `EngineStrategy`."""
@@ -196,11 +197,6 @@ class DistributedStrategy(EngineStrategy):
             timeout=timeout,
             device_id=strategy.root_device if self.connects_devices and strategy.root_device.type != "cpu" else None,
         )
-
-    def teardown(self) -> None:
-        """See `Strategy`."""
-        allow_reentrant()
-        super().teardown()  # type: ignore[misc]  # Lightning's strategy, which this is mixed into
 
     def _job_store(self, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         strategy: Any = self

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..attachments import carry_over
+from ..attachments import carry_over, update_ids
 
 __all__ = ["Replacements"]
-
-_COLLECTIONS = (list, tuple, set, frozenset, dict)
 
 
 class Replacements:
@@ -65,7 +63,7 @@ class Replacements:
 
     def update_references(self) -> None:
         """Puts the present parameters where the program has kept the earlier ones."""
-        self._update_ids()
+        update_ids(self._module, {key: id(self._last(key)) for key in self._new})
         kept = [old for reference in self._old if (old := reference()) is not None]
         self._old.clear()
         if kept:
@@ -80,34 +78,6 @@ class Replacements:
         while id(new) in self._new:
             new = self._new[id(new)]
         return new
-
-    def _update_ids(self) -> None:
-        """Updates collections of ids of parameters, as in ``self.slow = {id(p) for p in self.head.parameters()}``."""
-        ids = {key: id(self._last(key)) for key in self._new}
-        for submodule in self._module.modules():
-            for name, value in vars(submodule).items():
-                if isinstance(value, _COLLECTIONS) and not name.startswith("_"):
-                    vars(submodule)[name] = _with_ids(value, ids)
-
-
-def _with_ids(value: Any, ids: dict[int, int]) -> Any:
-    """Returns a collection with the new ids in the place of the old ones; the same object if it is mutable."""
-    if not any(type(item) is int and item in ids for item in value):
-        return value
-    if isinstance(value, MutableMapping):
-        items = [(ids.get(key, key) if type(key) is int else key, item) for key, item in value.items()]
-        value.clear()
-        value.update(items)
-        return value
-    new = [ids.get(item, item) if type(item) is int else item for item in value]
-    if isinstance(value, list):
-        value[:] = new
-    elif isinstance(value, MutableSet):
-        value.clear()
-        value.update(new)  # type: ignore[attr-defined]
-    else:
-        return type(value)(new)
-    return value
 
 
 @contextmanager

@@ -44,7 +44,14 @@ from ..replaced_parameters import Replacements
 from ..sparse_gradients import check_dense_gradients
 from ..units import named_blocks, untied
 from .by_hand import ByHand, called_parts, optimizes_by_hand
-from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
+from .comm import (
+    CompressedReduceScatter,
+    CountedAllGather,
+    CountedReduceScatter,
+    ReplicaAverage,
+    attach_to_gathered,
+    fsdp_units,
+)
 from .handed_arguments import hand_over_arguments
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .overlap import overlap_more
@@ -206,6 +213,7 @@ class FSDP(UnitSteps):
             # that autocast made before them, as in one process: their memory must not be filled with later weights.
             is_rounded = self.compile is None and self.layout.tp == 1 and not optimizes_by_hand(self.model)
             gather_rounded(self.model, autocast_dtype(self.precision_plugin) if is_rounded else None)
+            attach_to_gathered(self.model)
         if fitting:
             self._hook_units()
             if self._by_hand is not None:

@@ -68,7 +68,7 @@ def replace_absent(
     module: nn.Module,
     plan: StagePlan,
     absent: Collection[nn.Parameter],
-    note: Callable[[nn.Parameter, nn.Parameter], None],
+    note: Callable[[nn.Parameter, nn.Parameter], None] = lambda parameter, shape: None,
 ) -> None:
     """Replaces parameters that only other stages hold by shapes on the meta device, under the same names.
 

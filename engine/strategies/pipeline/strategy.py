@@ -34,7 +34,7 @@ from ...distributed.object_group import ObjectGroup
 from ...flags import Layout
 from ...initialization.materialize import materialize
 from ...initialization.stored_weights import read_stored
-from ..fsdp.comm import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
+from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..mesh import MeshStrategy
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..recurrent import never_flatten
@@ -245,6 +245,7 @@ class Pipeline(MeshStrategy):
             for submodule in self._parts:
                 with replacements.within(submodule):
                     self._shard(submodule, units)
+                attach_to_gathered(submodule)
         replacements.update_references()
 
     def _shard(self, stage: StageModule, units: set[nn.Module]) -> None:
