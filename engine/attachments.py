@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-__all__ = ["carry_over", "copied", "has_attributes", "has_hooks", "swap", "update_ids"]
+__all__ = ["attach_attributes", "carry_over", "copied", "has_attributes", "has_hooks", "swap", "update_ids"]
 
 _COLLECTIONS = (list, tuple, set, frozenset, dict)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -25,25 +25,30 @@ _OF_TORCH = ("_is_param",)
 """torch: an attribute of parameters of another class than `nn.Parameter`, such as a DTensor."""
 
 
-def carry_over(old: Tensor, new: Tensor, *, hooks: bool = True) -> None:
-    """Attaches to `new`, which replaces `old`, what is attached to `old`.
+def carry_over(old: Tensor, new: Tensor) -> None:
+    """Attaches to `new`, which replaces `old`, what is attached to `old`: attributes, class and hooks.
 
     They are the same objects: handles of hooks stay valid, and an attribute that is set on one of the two is an
     attribute of both.
-
-    Args:
-        old: a parameter or buffer.
-        new: its replacement.
-        hooks: False: without the hooks, for a temporary copy of the parameter.
     """
-    own = {name: vars(new)[name] for name in _OF_TORCH if name in vars(new)}
-    new.__dict__ = old.__dict__
-    vars(new).update(own)
-    if (kind := _kind(old)) is not nn.Parameter:
+    attach_attributes(old, new)
+    # torch: the dicts of `register_hook` and `register_post_accumulate_grad_hook`
+    if old._backward_hooks is not None:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks is not None:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def attach_attributes(old: Tensor, new: Tensor) -> None:
+    """Attaches to `new`, a replacement or a temporary copy of `old`, attributes and class of `old`."""
+    if vars(new).keys() - {*_OF_TORCH}:  # a tensor that keeps its content there
+        vars(new).update(vars(old))
+    else:
+        own = dict(vars(new))
+        new.__dict__ = old.__dict__
+        vars(new).update(own)
+    if (kind := _kind(old)) is not nn.Parameter and not issubclass(type(new), kind):
         new.__class__ = kind if type(new) is nn.Parameter else _both(type(new), kind)  # type: ignore[arg-type]
-    for name in _HOOKS if hooks else ():
-        if getattr(old, name) is not None:
-            setattr(new, name, getattr(old, name))
 
 
 def swap(tensor: Tensor, replacement: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 # The types that `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take; torch does not export them.
 from ..._compat.torch import AllGather, ReduceScatter
-from ...attachments import carry_over, has_attributes
+from ...attachments import attach_attributes, has_attributes
 from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
 
 __all__ = [
@@ -166,4 +166,4 @@ class _Attaching:
         self._create()
         gathered, parameter = self._parameter._unsharded_param, self._parameter.sharded_param
         if vars(gathered) is not vars(parameter):
-            carry_over(parameter, gathered, hooks=False)
+            attach_attributes(parameter, gathered)
