@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat.torch import _ConvNd
-from ..attachments import has_hooks
 from ..checkpoint import get_random_state
 from ..distributed.object_group import WORLD
 from ..strategies import adapt, capabilities_of, norm_of
@@ -400,7 +399,6 @@ class FirstSteps:
         # Under fsdp a rank draws the same numbers for its samples as one process with the same random state.
         draws_same_numbers = strategy.layout.tp == strategy.layout.pp == 1
         joins_batches = not module.automatic_optimization or strategy._layer_sync is not None
-        joins_batches |= has_hooks(module.parameters())  # they get the gradient of the ranks' batches together
         steps = list(zip(*ranks, strict=True))
         replay = Replay(module, trainer, strategy.root_device, joins_batches, draws_same_numbers)
         try:

@@ -217,7 +217,6 @@ class Remembers(Net):
         self.by_list = [ups[2].weight]
         self.by_tuple = {"deep": (ups[3].weight, 1)}
         self.by_key = {ups[0].bias: 0.01}
-        self.by_id = {id(ups[1].bias)}
         box = Box()
         box.parameter = ups[3].bias
         self.boxes = [box]
@@ -230,7 +229,6 @@ class Remembers(Net):
             or isinstance(parameter, Slow)
             or any(parameter is other for other in (*self.by_list, self.by_tuple["deep"][0], self.boxes[0].parameter))
             or parameter in self.by_key
-            or id(parameter) in self.by_id
             or self.by_partial.args[0] is parameter
         )
 
@@ -247,12 +245,13 @@ def test_attributes_classes_and_references_lead_to_the_present_parameters(strate
 
 def by_closure(module: Net) -> None:
     slow = module.blocks[3].up.weight
-    module.is_slow = lambda parameter: parameter is slow
+    module.ids = {id(module.blocks[0].up.weight)}
+    module.is_slow = lambda parameter: parameter is slow or id(parameter) in module.ids
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_fork", "tp_fork", "pp_fork"])
-def test_a_closure_has_the_present_parameters(strategy):
-    # The check's copy of the module has the same function, which knows the parameters of the module.
+def test_a_closure_and_collections_of_ids_have_the_present_parameters(strategy):
+    # The check's copy of the module has the same closure, and the ids of the module's parameters.
     weights = fit(make(by_closure), strategy, check_first_steps=False)
     assert_equal(weights, in_process(make(by_closure)))
 
