@@ -147,12 +147,13 @@ class ParameterHooks:
         """Enters `around_backward` in the module's `backward`, which every strategy calls between the same hooks."""
         if self._backward is not None:
             return
-        run, around = self._module.backward, self.around_backward
+        module: Any = self._module
+        run, around = module.backward, self.around_backward
 
         @functools.wraps(run)
         def backward(*args: Any, **kwargs: Any) -> Any:
             with around():
-                return run(*args, **kwargs)  # type: ignore[operator]
+                return run(*args, **kwargs)
 
         self._backward = vars(self._module)["backward"] = backward
 

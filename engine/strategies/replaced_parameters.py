@@ -122,7 +122,7 @@ def _put(new: dict[int, Any], old: list[Any]) -> None:
             holder.cell_contents = new[id(holder.cell_contents)]
         elif isinstance(holder, functools.partial):
             args = tuple(new.get(id(holder.args), holder.args))
-            holder.__setstate__((holder.func, args, holder.keywords, vars(holder)))
+            holder.__setstate__((holder.func, args, holder.keywords, vars(holder)))  # type: ignore[attr-defined]
         elif isinstance(holder, types.FunctionType):
             holder.__defaults__ = new.get(id(holder.__defaults__), holder.__defaults__)
         else:
@@ -163,7 +163,7 @@ def _make_unusable(parameter: Tensor, name: str, flag: str) -> None:
     parameter.grad = None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     members = {"__torch_function__": classmethod(refuse), "__repr__": lambda self: f"<replaced parameter {name!r}>"}
-    parameter.__class__ = type("ReplacedParameter", (nn.Parameter,), members)  # type: ignore[assignment]
+    parameter.__class__ = type("ReplacedParameter", (nn.Parameter,), members)
 
 
 _TORCH_FUNCTION = nn.Parameter.__torch_function__

@@ -148,12 +148,12 @@ def attach_to_gathered(model: nn.Module) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             # torch: FSDPState._fsdp_param_groups, FSDPParamGroup.fsdp_params, FSDPParam.sharded_param
-            for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[attr-defined]
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
                     if has_attributes(parameter.sharded_param) and not isinstance(
                         parameter.init_unsharded_param, _Attaching
                     ):
-                        parameter.init_unsharded_param = _Attaching(parameter, parameter.init_unsharded_param)
+                        parameter.init_unsharded_param = _Attaching(parameter, parameter.init_unsharded_param)  # type: ignore[method-assign]
 
 
 class _Attaching:
