@@ -8,6 +8,7 @@ from torchmetrics import Metric
 
 # Lightning: sets `self.device` of modules without moving them.
 from .._compat.lightning import _update_properties
+from ..attachments import swap
 
 __all__ = ["equalise", "give_value", "move_module", "share_buffers", "tell_device"]
 
@@ -30,7 +31,7 @@ def give_value(tensor: Tensor, value: Tensor) -> None:
     else:  # a device that an extension of torch provides
         # A new tensor in either case: a collective that has ended may still hold `value`.
         replacement = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
-        torch.utils.swap_tensors(tensor, replacement)
+        swap(tensor, replacement)
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:

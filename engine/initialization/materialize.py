@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attachments import carry_over
 from .stored_weights import check_stored, is_stored
 
 __all__ = ["has_meta_tensors", "materialize"]
@@ -23,7 +24,11 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def materialize(
-    module: nn.Module, on_complete: Callable[[nn.Module], None] = lambda _: None, *, draws: bool = True
+    module: nn.Module,
+    on_complete: Callable[[nn.Module], None] = lambda _: None,
+    *,
+    draws: bool = True,
+    replace: Callable[[Tensor, Tensor], None] = carry_over,
 ) -> None:
     """Gives every meta tensor of `module` memory on the CPU and its first value; tied tensors stay tied.
 
@@ -33,6 +38,7 @@ def materialize(
     Args:
         module: changed in place; tensors that are not on the meta device keep their values.
         on_complete: called with each sub-module, children before parents, when it has its weights.
+        replace: called with each tensor on the meta device, and the one that replaces it.
         draws: whether values are drawn; otherwise another rank has them, and the values here are arbitrary.
 
     Raises:
@@ -45,7 +51,7 @@ def materialize(
         num_before = len(real)
         was_meta = [visit(f"{name}.{child}" if name else child, sub) for child, sub in submodule.named_children()]
         own_name = f"{name or type(submodule).__name__} ({type(submodule).__name__})"
-        shared = _give_memory(submodule, real)
+        shared = _give_memory(submodule, real, replace)
         if shared is not None or any(was_meta):
             if draws:
                 _reset(submodule, own_name, must=shared is not None, real=real)
@@ -61,7 +67,9 @@ def materialize(
 _Slot = tuple[dict[str, Any], str, Tensor]
 
 
-def _give_memory(submodule: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot] | None:
+def _give_memory(
+    submodule: nn.Module, real: dict[Tensor, Tensor], replace: Callable[[Tensor, Tensor], None]
+) -> list[_Slot] | None:
     """Replaces the module's own meta tensors, by NaN where possible: it shows later which tensor got no value.
 
     Returns:
@@ -81,6 +89,7 @@ def _give_memory(submodule: nn.Module, real: dict[Tensor, Tensor]) -> list[_Slot
                 shared.append((table, key, real[tensor]))
             else:
                 real[tensor] = fresh
+                replace(tensor, fresh)
             table[key] = fresh
     return shared if has_meta else None
 

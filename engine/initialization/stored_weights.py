@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import swap_tensors
 
+from ..attachments import swap
 from ..checkpoint.strided_shards import Blocks
 from ..flags import did_you_mean
 from .stored_names import names_of_transformers
@@ -149,7 +149,7 @@ def _allocate(tensor: Tensor, device: torch.device | str) -> None:
     if isinstance(tensor, DTensor):  # torch: `from_local` would move offloaded tensors from the CPU
         fresh = DTensor(fresh, tensor._spec, requires_grad=False)
     is_parameter = isinstance(tensor, nn.Parameter)
-    swap_tensors(tensor, nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh)
+    swap(tensor, nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh)
 
 
 def _read(tensor: Tensor, place: _Place, device: torch.device | str) -> None:

@@ -9,7 +9,7 @@ is named at the first step.
 import dataclasses
 import re
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -226,7 +226,9 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             self._check_reduction(model)
         else:
             self._checks_unused = False
-            unused = [n for n, p in self._trained_parameters() if p.grad is None]
+            # An optimizer that steps within backward, by a hook, has dropped the gradient already.
+            trained = self._trained_parameters()
+            unused = [n for n, p in trained if p.grad is None and not p._post_accumulate_grad_hooks]
             if unused:
                 raise RuntimeError(self._unused_message(unused))
             self._backward_is_checked = True
@@ -257,7 +259,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             step(module.training_step)
         # DistributedDataParallel sets this at the end of a forward: whether the next forward sends buffers.
         model.require_forward_param_sync = synchronises
-        if synchronises:
+        if synchronises or self.synchronises_always:
             self._mute_what_was_sent()
             self._forget_backward()
             self._send_zeros()
@@ -270,14 +272,15 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         model._pre_forward(None)
         weigh()
         model.require_forward_param_sync = synchronises
-        if synchronises:
+        if synchronises or self.synchronises_always:
             self._send_zeros()
 
     def _send_zeros(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         self.model.reducer.prepare_for_backward([])
         nothing = torch.stack([p.sum() * 0 for _, p in self._trained_parameters()]).sum()
-        nothing.backward()
+        with nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward():
+            nothing.backward()
         self.post_backward(nothing)
 
     def begin_again(self) -> None:
@@ -294,7 +297,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context of an inner micro-batch: nothing is sent."""
-        if self.options.static_graph and not self._has_run_backward:
+        if self.synchronises_always or (self.options.static_graph and not self._has_run_backward):
             yield  # torch learns the graph from the first backward, which must be synchronised
         else:
             with super().block_backward_sync():

@@ -22,6 +22,7 @@ from ..launch.process_launchers import make_launcher
 from ..reliability.rendezvous import connect, name_of_start, open_store, wait_for_all
 from .capabilities import Capabilities
 from .interface import EngineStrategy
+from .parameter_hooks import ParameterHooks
 from .reentrant import allow_reentrant, avoid_reentrant
 
 __all__ = ["DistributedStrategy", "share_random_state"]
@@ -47,6 +48,7 @@ class DistributedStrategy(EngineStrategy):
     _side_sum: SideSum | None = None
     random_state_at_launch: dict[str, Any] | None = None
     """The random state of the process that started this worker."""
+    _parameter_hooks: ParameterHooks | None = None
     connects_devices = True
     """Whether the ranks' devices communicate."""
 
@@ -68,6 +70,29 @@ class DistributedStrategy(EngineStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of a distributed sampler."""
         return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    def on_train_start(self) -> None:
+        """Called when everything is restored, after the hooks of that name of callbacks and module."""
+        super().on_train_start()  # type: ignore[misc]
+        self._parameter_hooks = self._make_parameter_hooks()
+
+    def _make_parameter_hooks(self) -> ParameterHooks | None:
+        """Has hooks of parameters get the gradients of one process; returns None for one process."""
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        return ParameterHooks(module, self) if self.layout.world_size > 1 else None
+
+    @property
+    def synchronises_always(self) -> bool:
+        """Whether gradients of inner micro-batches are averaged, too: see `ParameterHooks`."""
+        return self._parameter_hooks is not None and self._parameter_hooks.synchronises_always
+
+    def teardown(self) -> None:
+        """Gives hooks of parameters back to torch, and restores its settings."""
+        if self._parameter_hooks is not None:
+            self._parameter_hooks.end()
+            self._parameter_hooks = None
+        allow_reentrant()
+        super().teardown()  # type: ignore[misc]  # Lightning's strategy, which this is mixed into
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
         """See `EngineStrategy`."""
@@ -172,11 +197,6 @@ class DistributedStrategy(EngineStrategy):
             timeout=timeout,
             device_id=strategy.root_device if self.connects_devices and strategy.root_device.type != "cpu" else None,
         )
-
-    def teardown(self) -> None:
-        """See `Strategy`."""
-        allow_reentrant()
-        super().teardown()  # type: ignore[misc]  # Lightning's strategy, which this is mixed into
 
     def _job_store(self, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         strategy: Any = self

@@ -10,7 +10,7 @@ Most out-of-place operations work with DTensor, which takes plain tensors for re
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .._compat.torch import TorchDispatchMode, tree_map_only
 
-__all__ = ["as_whole"]
+__all__ = ["as_whole", "plain_as_replicas", "whole_results"]
 
 _ELEMENTWISE = frozenset(
     (
@@ -44,6 +44,31 @@ def as_whole(
         return contextlib.nullcontext(), closure
     mode = _AsWhole(type(optimizer).__name__)
     return mode, mode.pausing(closure)
+
+
+_depth = [0]
+"""The number of `plain_as_replicas` contexts that are entered: torch's own context can't be nested."""
+
+
+@contextlib.contextmanager
+def plain_as_replicas() -> Iterator[None]:
+    """Context in which plain tensors in an operation with a DTensor count as replicas."""
+    # Imported here, since it takes long.
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    with contextlib.nullcontext() if _depth[0] else implicit_replication():
+        _depth[0] += 1
+        try:
+            yield
+        finally:
+            _depth[0] -= 1
+
+
+@contextlib.contextmanager
+def whole_results() -> Iterator[None]:
+    """Context in which operations on split parameters and plain tensors have the results of whole tensors."""
+    with plain_as_replicas(), _AsWhole():
+        yield
 
 
 class _AsWhole(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """The collectives and hooks that replace FSDP2's own, unit by unit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 # The types that `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take; torch does not export them.
 from ..._compat.torch import AllGather, ReduceScatter
+from ...attachments import attach_attributes, has_attributes
 from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "CountedAllGather",
     "CountedReduceScatter",
     "ReplicaAverage",
+    "attach_to_gathered",
     "fsdp_units",
     "reshard",
 ]
@@ -139,3 +141,29 @@ def reshard(model: nn.Module) -> None:
     for submodule in model.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
+
+
+def attach_to_gathered(model: nn.Module) -> None:
+    """Makes the gathered copies of parameters, which a step uses, have the attributes and classes of the parameters."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            # torch: FSDPState._fsdp_param_groups, FSDPParamGroup.fsdp_params, FSDPParam.sharded_param
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    if has_attributes(parameter.sharded_param) and not isinstance(
+                        parameter.init_unsharded_param, _Attaching
+                    ):
+                        parameter.init_unsharded_param = _Attaching(parameter, parameter.init_unsharded_param)  # type: ignore[method-assign]
+
+
+class _Attaching:
+    """Replaces the function that creates the gathered copy of a parameter when it is first gathered."""
+
+    def __init__(self, parameter: Any, create: Callable[[], None]) -> None:
+        self._parameter, self._create = parameter, create
+
+    def __call__(self) -> None:
+        self._create()
+        gathered, parameter = self._parameter._unsharded_param, self._parameter.sharded_param
+        if vars(gathered) is not vars(parameter):
+            attach_attributes(parameter, gathered)

@@ -40,10 +40,18 @@ from ..layout import share_random_state
 from ..mesh import MeshStrategy
 from ..options import FSDPOptions, HSDPOptions
 from ..recurrent import never_flatten
+from ..replaced_parameters import Replacements
 from ..sparse_gradients import check_dense_gradients
 from ..units import named_blocks, untied
 from .by_hand import ByHand, called_parts, optimizes_by_hand
-from .comm import CompressedReduceScatter, CountedAllGather, CountedReduceScatter, ReplicaAverage, fsdp_units
+from .comm import (
+    CompressedReduceScatter,
+    CountedAllGather,
+    CountedReduceScatter,
+    ReplicaAverage,
+    attach_to_gathered,
+    fsdp_units,
+)
 from .handed_arguments import hand_over_arguments
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .overlap import overlap_more
@@ -205,6 +213,7 @@ class FSDP(UnitSteps):
             # that autocast made before them, as in one process: their memory must not be filled with later weights.
             is_rounded = self.compile is None and self.layout.tp == 1 and not optimizes_by_hand(self.model)
             gather_rounded(self.model, autocast_dtype(self.precision_plugin) if is_rounded else None)
+            attach_to_gathered(self.model)
         if fitting:
             self._hook_units()
             if self._by_hand is not None:
@@ -267,22 +276,27 @@ class FSDP(UnitSteps):
             self._names_of_whole = list(kept_whole(model, units))
             check_tensor_parallel(self._names_of_whole, self.layout.tp, repr(self))
 
+        replacements = Replacements(model, repr(self))
+
         def shard(submodule: nn.Module) -> None:
             if submodule not in units and submodule is not model:
                 return
             equalise(submodule, self.root_device)
-            self._split(submodule)
+            with replacements.within(submodule):
+                self._split(submodule)
             if submodule in recomputed and self.recompute is not None:
                 self.recompute(submodule)
             if submodule in blocks and self.compile is not None:
                 submodule.forward = self.compile(submodule.forward)
-            self._fully_shard(submodule, is_kept=submodule in kept)
+            with replacements.within(submodule):
+                self._fully_shard(submodule, is_kept=submodule in kept)
             read_stored(submodule, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
 
         if self._shards:
             never_flatten(model)
         hooks_before = {*model._forward_pre_hooks, *model._forward_hooks}
-        materialize(model, on_complete=shard, draws=not self._receives_weights)
+        materialize(model, on_complete=shard, draws=not self._receives_weights, replace=replacements.replace)
+        replacements.update_references()
         if self.options.rank0_init:
             share_random_state()  # the random state of a run in one process, which has drawn the weights
         if self._shards and self.options.extra_overlap:
@@ -361,6 +375,9 @@ class FSDP(UnitSteps):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context of an inner micro-batch: gradients are not averaged."""
+        if self.synchronises_always:
+            yield
+            return
         model = self.model
         assert isinstance(model, FSDPModule)
         # Gradients that are kept whole are not sent; those sharded at once skip only hsdp's all-reduce between groups.

@@ -133,19 +133,9 @@ def loans_text(module: nn.Module, plan: StagePlan, borrowed: dict[int, list[str]
 
 
 def lend(loans: Sequence[Loan], borrowed: BorrowedParameters, wire: CountingGroup, device: torch.device) -> None:
-    """Phase 1: sends the values of the parameters that are lent.
-
-    Raises:
-        CutError: a parameter that is lent has a gradient hook, which would see only a part of the gradient.
-    """
+    """Phase 1: sends the values of the parameters that are lent."""
     for loan in loans:
         if wire.rank == loan.holder:
-            if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in loan.parameters):
-                raise CutError(
-                    "a parameter that another pipeline stage uses too has a hook on its gradient, which would not see"
-                    " that stage's part: change the gradient in on_before_optimizer_step, or choose another strategy,"
-                    " such as 'fsdp'."
-                )
             _send(torch.cat([p.detach().reshape(-1) for p in loan.parameters]), loan.borrower, wire, "lend_parameters")
         if wire.rank == loan.borrower:
             flat = torch.empty(sum(loan.sizes), dtype=loan.parameters[0].dtype, device=device)

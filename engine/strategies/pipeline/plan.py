@@ -10,7 +10,7 @@ modules that contain the units, such as a class token, and those that several st
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import nn
 from torchmetrics import Metric
@@ -64,13 +64,19 @@ def plan_stages(module: nn.Module, num_stages: int) -> StagePlan:
     return StagePlan(stages, modules, {parameter: tuple(sorted(places)) for parameter, places in holders.items()})
 
 
-def replace_absent(module: nn.Module, plan: StagePlan, absent: Collection[nn.Parameter]) -> None:
+def replace_absent(
+    module: nn.Module,
+    plan: StagePlan,
+    absent: Collection[nn.Parameter],
+    note: Callable[[nn.Parameter, nn.Parameter], None] = lambda parameter, shape: None,
+) -> None:
     """Replaces parameters that only other stages hold by shapes on the meta device, under the same names.
 
     Args:
         module: changed in place.
         plan: changed in place: the shapes replace the parameters there, too.
         absent: the parameters.
+        note: called with each of them and its shape.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     shapes = {parameter: RemoteTensor.parameter(parameter, names[parameter]) for parameter in absent}
@@ -79,6 +85,7 @@ def replace_absent(module: nn.Module, plan: StagePlan, absent: Collection[nn.Par
             if parameter is not None and parameter in shapes:
                 submodule._parameters[name] = shapes[parameter]
     for parameter, shape in shapes.items():
+        note(parameter, shape)
         plan.holders[shape] = plan.holders.pop(parameter)
 
 

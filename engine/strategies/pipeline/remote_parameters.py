@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...attachments import carry_over
 from .remote_values import (
     CONTENT,
     FORM,
@@ -55,9 +56,9 @@ class RemoteTensor(Tensor):
 
     @classmethod
     def parameter(cls, like: nn.Parameter, name: str) -> nn.Parameter:
-        """Returns a parameter of the shape and dtype of `like`, with the user's attributes of `like`."""
+        """Returns a parameter of the shape and dtype of `like`, with all that is attached to `like`."""
         parameter = nn.Parameter(torch.empty_like(like, device="meta").as_subclass(cls), like.requires_grad)
-        parameter.__dict__.update(like.__dict__)
+        carry_over(like, parameter)
         mark_origin(parameter, name)
         return parameter
 

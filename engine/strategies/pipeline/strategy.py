@@ -15,6 +15,7 @@ Once for each new shape of a batch: a trial forward pass, in which all stages le
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -33,11 +34,12 @@ from ...distributed.object_group import ObjectGroup
 from ...flags import Layout
 from ...initialization.materialize import materialize
 from ...initialization.stored_weights import read_stored
-from ..fsdp.comm import CountedAllGather, CountedReduceScatter, fsdp_units, reshard
+from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..mesh import MeshStrategy
 from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..recurrent import never_flatten
+from ..replaced_parameters import Replacements
 from ..units import named_blocks, shard_units
 from .gradients import StageGradients
 from .partitioned_module import PartitionedModule
@@ -205,7 +207,8 @@ class Pipeline(MeshStrategy):
 
     def _partition(self, model: nn.Module) -> None:
         """Partitions the module: each rank gets rank 0's values of what it holds, and shapes for the rest."""
-        materialize(model)
+        replacements = Replacements(model, repr(self))
+        materialize(model, replace=replacements.replace)
         plan = plan_stages(model, self.num_stages)
         check_plan(model, plan, self.options)
         size, rank = self.layout.pp, self._stage_rank
@@ -225,7 +228,7 @@ class Pipeline(MeshStrategy):
             if not is_absent:
                 give_value(tensor, value)
         read_stored(model, self.root_device, leave=absent)
-        replace_absent(model, plan, absent)
+        replace_absent(model, plan, absent, replacements.note)
         own_stages = range(rank, self.num_stages, size)
         own_units = [unit for stage in own_stages for unit in plan.stages[stage]]
         if self.recompute is not None:
@@ -245,7 +248,10 @@ class Pipeline(MeshStrategy):
             never_flatten(model)
             units = set(shard_units(model))
             for submodule in self._parts:
-                self._shard(submodule, units)
+                with replacements.within(submodule):
+                    self._shard(submodule, units)
+                attach_to_gathered(submodule)
+        replacements.update_references()
 
     def _shard(self, stage: StageModule, units: set[nn.Module]) -> None:
         mesh = self.device_mesh["shard"]
@@ -339,9 +345,10 @@ class Pipeline(MeshStrategy):
             The mean loss; and its weight, or None if `training_step` returned none. With a weight, the gradients are
             those of the loss times the weight. On all ranks.
         """
-        losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
-        if synchronises:
-            self._gradients.synchronise(self.active_hook, self.data_ranks)
+        with nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward():
+            losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
+            if synchronises or self.synchronises_always:
+                self._gradients.synchronise(self.active_hook, self.data_ranks)
         return losses
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

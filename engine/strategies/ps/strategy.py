@@ -35,6 +35,7 @@ from ..capabilities import Capabilities
 from ..layout import DistributedStrategy
 from ..optimizer_trial import habits_of
 from ..options import PSOptions
+from ..parameter_hooks import ParameterHooks
 from .object_gather import PendingGathers, SurvivingRanks, open_gathers
 from .rpc import Connection, interface_of
 from .server import Server, install_server
@@ -163,6 +164,21 @@ class PS(DistributedStrategy, DDPStrategy):
         super().teardown()
 
     # --- training
+
+    def _make_parameter_hooks(self) -> ParameterHooks | None:
+        # With staleness, each rank's gradients are pushed by themselves, and hooks get those.
+        module: Any = self.lightning_module
+        return ParameterHooks(module, self, self._averaged) if self.options.staleness == 0 else None
+
+    def _averaged(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the means of gradients over the ranks; pushing the mean on each rank changes no mean at a server."""
+        of_ranks = self.data_ranks.all_gather_object([None if g is None else g.cpu() for g in gradients])
+        means: list[Tensor | None] = []
+        for own, parts in zip(gradients, zip(*of_ranks, strict=True), strict=True):
+            used = [part for part in parts if part is not None]
+            mean = torch.stack(used).sum(0) / len(parts) if used else None
+            means.append(mean if own is None or mean is None else mean.to(own.device))
+        return means
 
     def on_train_start(self) -> None:
         """Copies parameters and optimizer state, which may be those of a checkpoint, to the servers."""

@@ -29,7 +29,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 # torch: this starts its random numbers for DTensors; without it, torch gives all ranks the state of the first one.
@@ -42,6 +41,7 @@ from ...loop.step_snapshot import StepSnapshot
 from ..fsdp.strategy import FSDP
 from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
 from ..pipeline.remote_values import is_users
+from ..whole_steps import plain_as_replicas
 from .mixed_loss import give_plain_gradients
 from .operator_rules import install_operator_rules, restore_operator_rules
 from .plan import Plan, make_plan
@@ -257,7 +257,7 @@ class TensorParallel(FSDP):
         give_plain_gradients(closure_loss)  # for steps with manual optimization
         with _implicit_replication(self.options.sequence_parallel):
             loss = super().backward(closure_loss, *args, **kwargs)
-        if not self._is_inner:
+        if not self._is_inner or self.synchronises_always:
             self._reduce_replicated_gradients()
         return loss
 
@@ -286,8 +286,6 @@ class TensorParallel(FSDP):
             self._is_inner = False
 
 
-_depth = [0]
-"""The number of `_implicit_replication` contexts that are entered: torch's own context can't be nested."""
 _SEQUENCE_HINT = """\
 With sequence_parallel=true that is so of all activations, those of layers that are not split, too: leave it out. """
 
@@ -303,8 +301,7 @@ def _implicit_replication(by_sequence: bool, optimizer: str = "") -> Generator[N
     Raises:
         RuntimeError: an operation fails with DTensors; names the line of the user's code.
     """
-    with contextlib.nullcontext() if _depth[0] else implicit_replication():
-        _depth[0] += 1
+    with plain_as_replicas():
         try:
             yield
         except Exception as error:
@@ -321,8 +318,6 @@ def _implicit_replication(by_sequence: bool, optimizer: str = "") -> Generator[N
                 f" returned. {_SEQUENCE_HINT if by_sequence else ''}Name other layers in tensor_parallel_plan(), or"
                 " choose another strategy, such as 'fsdp'."
             ) from error
-        finally:
-            _depth[0] -= 1
 
 
 def _where_dtensor_failed(error: Exception) -> str | None:
