@@ -1,6 +1,7 @@
 """A snapshot of the state that a step may change, to undo the step."""
 
 import collections
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ class StepSnapshot:
     Args:
         owners: modules, a `_ResultCollection`, or other objects with attributes.
         random: record the state of the random generators, too.
+        leaves_out: whether an owner, and what it has, is not recorded.
     """
 
-    def __init__(self, *owners: Any, random: bool = True) -> None:
+    def __init__(
+        self, *owners: Any, random: bool = True, leaves_out: Callable[[Any], bool] = lambda owner: False
+    ) -> None:
+        self._leaves_out = leaves_out
         self._random = get_random_state() if random else None
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -39,7 +44,7 @@ class StepSnapshot:
             self._remember_owner(owner)
 
     def _remember_owner(self, owner: Any) -> None:
-        if id(owner) in self._owners:
+        if id(owner) in self._owners or self._leaves_out(owner):
             return
         self._owners[id(owner)] = owner
         skipped = _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
@@ -67,6 +72,11 @@ class StepSnapshot:
         self._contents[id(container)] = container, items
         for item in items.values() if isinstance(items, dict) else items:
             self._remember(item)
+
+    @property
+    def owners(self) -> Collection[Any]:
+        """The objects whose attributes are recorded: those that were passed, their sub-modules, and metrics."""
+        return self._owners.values()
 
     def undo(self) -> None:
         """Restores everything: the same objects, with their content."""

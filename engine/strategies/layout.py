@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from .._compat.torch import all_gather_single_autograd
 from ..checkpoint import get_random_state, host_state, set_random_state
 from ..devices import module_of
+from ..distributed.fillers import check_present, leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
 from ..distributed.side_sum import SideSum
 from ..environment import is_elastic, listen_on_loopback, listen_towards, place_on_one_machine
@@ -113,18 +114,23 @@ class DistributedStrategy(EngineStrategy):
         return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over the ranks with different samples, unless another group is passed; returns [ranks, ...]."""
+        """Gathers over the ranks with different samples, unless another group is passed; returns [ranks, ...].
+
+        In a batch that some rank has no sample of, it has the rows of the other ranks: see `fillers.py`.
+        """
+        check_present("`all_gather`")
         if group is None or group is dist.group.WORLD:  # Lightning: a module's all_gather names the latter
             group = self.data_group
         if tensor.is_meta:  # of another pipeline stage
             return torch.empty((dist.get_world_size(group), *tensor.shape), dtype=tensor.dtype, device="meta")
         if group is not None and group is self.data_group and sync_grads:
             # The function that Lightning calls uses a rank's index in the group as its index in the job, in backward.
-            return all_gather_single_autograd(tensor.contiguous().unsqueeze(0), 0, group)
+            gathered = all_gather_single_autograd(tensor.contiguous().unsqueeze(0), 0, group)
+            return leave_out_fillers(gathered, group)
         with warnings.catch_warnings():  # Lightning 2.6 calls a function that torch 2.13 deprecates
             warnings.filterwarnings("ignore", r"torch.distributed.nn.functional.all_gather is deprecated")
-            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
-        return gathered
+            gathered = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return leave_out_fillers(gathered, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether all ranks, or any rank, have True; ranks that share samples take part, too."""
