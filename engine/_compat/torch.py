@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
     from torch.distributed.tensor._random import manual_seed
     from torch.distributed.tensor.placement_types import _StridedShard
-    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.conv import _ConvNd
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +43,7 @@ __all__ = [
     "_ConvNd",
     "_DatasetKind",
     "_MultiProcessingDataLoaderIter",
+    "_NormBase",
     "_SingleProcessDataLoaderIter",
     "_StridedShard",
     "_distributed_c10d",
@@ -79,6 +80,7 @@ HOMES = {
     "_ConvNd": "torch.nn.modules.conv",
     "_DatasetKind": "torch.utils.data.dataloader",
     "_MultiProcessingDataLoaderIter": "torch.utils.data.dataloader",
+    "_NormBase": "torch.nn.modules.batchnorm",
     "_SingleProcessDataLoaderIter": "torch.utils.data.dataloader",
     "_StridedShard": "torch.distributed.tensor.placement_types",
     "_distributed_c10d": "torch._C",

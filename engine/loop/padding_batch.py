@@ -5,7 +5,7 @@ part in collectives: a forward gathers parameters under fsdp, and sends buffers 
 collectives of its own. All changes that a padding batch makes are undone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchmetrics.utilities import dim_zero_cat
 from .._compat.lightning import _ResultCollection, _ResultMetric
 from ..data import UnevenEvalLoader, even_batches_of
 from ..distributed.fillers import among_fillers
+from ..strategies import adapt, updated_buffers
 from .step_snapshot import StepSnapshot
 from .transfer import Transfer
 
@@ -124,7 +125,7 @@ def _restoring(trainer: Any) -> Iterator[None]:
     """
     connector, results = trainer._logger_connector, trainer._results
     owners = [trainer.lightning_module, *([results, connector] if results is not None else [])]
-    snapshot = StepSnapshot(*owners, leaves_out=lambda owner: getattr(owner, "is_computed_together", False))
+    snapshot = StepSnapshot(*owners, leaves_out=_stays(trainer))
     logged_before = _names(results)
     metrics = _metrics(snapshot.owners)
     empty_before = [(metric, name) for metric in metrics for name in _list_states(metric) if not getattr(metric, name)]
@@ -143,6 +144,15 @@ def _restoring(trainer: Any) -> Iterator[None]:
         metric._computed = None  # the result of an earlier `compute`, which the other ranks have dropped
         metric._update_count = max(metric._update_count, 1)  # otherwise torchmetrics warns of `compute` before `update`
     connector.names_of_fillers |= logged
+
+
+def _stays(trainer: Any) -> Callable[[Any], bool]:
+    """Returns the function that says whether a filler need not restore an object, since all ranks give it its state."""
+    averaged: set[int] = set()
+    # Under manual optimization a step of an optimizer, after which they are averaged, is a part of the filler.
+    if trainer.training and not trainer.lightning_module.automatic_optimization and adapt(trainer.strategy).averages_buffers:
+        averaged = set(map(id, updated_buffers(trainer.lightning_module).values()))
+    return lambda owner: id(owner) in averaged or getattr(owner, "is_computed_together", False)
 
 
 def _names(results: _ResultCollection | None) -> set[str]:

@@ -28,7 +28,7 @@ class StepSnapshot:
     Args:
         owners: modules, a `_ResultCollection`, or other objects with attributes.
         random: record the state of the random generators, too.
-        leaves_out: whether an owner, and what it has, is not recorded.
+        leaves_out: whether an owner and what it has, or the values of a tensor, are not recorded.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StepSnapshot:
         attributes = {name: value for name, value in owner.__dict__.items() if name not in skipped}
         self._attributes.append((owner.__dict__, attributes))
         for value in (*attributes.values(), *owner.__dict__.get("_buffers", {}).values()):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not self._leaves_out(value):
                 self._values[id(value)] = value, value.detach().clone()
             else:
                 self._remember(value)

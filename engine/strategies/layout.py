@@ -23,6 +23,7 @@ from ..launch.process_launchers import make_launcher
 from ..reliability.rendezvous import connect, name_of_start, open_store, wait_for_all
 from .capabilities import Capabilities
 from .interface import EngineStrategy
+from .rank_buffers import BufferAverage
 from .reentrant import allow_reentrant, avoid_reentrant
 
 __all__ = ["DistributedStrategy", "share_random_state"]
@@ -50,6 +51,8 @@ class DistributedStrategy(EngineStrategy):
     """The random state of the process that started this worker."""
     connects_devices = True
     """Whether the ranks' devices communicate."""
+    options: Any
+    """The options of the flag."""
 
     def __repr__(self) -> str:  # the flag, for Lightning's messages
         suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
@@ -85,6 +88,34 @@ class DistributedStrategy(EngineStrategy):
         if self._side_sum is None:
             self._side_sum = SideSum(self.data_group, device, self._timeout)  # type: ignore[attr-defined]
         return self._side_sum.begin(make, needs_device=needs_device)
+
+    _buffer_average: BufferAverage | None = None
+
+    @property
+    def averages_buffers(self) -> bool:  # type: ignore[override]
+        """See `EngineStrategy`."""
+        return getattr(self.options, "average_buffers", False)
+
+    @property
+    def option_to_average_buffers(self) -> str | None:  # type: ignore[override]
+        """See `EngineStrategy`."""
+        return f"strategy={repr(self)[:-1]}:average_buffers=true'" if hasattr(self.options, "average_buffers") else None
+
+    def on_train_start(self) -> None:
+        """Called when everything is restored."""
+        super().on_train_start()  # type: ignore[misc]
+        if self._buffer_average is not None:  # of a run that has failed
+            self._buffer_average.close()
+        self._buffer_average = None
+        if getattr(self.options, "average_buffers", False) and self.data_size > 1:
+            self._buffer_average = BufferAverage(self.lightning_module.trainer, self.data_group)  # type: ignore[attr-defined]
+
+    def on_train_end(self) -> None:
+        """Removes what `on_train_start` has attached."""
+        super().on_train_end()  # type: ignore[misc]
+        if self._buffer_average is not None:
+            self._buffer_average.close()
+            self._buffer_average = None
 
     def start_data_group(self) -> None:
         """Creates the group of the ranks with different samples; called on all ranks, when they are connected."""
