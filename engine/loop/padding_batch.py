@@ -150,7 +150,11 @@ def _stays(trainer: Any) -> Callable[[Any], bool]:
     """Returns the function that says whether a filler need not restore an object, since all ranks give it its state."""
     averaged: set[int] = set()
     # Under manual optimization a step of an optimizer, after which they are averaged, is a part of the filler.
-    if trainer.training and not trainer.lightning_module.automatic_optimization and adapt(trainer.strategy).averages_buffers:
+    if (
+        trainer.training
+        and not trainer.lightning_module.automatic_optimization
+        and adapt(trainer.strategy).averages_buffers
+    ):
         averaged = set(map(id, updated_buffers(trainer.lightning_module).values()))
     return lambda owner: id(owner) in averaged or getattr(owner, "is_computed_together", False)
 
