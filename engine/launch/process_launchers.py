@@ -110,6 +110,14 @@ def check_forks(strategy: Any, modules: Sequence[Any] = (torch.cuda, torch.xpu))
             raise RuntimeError(_USED.format(strategy=strategy, module=module.__name__))
 
 
+def _has_native_threads() -> bool:
+    """Whether this process has threads that Python has not started, as those of OpenMP; False where it is unknown."""
+    try:
+        return len(os.listdir("/proc/self/task")) > threading.active_count()
+    except OSError:
+        return False
+
+
 class _Stored:
     """Results of a worker in a file: a queue would share memory of a process that has ended."""
 
@@ -239,6 +247,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     returns_predictions = True
     """Whether `predict` may return its outputs, which Lightning's own launchers of workers refuse."""
     _is_stopping = False
+    _needs_one_thread = False
+    """Whether forks must compute with one thread, because this process has computed with several."""
     _engine_state: "_Stored | None" = None
     """The engine's own state at the end of training, in the worker that returns the results."""
     _failures = ""
@@ -253,6 +263,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             pickle_generators()
         else:
             check_forks(self._strategy)
+            self._needs_one_thread = torch.get_num_threads() > 1 and _has_native_threads()
         self._failures = tempfile.mkdtemp()
         self._strategy.random_state_at_launch = get_random_state()  # type: ignore[attr-defined]
         try:
@@ -312,6 +323,9 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         watch_parent(process_idx, grace_s=0.0)
         if self._start_method == "fork":
             gc.freeze()  # collected here, the parent's dropped groups and stores would join threads that only it has
+            if self._needs_one_thread:  # the parent's threads of OpenMP are not here, and it would wait for them
+                os.environ["OMP_NUM_THREADS"] = "1"  # otherwise Lightning sets a number
+                torch.set_num_threads(1)
         else:
             pickle_generators()  # as do its loaders' workers
         if not faulthandler.is_enabled():  # a fork: other processes read it from the environment

@@ -109,6 +109,8 @@ class EngineStrategy:
         """
         raise NotImplementedError
 
+    may_repeat_steps = False
+    """Whether a step is repeated in smaller micro-batches if a rank runs out of memory."""
     averages_buffers = False
     """Whether buffers that differ between ranks are averaged in training, beside those of norm layers."""
     option_to_average_buffers: str | None = None

@@ -142,6 +142,7 @@ class DistributedStrategy(EngineStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the ranks with different samples, unless another group is passed."""
+        self._check_repeatable("`self.log(..., sync_dist=True, on_step=True)`, or another reduction,")
         return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -150,6 +151,7 @@ class DistributedStrategy(EngineStrategy):
         In a batch that some rank has no sample of, it has the rows of the other ranks: see `fillers.py`.
         """
         check_present("`all_gather`")
+        self._check_repeatable("`self.all_gather`")
         if group is None or group is dist.group.WORLD:  # Lightning: a module's all_gather names the latter
             group = self.data_group
         if tensor.is_meta:  # of another pipeline stage
@@ -162,6 +164,21 @@ class DistributedStrategy(EngineStrategy):
             warnings.filterwarnings("ignore", r"torch.distributed.nn.functional.all_gather is deprecated")
             gathered = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return leave_out_fillers(gathered, group)
+
+    def _check_repeatable(self, collective: str) -> None:
+        """Checks that a step that may run out of memory on one rank has no collective of the user's.
+
+        Raises:
+            ValueError: this is one: a rank without memory can't take part in it with values of the right shape.
+        """
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        # Lightning: the hook that runs.
+        if self.may_repeat_steps and module is not None and module._current_fx_name == "training_step":
+            raise ValueError(
+                f"micro_batch_size='auto' can't repeat a `training_step` that has {collective} in it: a rank that runs"
+                " out of memory takes part in the others' collectives with a batch of one sample. Give a number as"
+                " micro_batch_size, or communicate after the step."
+            )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether all ranks, or any rank, have True; ranks that share samples take part, too."""

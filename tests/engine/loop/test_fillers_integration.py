@@ -1,4 +1,4 @@
-"""A rank without a sample runs a filler, which counts for nothing: statistics, gathered rows, metrics, logged values."""
+"""A rank without a sample runs a filler, which counts for nothing: statistics, gathered rows, metrics, logs."""
 
 from typing import Any
 
@@ -117,7 +117,7 @@ def test_a_filler_counts_for_nothing_in_what_the_ranks_share(strategy, module, p
 
 
 class Measures(LightningModule):
-    """Logs metrics in training and validation, of each kind of state, and computes one by itself that is never reset."""
+    """Logs metrics of each kind of state, and computes one by itself that is never reset."""
 
     def __init__(self, first: int = 0) -> None:
         super().__init__()
