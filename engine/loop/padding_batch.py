@@ -136,7 +136,8 @@ def _restoring(trainer: Any) -> Iterator[None]:
     ]
     empty_states = [(metric, name, _empty_rows(getattr(metric, name))) for metric, name in empty_before]
     logged = _names(results) - logged_before
-    snapshot.undo()
+    # A step of training is taken on all ranks: what a module counts its steps by must not differ between them.
+    snapshot.undo(keeps_counts=trainer.training)
     # torchmetrics gathers these states as tensors: a tensor without rows has their shape and dtype.
     for metric, name, nothing in empty_states:
         getattr(metric, name).extend(nothing)

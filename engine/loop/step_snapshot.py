@@ -36,7 +36,7 @@ class StepSnapshot:
     ) -> None:
         self._leaves_out = leaves_out
         self._random = get_random_state() if random else None
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._attributes: list[tuple[Any, dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._owners: dict[int, Any] = {}
@@ -49,7 +49,7 @@ class StepSnapshot:
         self._owners[id(owner)] = owner
         skipped = _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
         attributes = {name: value for name, value in owner.__dict__.items() if name not in skipped}
-        self._attributes.append((owner.__dict__, attributes))
+        self._attributes.append((owner, attributes))
         for value in (*attributes.values(), *owner.__dict__.get("_buffers", {}).values()):
             if isinstance(value, Tensor) and not self._leaves_out(value):
                 self._values[id(value)] = value, value.detach().clone()
@@ -78,9 +78,16 @@ class StepSnapshot:
         """The objects whose attributes are recorded: those that were passed, their sub-modules, and metrics."""
         return self._owners.values()
 
-    def undo(self) -> None:
-        """Restores everything: the same objects, with their content."""
-        for present, before in self._attributes:
+    def undo(self, *, keeps_counts: bool = False) -> None:
+        """Restores everything: the same objects, with their content.
+
+        Args:
+            keeps_counts: plain integers and booleans of modules stay as they are.
+        """
+        for owner, before in self._attributes:
+            present = owner.__dict__
+            if keeps_counts and isinstance(owner, nn.Module) and not isinstance(owner, Metric):
+                before = {**before, **{name: value for name, value in present.items() if type(value) in (int, bool)}}
             skipped = _OF_MODULES if "_modules" in present else frozenset()
             for name in [name for name in present if name not in before and name not in skipped]:
                 del present[name]
