@@ -32,6 +32,7 @@ def test_a_layer_stays_an_instance_of_its_class(cls):
     assert isinstance(layer, cls)
     assert type(layer).__name__ == cls.__name__
     assert hooks.id in layer._forward_hooks
+    hooks.remove()
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(copy.deepcopy(layer)))):  # noqa: S301
         assert type(other) is type(layer)
         assert torch.equal(other.weight, layer.weight)
