@@ -72,7 +72,7 @@ class EvalPadding:
         """Whether this rank has only padding: from the loader of this index, or for None from all loaders."""
         loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
         return bool(loaders) and all(
-            getattr(loader, "leaves_some_idle", False) and loader.num_real == 0 for loader in loaders
+            getattr(loader, "leaves_some_idle", False) and self._num_real(loader) == 0 for loader in loaders
         )
 
 

@@ -274,7 +274,7 @@ class SavingConnector(_CheckpointConnector):
     @property
     def _has_workers(self) -> bool:
         """Whether this process has started worker processes: it has not trained itself, and has the weights only."""
-        return num_ranks() == 1 < self.trainer.world_size  # type: ignore[no-any-return]
+        return num_ranks() == 1 < self.trainer.world_size
 
     def state_for_parent(self) -> dict[str, Any] | None:
         """Returns the engine's own state for the process that has started the workers, which all call it at the end."""

@@ -11,7 +11,6 @@ pass over x and x squared loses digits if the mean is large.
 A rank that runs a filler takes part without samples.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         """Restores the classes of the layers."""
         for module in model.modules():
             if isinstance(module, _Synchronised):
-                module.__class__ = module._local_class
+                module.__class__ = module._local_class  # type: ignore[assignment]
         return model
 
 
@@ -59,11 +58,16 @@ def _check_forward(name: str, cls: type[nn.Module]) -> None:
             )
 
 
-@functools.cache
+_made: dict[Any, type["_Synchronised"]] = {}
+"""The subclass of each class."""
+
+
 def _synchronised(cls: type[nn.Module]) -> type["_Synchronised"]:
     """Returns the subclass of a batch-norm class that uses the batch of all ranks."""
-    # In this order a forward of `cls` comes before `_Synchronised.forward`, and that before torch's.
-    return type(cls.__name__, (cls, _Synchronised), {"_local_class": cls, "__module__": cls.__module__})
+    if cls not in _made:
+        # In this order a forward of `cls` comes before `_Synchronised.forward`, and that before torch's.
+        _made[cls] = type(cls.__name__, (cls, _Synchronised), {"_local_class": cls, "__module__": cls.__module__})
+    return _made[cls]
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:
@@ -83,7 +87,7 @@ class _Synchronised(_BatchNorm):
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels  # torch: its forward calls it
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new, (self._local_class,), self.__getstate__()  # type: ignore[attr-defined]
+        return _new, (self._local_class,), self.__getstate__()
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises `input` [batch, channels, ...]; while training, by the statistics of all ranks' batches.
