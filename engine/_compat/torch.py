@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
     from torch.distributed.tensor._random import manual_seed
     from torch.distributed.tensor.placement_types import _StridedShard
-    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.conv import _ConvNd
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +48,7 @@ __all__ = [
     "_IterableDatasetFetcher",
     "_MapDatasetFetcher",
     "_MultiProcessingDataLoaderIter",
+    "_NormBase",
     "_SingleProcessDataLoaderIter",
     "_StridedShard",
     "_distributed_c10d",
@@ -87,6 +88,7 @@ HOMES = {
     "_IterableDatasetFetcher": "torch.utils.data._utils.fetch",
     "_MapDatasetFetcher": "torch.utils.data._utils.fetch",
     "_MultiProcessingDataLoaderIter": "torch.utils.data.dataloader",
+    "_NormBase": "torch.nn.modules.batchnorm",
     "_SingleProcessDataLoaderIter": "torch.utils.data.dataloader",
     "_StridedShard": "torch.distributed.tensor.placement_types",
     "_distributed_c10d": "torch._C",

@@ -138,9 +138,18 @@ class BatchSizes:
             return self._uneven.is_through(batch_idx)
         return self.samples(batch_idx).local == 0 and self._trainer.data_size > 1
 
-    def joins(self, batch_idx: int) -> bool:
-        """Whether this rank joins the collectives of a padding batch without running the module."""
-        return isinstance(self.loader, UnevenTrainLoader) and self.loader.policy == "join" and self.is_filler(batch_idx)
+    def some_are_fillers(self, batch_idx: int) -> bool:
+        """Whether some rank has no sample of a training batch; all ranks have the same answer."""
+        if self._trainer.fit_loop._combined_loader is not self._counted:
+            self._look_up()
+        if self._uneven is not None:
+            return self._uneven.leaves_out_ranks(batch_idx)
+        return self.samples(batch_idx).total < self._trainer.data_size
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks without a sample of a batch join its collectives without running the module."""
+        return isinstance(self.loader, UnevenTrainLoader) and self.loader.policy == "join"
 
     @property
     def current(self) -> int | None:

@@ -67,6 +67,11 @@ class EvalBatchSampler(Sampler[Any]):
         return len(self) - (0 < self._size_of_last < self.num_replicas and self.rank >= self._size_of_last)
 
     @property
+    def num_real_of_all(self) -> int:
+        """Number of batches that no rank has padding for; they come first."""
+        return len(self) - self.has_padding
+
+    @property
     def has_padding(self) -> bool:
         """Whether some rank has a padding batch."""
         return 0 < self._size_of_last < self.num_replicas

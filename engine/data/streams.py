@@ -241,6 +241,8 @@ class UnevenEvalLoader(DataLoader):
     length: int | None
     """The largest number of batches of a rank; None if some rank does not know its own."""
     num_real: float
+    num_real_of_all: float
+    """The number of batches that no rank has padding for; infinite until a rank has none left."""
 
     def __len__(self) -> int:
         if self.length is None:
@@ -248,11 +250,12 @@ class UnevenEvalLoader(DataLoader):
         return self.length
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.num_real = math.inf
+        self.num_real = self.num_real_of_all = math.inf
         return self._together(super().__iter__())
 
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         nothing, num_batches = object(), 0
+        num_yielded = 0
         latest = batch = next(batches, nothing)
         have_batch = self.all_gather_bools(batch is not nothing)
         if any(have_batch) and not all(have_batch):
@@ -266,6 +269,9 @@ class UnevenEvalLoader(DataLoader):
                 latest, num_batches = batch, num_batches + 1
             elif math.isinf(self.num_real):
                 self.num_real = num_batches
+            if not all(have_batch):
+                self.num_real_of_all = min(self.num_real_of_all, num_yielded)
+            num_yielded += 1
             yield latest
             batch = next(batches, nothing) if batch is not nothing else nothing
             have_batch = self.all_gather_bools(batch is not nothing)
@@ -281,5 +287,6 @@ def as_uneven_eval(
         all_gather_bools: see `UnevenEvalLoader`.
         length: see `UnevenEvalLoader`.
     """
-    attributes: dict[str, Any] = {"all_gather_bools": all_gather_bools, "length": length, "num_real": math.inf}
+    counts = {"num_real": math.inf, "num_real_of_all": math.inf}
+    attributes: dict[str, Any] = {"all_gather_bools": all_gather_bools, "length": length, **counts}
     return clone_loader(loader, UnevenEvalLoader, **attributes)

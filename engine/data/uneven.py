@@ -74,6 +74,10 @@ class UnevenTrainLoader(DataLoader):
         """Whether this rank has no batch left at batch `index` of the epoch."""
         return self._sizes[index][self.rank] == _NONE_LEFT
 
+    def leaves_out_ranks(self, index: int) -> bool:
+        """Whether some rank has no batch left at batch `index` of the epoch."""
+        return _NONE_LEFT in self._sizes[index]
+
     def __len__(self) -> int:
         if self.length is None:
             raise TypeError(f"{type(self).__name__} has no length on every rank")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NamedTuple
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
 # outlive `destroy_process_group` and abort the process at exit under gloo.
@@ -28,7 +28,9 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import multiprocessing as launchers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.nn.parameter import is_lazy
 
 # Lightning: the private launcher that its own DDPStrategy uses.
 from .._compat.lightning import _MultiProcessingLauncher
@@ -106,6 +108,14 @@ def check_forks(strategy: Any, modules: Sequence[Any] = (torch.cuda, torch.xpu))
     for module in modules:
         if module.is_initialized():
             raise RuntimeError(_USED.format(strategy=strategy, module=module.__name__))
+
+
+def _has_native_threads() -> bool:
+    """Whether this process has threads that Python has not started, as those of OpenMP; False where it is unknown."""
+    try:
+        return len(os.listdir("/proc/self/task")) > threading.active_count()
+    except OSError:
+        return False
 
 
 class _Stored:
@@ -237,6 +247,10 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     returns_predictions = True
     """Whether `predict` may return its outputs, which Lightning's own launchers of workers refuse."""
     _is_stopping = False
+    _needs_one_thread = False
+    """Whether forks must compute with one thread, because this process has computed with several."""
+    _engine_state: "_Stored | None" = None
+    """The engine's own state at the end of training, in the worker that returns the results."""
     _failures = ""
     """Folder to which workers write their exceptions."""
 
@@ -249,6 +263,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             pickle_generators()
         else:
             check_forks(self._strategy)
+            self._needs_one_thread = torch.get_num_threads() > 1 and _has_native_threads()
         self._failures = tempfile.mkdtemp()
         self._strategy.random_state_at_launch = get_random_state()  # type: ignore[attr-defined]
         try:
@@ -308,6 +323,9 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         watch_parent(process_idx, grace_s=0.0)
         if self._start_method == "fork":
             gc.freeze()  # collected here, the parent's dropped groups and stores would join threads that only it has
+            if self._needs_one_thread:  # the parent's threads of OpenMP are not here, and it would wait for them
+                os.environ["OMP_NUM_THREADS"] = "1"  # otherwise Lightning sets a number
+                torch.set_num_threads(1)
         else:
             pickle_generators()  # as do its loaders' workers
         if not faulthandler.is_enabled():  # a fork: other processes read it from the environment
@@ -340,10 +358,18 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     # Lightning: _MultiProcessingLauncher._collect_rank_zero_results gets the weights from the module, which has only
     # rank 0's shards; the strategy gathers them.
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        state = trainer._checkpoint_connector.state_for_parent()  # type: ignore[attr-defined]
+        self._engine_state = None if state is None or self._strategy.local_rank else _Stored(state)
         if trainer.state.fn == TrainerFn.PREDICTING and results is not None and self._strategy.local_rank == 0:
             results = _Stored(results)
         state_dict = self._strategy.lightning_module_state_dict()
         module = trainer.lightning_module
+        buffers = {name for name, _ in module.named_buffers()}
+        self._shapes = {
+            name: _Shape(tuple(value.shape), value.dtype, name in buffers)
+            for name, value in state_dict.items()
+            if isinstance(value, Tensor)
+        }
         module.state_dict = lambda *args, **kwargs: state_dict  # type: ignore[method-assign, assignment]
         try:
             return super()._collect_rank_zero_results(trainer, results)
@@ -354,6 +380,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         if worker_output.weights_path is not None:
             make_room(trainer.lightning_module)
+            _take_shapes(trainer.lightning_module, worker_output.extra["shapes"])
         super()._recover_results_in_main_process(worker_output, trainer)
 
     # Lightning: _MultiProcessingLauncher.get_extra_results, which returns only the metrics.
@@ -361,12 +388,23 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         progress = {name: tracker.state_dict() for name, tracker in _progress(trainer).items()}
         score = getattr(trainer.checkpoint_callback, "best_model_score", None)
         score = None if score is None else float(score)
-        return {**super().get_extra_results(trainer), "progress": progress, "best_model_score": score}
+        return {
+            **super().get_extra_results(trainer),
+            "progress": progress,
+            "num_logged_steps": trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "best_model_score": score,
+            "engine_state": self._engine_state,
+            "shapes": self._shapes,
+        }
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         for name, tracker in _progress(trainer).items():
             tracker.load_state_dict(extra["progress"][name])
+        # Lightning: the step under which loggers get values.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = extra["num_logged_steps"]
+        if extra["engine_state"] is not None:
+            trainer._checkpoint_connector.state_of_workers = extra["engine_state"].take()  # type: ignore[attr-defined]
         if extra["best_model_score"] is not None:
             trainer.checkpoint_callback.best_model_score = torch.tensor(extra["best_model_score"])  # type: ignore[union-attr]
 
@@ -378,6 +416,32 @@ def _finish_experiments(trainer: Trainer | None) -> None:
         experiment = logger._experiment if isinstance(logger, WandbLogger) else None
         if experiment is not None:
             experiment.finish()
+
+
+class _Shape(NamedTuple):
+    """The shape of a tensor of the workers' module."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_buffer: bool
+
+
+def _take_shapes(module: nn.Module, shapes: dict[str, _Shape]) -> None:
+    """Gives parameters and buffers the shapes that they have in the workers' module: buffers may grow in training.
+
+    Buffers that the workers have registered, or filled where there was None, are created.
+    """
+    owners = dict(module.named_modules())
+    for name, (shape, dtype, is_buffer) in shapes.items():
+        path, _, key = name.rpartition(".")
+        if path not in owners:  # a layer that the workers have added
+            continue
+        own = vars(owners[path])
+        tensor = own["_parameters"].get(key) if key in own["_parameters"] else own["_buffers"].get(key)
+        if tensor is not None and not is_lazy(tensor) and tensor.shape != shape:
+            tensor.data = tensor.new_empty(shape)
+        elif tensor is None and is_buffer:
+            own["_buffers"][key] = torch.empty(shape, dtype=dtype)
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..strategies import adapt
 from .hooks import Hooks
 from .log import attach_log, detach_log
 from .noise import hide_tree_warnings
-from .padding_batch import EvalPadding, run_padding_batch
+from .padding_batch import EvalPadding, beside_fillers, run_padding_batch
 from .transfer import Transfer
 
 __all__ = ["EvaluationLoop"]
@@ -62,24 +62,30 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _EvaluationLoop._evaluation_step
         trainer: Any = self.trainer
-        if (
-            self._padding is not None
-            and dataloader_iter is None
-            and self._padding.is_padding(batch_idx, dataloader_idx)
-        ):
-            self._run_padding_batch(batch, batch_idx, dataloader_idx)
-        elif dataloader_iter is not None or not isinstance(trainer.profiler, PassThroughProfiler):
-            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-            return
+        padding = self._padding if dataloader_iter is None else None
+        if padding is not None and padding.is_about(batch_idx, dataloader_idx):
+            is_padding = padding.is_padding(batch_idx, dataloader_idx)
+            with beside_fillers(trainer, is_filler=is_padding):
+                (self._run_padding_batch if is_padding else self._run_batch)(batch, batch_idx, dataloader_idx)
+            if is_padding:
+                self._end_padding_batch(dataloader_idx)
         else:
-            if self._flat is None:
-                self._flat = _Evaluation(self)
-            self._flat.step(batch, batch_idx, dataloader_idx)
+            self._run_batch(batch, batch_idx, dataloader_idx, dataloader_iter)
+        if dataloader_iter is not None:
+            return
         progress = self.batch_progress
         if self._can_stop_together:
             trainer._signal_connector.poll(trainer.fit_loop.epoch_loop.batch_progress.total.ready, progress.total.ready)
         if not progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException
+
+    def _run_batch(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any = None) -> None:
+        if dataloader_iter is not None or not isinstance(self.trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        if self._flat is None:
+            self._flat = _Evaluation(self)
+        self._flat.step(batch, batch_idx, dataloader_idx)
 
     def setup_data(self) -> None:
         """Creates the loaders."""
@@ -125,20 +131,21 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def _step_name(self) -> str:
         return "test_step" if self.trainer.testing else "validation_step"
 
+    def _loader_argument(self, dataloader_idx: int) -> int | None:
+        return dataloader_idx if self._is_sequential and self.num_dataloaders > 1 else None
+
     def _run_padding_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Runs a padding batch, which changes nothing but the progress."""
-        trainer: Any = self.trainer
-        loader = dataloader_idx if self._is_sequential and self.num_dataloaders > 1 else None
-        progress = self.batch_progress
-        progress.increment_ready()
-        progress.increment_started()
-        run_padding_batch(
-            self, self._step_name, batch, batch_idx, dataloader_idx, loader, self._results, trainer._logger_connector
-        )
-        self._results.dataloader_idx = loader  # whose results are read next
-        progress.increment_processed()
-        progress.increment_completed()
-        if not trainer.sanity_checking:
+        self.batch_progress.increment_ready()
+        self.batch_progress.increment_started()
+        loader = self._loader_argument(dataloader_idx)
+        run_padding_batch(self, self._step_name, batch, batch_idx, dataloader_idx, loader)
+
+    def _end_padding_batch(self, dataloader_idx: int) -> None:
+        self._results.dataloader_idx = self._loader_argument(dataloader_idx)  # whose results are read next
+        self.batch_progress.increment_processed()
+        self.batch_progress.increment_completed()
+        if not self.trainer.sanity_checking:
             self._has_run = True
 
     @ends_with_data

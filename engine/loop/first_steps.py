@@ -398,7 +398,8 @@ class FirstSteps:
         assert module is not None
         # Under fsdp a rank draws the same numbers for its samples as one process with the same random state.
         draws_same_numbers = strategy.layout.tp == strategy.layout.pp == 1
-        joins_batches = not module.automatic_optimization or strategy._layer_sync is not None
+        shares_statistics = strategy._layer_sync is not None or strategy.averages_buffers
+        joins_batches = not module.automatic_optimization or shares_statistics
         steps = list(zip(*ranks, strict=True))
         replay = Replay(module, trainer, strategy.root_device, joins_batches, draws_same_numbers)
         try:

@@ -20,6 +20,7 @@ from ..precision.loss_scaling import one_update
 from ..strategies import adapt
 from .local_gradients import LocalGradients
 from .loss_weighting import LossWeighting
+from .padding_batch import beside_fillers
 
 __all__ = ["ManualOptimization"]
 
@@ -51,6 +52,14 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
             RuntimeError: an optimizer steps with gradients that are not averaged over the ranks.
         """
         batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
+        sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
+        if self._loss_weighting.data_size > 1 and sizes.some_are_fillers(batch_idx):
+            with beside_fillers(self.trainer, is_filler=sizes.is_filler(batch_idx), joined=sizes.joins):
+                self._advance(batch_idx, kwargs)
+        else:
+            self._advance(batch_idx, kwargs)
+
+    def _advance(self, batch_idx: int, kwargs: OrderedDict) -> None:
         factor = self._loss_weighting.factor_of_batch(batch_idx)
         local = self._refuse_local_gradients()
         if factor == 1 and local is None:

@@ -43,11 +43,14 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
     """Knows which ranks have batches to evaluate, if the engine splits them; otherwise None."""
     all_ranks_reach_end = True
     """Whether all ranks evaluate each loader to its end, so that they can communicate there."""
+    names_of_fillers: set[str]
+    """The names of the values that only fillers of this rank have logged, in this epoch or evaluation."""
     _read_step = -1
     _num_reads = 0
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
+        self.names_of_fillers = set()
         self.issued_warnings: set[str] = set()
         """The warnings that were issued already, by the name of a logged value or the message."""
         self.overwritten: list[tuple[_ResultMetric, Any]] = []
@@ -115,14 +118,20 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         results, padding = trainer._results, None if trainer.training else self.padding
         if results is None or self._is_single_rank or trainer.barebones:
             return
-        loader = results.dataloader_idx
         reduce_results(
             results,
             trainer.lightning_module,
             trainer.data_ranks,
-            is_idle=padding is not None and padding.is_idle(loader),
-            some_are_idle=padding is not None and padding.leave_some_idle(loader),
+            is_idle=padding is not None and padding.is_idle(results.dataloader_idx),
+            names_of_fillers=self.names_of_fillers,
         )
+
+    def reset_results(self) -> None:
+        """Called by Lightning at the start and the end of an epoch or evaluation."""
+        super().reset_results()
+        # Lightning: the names begin with that of the hook; a validation begins and ends within an epoch of training.
+        in_training = self.trainer.training
+        self.names_of_fillers = {n for n in self.names_of_fillers if n.startswith("training_step.") != in_training}
 
     def teardown(self) -> None:
         """Called by Lightning at the end of a run, also of an interrupted one."""

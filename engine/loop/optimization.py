@@ -22,8 +22,8 @@ from ..strategies import capabilities_of, without_sync
 from .hooks import Hooks
 from .loss_weighting import LossWeighting
 from .out_of_memory import OutOfMemory
+from .padding_batch import beside_fillers
 from .shortcuts import Shortcuts
-from .step_snapshot import StepSnapshot
 from .transfer import Transfer
 
 __all__ = ["AutomaticOptimization", "check_may_skip"]
@@ -182,7 +182,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization._make_closure
         closure = self._make_weighted_closure(kwargs, optimizer, batch_idx)
         trainer: Any = self.trainer
-        return _PaddingClosure(closure, trainer) if trainer.is_filler(batch_idx) else closure
+        some_are_fillers = trainer.data_size > 1 and trainer._data_connector.sizes.some_are_fillers(batch_idx)
+        return _ClosureAmongFillers(closure, trainer, batch_idx) if some_are_fillers else closure
 
     def _make_weighted_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
         if self._skip_backward or not self.runs_own_schedule:
@@ -233,30 +234,25 @@ class _TensorResult(ClosureResult):
         self.extra = {}
 
 
-class _PaddingClosure(Closure):
-    """Runs a padding batch, and restores what it has changed.
+class _ClosureAmongFillers(Closure):
+    """Runs a batch that some rank has no sample of.
 
     Args:
-        closure: runs the padding batch.
+        closure: runs the batch.
         trainer: the trainer of the batch.
+        batch_idx: within the epoch.
     """
 
-    def __init__(self, closure: Closure, trainer: Any) -> None:
+    def __init__(self, closure: Closure, trainer: Any, batch_idx: int) -> None:
         self._result = None
-        self._inner, self._trainer = closure, trainer
+        self._inner, self._trainer, self._batch_idx = closure, trainer, batch_idx
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Forward and backward."""
-        return _run_and_restore(self._trainer, lambda: self._inner.closure(*args, **kwargs))
-
-
-def _run_and_restore(trainer: Any, run: Callable[[], ClosureResult]) -> ClosureResult:
-    """Calls `run`, restores the earlier state of the module and of logged values, and returns the result of `run`."""
-    snapshot = StepSnapshot(trainer.lightning_module, trainer._results)
-    result = run()
-    snapshot.undo()
-    return result
+        sizes = self._trainer._data_connector.sizes
+        with beside_fillers(self._trainer, is_filler=sizes.is_filler(self._batch_idx), joined=sizes.joins):
+            return self._inner.closure(*args, **kwargs)
 
 
 class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer has not called it
@@ -337,11 +333,13 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
     def _closure(self) -> ClosureResult:
         trainer: Any = self._optimization.trainer
         sizes = trainer._data_connector.sizes
-        if self._optimization.loss_weighting.data_size == 1 or not sizes.is_filler(self._batch_idx):
+        if self._optimization.loss_weighting.data_size == 1 or not sizes.some_are_fillers(self._batch_idx):
             return self._forward_and_backward()
-        if sizes.joins(self._batch_idx):
+        is_filler = sizes.is_filler(self._batch_idx)
+        if is_filler and sizes.joins:
             return self._join()
-        return _run_and_restore(trainer, self._forward_and_backward)
+        with beside_fillers(trainer, is_filler=is_filler, joined=sizes.joins):
+            return self._forward_and_backward()
 
     def _join(self) -> ClosureResult:
         optimization = self._optimization

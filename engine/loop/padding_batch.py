@@ -5,20 +5,23 @@ part in collectives: a forward gathers parameters under fsdp, and sends buffers 
 collectives of its own. All changes that a padding batch makes are undone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.trainer import call
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from .._compat.lightning import _ResultCollection, _ResultMetric
 from ..data import UnevenEvalLoader, even_batches_of
+from ..distributed.fillers import among_fillers
+from ..strategies import adapt, updated_buffers
 from .step_snapshot import StepSnapshot
 from .transfer import Transfer
 
-__all__ = ["EvalPadding", "run_padding_batch"]
+__all__ = ["EvalPadding", "beside_fillers", "run_padding_batch"]
 
 
 class EvalPadding:
@@ -60,21 +63,42 @@ class EvalPadding:
             return batch_idx >= self._num_real(self._loaders[dataloader_idx])
         return batch_idx >= max(map(self._num_real, self._loaders))
 
-    def leave_some_idle(self, dataloader_idx: int | None) -> bool:
-        """Whether some rank has only padding: from the loader of this index, or for None from all loaders."""
-        loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
-        return bool(loaders) and all(getattr(loader, "leaves_some_idle", False) for loader in loaders)
+    def is_about(self, batch_idx: int, dataloader_idx: int) -> bool:
+        """Whether some rank may have padding for a batch; all ranks have the same answer."""
+        loaders = [self._loaders[dataloader_idx]] if self._is_sequential else self._loaders
+        return batch_idx >= max(float("inf") if each is None else each.num_real_of_all for each in loaders)
 
     def is_idle(self, dataloader_idx: int | None) -> bool:
         """Whether this rank has only padding: from the loader of this index, or for None from all loaders."""
         loaders = self._loaders if dataloader_idx is None else [self._loaders[dataloader_idx]]
-        return self.leave_some_idle(dataloader_idx) and all(self._num_real(loader) == 0 for loader in loaders)
+        return bool(loaders) and all(
+            getattr(loader, "leaves_some_idle", False) and self._num_real(loader) == 0 for loader in loaders
+        )
+
+
+@contextmanager
+def beside_fillers(trainer: Any, *, is_filler: bool, joined: bool = False) -> Iterator[None]:
+    """Context of a batch that some rank has no sample of.
+
+    Args:
+        trainer: trainer of the batch.
+        is_filler: this rank has none: at the end, all that the batch has changed is as before.
+        joined: ranks without a sample do not run the module.
+    """
+    with among_fillers(here=is_filler, joined=joined), _restoring(trainer) if is_filler else nullcontext():
+        yield
+    for metric in _metrics(trainer.lightning_module.modules()):
+        for name in _list_states(metric):
+            # torchmetrics concatenates such states, but gathers a single one as it is: its dims would differ from those
+            # of a rank with several or without any.
+            tensors = getattr(metric, name)
+            tensors[:] = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
 
 
 def run_padding_batch(
-    loop: Any, step: str, batch: Any, batch_idx: int, dataloader_idx: int, loader: int | None, *others: Any
+    loop: Any, step: str, batch: Any, batch_idx: int, dataloader_idx: int, loader: int | None
 ) -> None:
-    """Runs a step of the module, and restores what it has changed.
+    """Runs a step of the module; called within `beside_fillers`.
 
     Args:
         loop: Lightning's loop for evaluation or prediction.
@@ -83,34 +107,66 @@ def run_padding_batch(
         batch_idx: index of the batch in its loader.
         dataloader_idx: index of the loader.
         loader: the same index, as an argument of the step; None if there is only one loader.
-        others: other objects that the step may change.
     """
     trainer = loop.trainer
-    with _restoring(trainer.lightning_module, *others):
-        batch = Transfer(trainer)(batch, dataloader_idx)
-        if loop._results is not None:  # a prediction logs nothing
-            trainer._logger_connector.on_batch_start(batch, loader)
-        # Lightning: _EvaluationLoop and _PredictionLoop have both methods.
-        arguments = loop._build_kwargs(batch, batch_idx, loader)
-        call._call_strategy_hook(trainer, step, *loop._build_step_args_from_hook_kwargs(arguments, step))
+    batch = Transfer(trainer)(batch, dataloader_idx)
+    if loop._results is not None:  # a prediction logs nothing
+        trainer._logger_connector.on_batch_start(batch, loader)
+    # Lightning: _EvaluationLoop and _PredictionLoop have both methods.
+    arguments = loop._build_kwargs(batch, batch_idx, loader)
+    call._call_strategy_hook(trainer, step, *loop._build_step_args_from_hook_kwargs(arguments, step))
 
 
 @contextmanager
-def _restoring(module: nn.Module, *others: Any) -> Iterator[None]:
-    snapshot = StepSnapshot(module, *others)
-    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    first_updated = [metric for metric in metrics if not metric.update_called]
+def _restoring(trainer: Any) -> Iterator[None]:
+    """Context of a filler: at its end, all that it has changed is as before.
+
+    Its metrics are then such as if it had added no sample to them, so that the ranks gather and compute the same ones.
+    """
+    connector, results = trainer._logger_connector, trainer._results
+    owners = [trainer.lightning_module, *([results, connector] if results is not None else [])]
+    snapshot = StepSnapshot(*owners, leaves_out=_stays(trainer))
+    logged_before = _names(results)
+    metrics = _metrics(snapshot.owners)
+    empty_before = [(metric, name) for metric in metrics for name in _list_states(metric) if not getattr(metric, name)]
+    counts_before = [metric.update_count for metric in metrics]
     yield
-    first_updated = [metric for metric in first_updated if metric.update_called]
-    empty_states = [
-        (metric, name, _empty_rows(getattr(metric, name))) for metric in first_updated for name in _list_states(metric)
+    updated = [
+        metric for metric, count in zip(metrics, counts_before, strict=True) if metric.update_count not in (0, count)
     ]
-    snapshot.undo()
+    empty_states = [(metric, name, _empty_rows(getattr(metric, name))) for metric, name in empty_before]
+    logged = _names(results) - logged_before
+    # A step of training is taken on all ranks: what a module counts its steps by must not differ between them.
+    snapshot.undo(keeps_counts=trainer.training)
     # torchmetrics gathers these states as tensors: a tensor without rows has their shape and dtype.
     for metric, name, nothing in empty_states:
         getattr(metric, name).extend(nothing)
-    for metric in first_updated:
-        metric._update_count = 1  # otherwise torchmetrics warns of `compute` before `update`
+    for metric in updated:
+        metric._computed = None  # the result of an earlier `compute`, which the other ranks have dropped
+        metric._update_count = max(metric._update_count, 1)  # otherwise torchmetrics warns of `compute` before `update`
+    connector.names_of_fillers |= logged
+
+
+def _stays(trainer: Any) -> Callable[[Any], bool]:
+    """Returns the function that says whether a filler need not restore an object, since all ranks give it its state."""
+    averaged: set[int] = set()
+    # Under manual optimization a step of an optimizer, after which they are averaged, is a part of the filler.
+    if (
+        trainer.training
+        and not trainer.lightning_module.automatic_optimization
+        and adapt(trainer.strategy).averages_buffers
+    ):
+        averaged = set(map(id, updated_buffers(trainer.lightning_module).values()))
+    return lambda owner: id(owner) in averaged or getattr(owner, "is_computed_together", False)
+
+
+def _names(results: _ResultCollection | None) -> set[str]:
+    return {key for key, _ in results.valid_items()} if results is not None else set()
+
+
+def _metrics(owners: Iterable[Any]) -> list[Metric]:
+    """Returns the torchmetrics objects of the user among some objects."""
+    return [owner for owner in owners if isinstance(owner, Metric) and not isinstance(owner, _ResultMetric)]
 
 
 def _list_states(metric: Metric) -> list[str]:

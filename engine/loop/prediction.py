@@ -7,7 +7,7 @@ from .._compat.lightning import _PredictionLoop
 from ..data import ends_with_data
 from ..strategies import adapt
 from .noise import hide_tree_warnings
-from .padding_batch import EvalPadding, run_padding_batch
+from .padding_batch import EvalPadding, beside_fillers, run_padding_batch
 
 __all__ = ["PredictionLoop"]
 
@@ -44,13 +44,18 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
     @ends_with_data
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _PredictionLoop._predict_step
-        if (
-            self._padding is None
-            or dataloader_iter is not None
-            or not self._padding.is_padding(batch_idx, dataloader_idx)
-        ):
+        padding = self._padding if dataloader_iter is None else None
+        if padding is None or not padding.is_about(batch_idx, dataloader_idx):
             super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
+        is_padding = padding.is_padding(batch_idx, dataloader_idx)
+        with beside_fillers(self.trainer, is_filler=is_padding):
+            if is_padding:
+                self._run_padding_batch(batch, batch_idx, dataloader_idx)
+            else:
+                super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+    def _run_padding_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         self.batch_progress.increment_ready()
         self.batch_progress.increment_started()
         loader = dataloader_idx if self.num_dataloaders > 1 else None

@@ -5,13 +5,15 @@ each other, or mix up their values. Here:
 
 1. Each rank packs the sums, weights and extremes of all unreduced values, by name, into one message of about 50 bytes a
    value.
-2. One all-gather sends the messages to all ranks; it blocks until all ranks take part.
+2. One all-gather sends the messages to all ranks; it blocks until all ranks take part. Where a rank has logged a value
+   for no sample (it had only fillers, or fewer batches), a second one sends all values, and how they were logged.
 3. Each rank compares the names, and computes the same results in float64, in the order of the ranks.
 """
 
 import dataclasses
 from collections import defaultdict
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -59,33 +61,62 @@ def reduce_results(
     ranks: ObjectGroup,
     *,
     is_idle: bool = False,
-    some_are_idle: bool = False,
+    names_of_fillers: Collection[str] = (),
 ) -> None:
     """Reduces all unreduced values of an epoch; all ranks call it together, also those without values.
+
+    A rank gets from the others the values that it has logged for no sample, so that all ranks have the same ones: where
+    torchmetrics objects are among them, all ranks compute them together.
 
     Args:
         results: changed in place: reduced values count as computed.
         module: the module whose torchmetrics objects are logged.
         ranks: the ranks with different samples.
-        is_idle: this rank has run no batch; it gets the values that it has not logged from the others.
-        some_are_idle: some rank has run no batch.
+        is_idle: this rank has run no batch.
+        names_of_fillers: the names that only fillers of this rank have logged.
 
     Raises:
         ValueError: a name was logged on some ranks only, or with different arguments.
     """
-    local_items = {k: item for k, item in _unreduced(results).items() if some_are_idle or _is_synced(item)}
-    by_rank = ranks.all_gather_object((is_idle, _messages_of(local_items, with_meta=some_are_idle)))
-    busy = [messages for idle, messages in by_rank if not idle] or [messages for _, messages in by_rank]
+    local_items = {key: item for key, item in _unreduced(results).items() if _is_synced(item)}
+    missing = _Missing(is_idle, frozenset(names_of_fillers).difference(_unreduced(results)))
+    by_rank = ranks.all_gather_object((missing, _messages_of(local_items, with_meta=False)))
+    some_miss_values = any(of_rank.is_idle or of_rank.names for of_rank, _ in by_rank)
+    if some_miss_values:  # which may be values that are each rank's own, or torchmetrics objects
+        local_items = _unreduced(results)
+        by_rank = ranks.all_gather_object((missing, _messages_of(local_items, with_meta=True)))
     _compare(by_rank)
-    for key, message in busy[0].items():
-        item = local_items.get(key)
-        if item is None and is_idle:
-            item = results[key] = _item_of(message, results.get(key), module)
+    for key, message in _first_of_each(by_rank).items():
+        item, fills = local_items.get(key), False
+        if item is None and (is_idle or key in missing.names):
+            item, fills = _item_of(message, results.get(key), module), True
+            results[key] = item
         if item is None or message.value is None:
-            continue  # logged by this rank only, or reduced by torchmetrics
-        if message.is_synced or is_idle:
+            continue  # logged by other ranks only, or reduced by torchmetrics
+        if message.is_synced or fills:
             logged = [messages[key] for _, messages in by_rank if key in messages] if message.is_synced else [message]
             item._computed = _reduced(message.op, logged).to(item.value)  # type: ignore[assignment]
+
+
+class _Missing(NamedTuple):
+    """The values that a rank has not logged for any sample, and does not have to."""
+
+    is_idle: bool
+    """All that are not there."""
+    names: frozenset[str]
+    """Those of these names."""
+
+    def has(self, name: str) -> bool:
+        return self.is_idle or name in self.names
+
+
+def _first_of_each(by_rank: list[tuple[_Missing, dict[str, _Message]]]) -> dict[str, _Message]:
+    """Returns the message of the first rank that has logged a name, for each name, in the order of the logs."""
+    first: dict[str, _Message] = {}
+    for _, messages in by_rank:
+        for key, message in messages.items():
+            first.setdefault(key, message)
+    return first
 
 
 def _messages_of(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[str, _Message]:
@@ -119,6 +150,7 @@ def _item_of(message: _Message, earlier: _ResultMetric | None, module: Lightning
     """Returns the logged value that an idle rank would have if it had logged like the others."""
     if earlier is not None:  # of an earlier epoch
         item = earlier
+        item._computed = None  # Lightning keeps the earlier value of a torchmetrics object until its next update
     else:
         assert message.meta is not None
         meta = _Metadata(**message.meta, reduce_fx=getattr(torch, message.op))
@@ -127,15 +159,17 @@ def _item_of(message: _Message, earlier: _ResultMetric | None, module: Lightning
     if not item.is_tensor:
         assert item.meta.metric_attribute is not None
         item.value = module.get_submodule(item.meta.metric_attribute)
-    item.has_reset = False
+    item.has_reset, item._update_count = False, 1  # otherwise torchmetrics warns of `compute` before `update`
     return item
 
 
-def _compare(by_rank: list[tuple[bool, dict[str, _Message]]]) -> None:
+def _compare(by_rank: list[tuple[_Missing, dict[str, _Message]]]) -> None:
     names = {key: message.op for _, messages in by_rank for key, message in messages.items() if message.is_synced}
     for key, op in names.items():
         ranks_with = [rank for rank, (_, messages) in enumerate(by_rank) if key in messages]
-        ranks_without = [rank for rank, (idle, messages) in enumerate(by_rank) if key not in messages and not idle]
+        ranks_without = [
+            rank for rank, (missing, messages) in enumerate(by_rank) if key not in messages and not missing.has(key)
+        ]
         hook, _, name = key.partition(".")
         if ranks_without:
             raise ValueError(

@@ -1,6 +1,7 @@
 """A snapshot of the state that a step may change, to undo the step."""
 
 import collections
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -27,11 +28,15 @@ class StepSnapshot:
     Args:
         owners: modules, a `_ResultCollection`, or other objects with attributes.
         random: record the state of the random generators, too.
+        leaves_out: whether an owner and what it has, or the values of a tensor, are not recorded.
     """
 
-    def __init__(self, *owners: Any, random: bool = True) -> None:
+    def __init__(
+        self, *owners: Any, random: bool = True, leaves_out: Callable[[Any], bool] = lambda owner: False
+    ) -> None:
+        self._leaves_out = leaves_out
         self._random = get_random_state() if random else None
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._attributes: list[tuple[Any, dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._owners: dict[int, Any] = {}
@@ -39,14 +44,14 @@ class StepSnapshot:
             self._remember_owner(owner)
 
     def _remember_owner(self, owner: Any) -> None:
-        if id(owner) in self._owners:
+        if id(owner) in self._owners or self._leaves_out(owner):
             return
         self._owners[id(owner)] = owner
         skipped = _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
         attributes = {name: value for name, value in owner.__dict__.items() if name not in skipped}
-        self._attributes.append((owner.__dict__, attributes))
+        self._attributes.append((owner, attributes))
         for value in (*attributes.values(), *owner.__dict__.get("_buffers", {}).values()):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not self._leaves_out(value):
                 self._values[id(value)] = value, value.detach().clone()
             else:
                 self._remember(value)
@@ -68,9 +73,21 @@ class StepSnapshot:
         for item in items.values() if isinstance(items, dict) else items:
             self._remember(item)
 
-    def undo(self) -> None:
-        """Restores everything: the same objects, with their content."""
-        for present, before in self._attributes:
+    @property
+    def owners(self) -> Collection[Any]:
+        """The objects whose attributes are recorded: those that were passed, their sub-modules, and metrics."""
+        return self._owners.values()
+
+    def undo(self, *, keeps_counts: bool = False) -> None:
+        """Restores everything: the same objects, with their content.
+
+        Args:
+            keeps_counts: plain integers and booleans of modules stay as they are.
+        """
+        for owner, before in self._attributes:
+            present = owner.__dict__
+            if keeps_counts and isinstance(owner, nn.Module) and not isinstance(owner, Metric):
+                before = {**before, **{name: value for name, value in present.items() if type(value) in (int, bool)}}
             skipped = _OF_MODULES if "_modules" in present else frozenset()
             for name in [name for name in present if name not in before and name not in skipped]:
                 del present[name]

@@ -18,6 +18,7 @@ from ..checkpoint import get_random_state
 from ..data import ends_with_data
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import adapt
+from .buffer_check import BufferCheck
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .flat_epoch import FlatEpoch
@@ -50,6 +51,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = AutomaticOptimization(trainer, watch)
+        self.buffer_check = BufferCheck(trainer)
         self.manual_optimization = ManualOptimization(trainer, self.automatic_optimization.loss_weighting)
         self.val_loop = EvaluationLoop(
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
@@ -62,6 +64,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         watch.begin_epoch(self.trainer)
         with self.first_steps.checking():
             self._run(data_fetcher)
+        self.buffer_check.compare()
         adapt(self.trainer.strategy).sync_weights()
         watch.end_epoch(self.trainer)
 
@@ -209,6 +212,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         """Ends an optimizer step: stops if all ranks have agreed to, and saves a snapshot if one is due."""
         self._mark_step(num_steps)
         self.first_steps.end_step()
+        if self.buffer_check.is_first_step_due:
+            self.buffer_check.after_first_step()
         self.is_between_steps = True
         signals: Any = self.trainer._signal_connector
         signals.poll(self.batch_progress.total.ready)

@@ -36,7 +36,7 @@ from ..distributed.object_group import num_ranks
 from ..environment import restart_count
 from ..initialization.stored_weights import check_stored, read_stored
 from ..strategies import adapt
-from .restoring import TargetTensors, in_order_of, matching_accumulation, to_last_step, with_samples
+from .restoring import TargetTensors, end_last_epoch, in_order_of, matching_accumulation, to_last_step, with_samples
 from .run_history import AUTO, FRESH, Seen, check_may_start_afresh
 from .saving import STRATEGY, SavingConnector
 
@@ -54,6 +54,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     def begin(self) -> None:
         """Resets the state of the last run; called when the trainer begins to run."""
         self.is_ending = self._draws_alone = False
+        self.state_of_workers = None
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Checks all files of a checkpoint and opens it; does not change the module yet."""
@@ -221,6 +222,8 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         """Restores the loops' progress, and keeps the state that is restored when the training data is prepared."""
         engine_state = self._engine_state
         if "batches" not in engine_state or self.trainer.state.fn != TrainerFn.FITTING:
+            if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
+                end_last_epoch(self._loaded_checkpoint["loops"]["fit_loop"])
             super().restore_loops()
             return
         pending = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], engine_state)

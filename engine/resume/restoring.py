@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import CheckpointError, by_number
 
-__all__ = ["TargetTensors", "in_order_of", "matching_accumulation", "to_last_step", "with_samples"]
+__all__ = ["TargetTensors", "end_last_epoch", "in_order_of", "matching_accumulation", "to_last_step", "with_samples"]
 
 
 def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal["end", "nothing"] | None:
@@ -48,6 +48,17 @@ def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal
         _begin_next(validation)
         pending = "end"
     return pending
+
+
+def end_last_epoch(loops: dict[str, Any]) -> None:
+    """Has Lightning's fit loop begin an epoch, if the last one is over, in a checkpoint without the engine's state.
+
+    With `max_steps` Lightning would train on the last batch's successor, which the epoch does not have.
+    """
+    progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
+    is_over = epochs["ready"] == epochs["processed"] == epochs["completed"] > 0
+    if is_over and progress.get("is_last_batch"):
+        _begin_next(progress)
 
 
 def _begin_next(progress: dict[str, Any]) -> None:

@@ -136,7 +136,8 @@ class SavingConnector(_CheckpointConnector):
                 rank_zero_warn(note)
 
     def _is_directory(self, kind: Kind) -> bool:
-        return kind == "snapshot" or self._form == "directory" or (self._form == "auto" and self._is_sharded)
+        is_sharded = self._is_sharded and not self._has_workers  # which have returned whole weights
+        return kind == "snapshot" or self._form == "directory" or (self._form == "auto" and is_sharded)
 
     @property
     def _is_sharded(self) -> bool:
@@ -264,11 +265,34 @@ class SavingConnector(_CheckpointConnector):
         if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
             # Lightning: Strategy.optimizer_state has returned only this rank's part.
             checkpoint["optimizer_states"] = self._collected(checkpoint["optimizer_states"])
-        # The process that started worker processes has not trained itself: it has no position in the data.
-        is_alone = num_ranks() == 1 < trainer.world_size
-        if weights_only or trainer.state.fn != TrainerFn.FITTING or is_alone:
+        if weights_only or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        checkpoint[OURS] = {
+        if not self._has_workers:
+            checkpoint[OURS] = self._engine_state_to_save()
+        elif self.state_of_workers is not None and not self._hands_out_shards:
+            checkpoint[OURS] = dict(self.state_of_workers)
+        return checkpoint
+
+    state_of_workers: dict[str, Any] | None = None
+    """What the workers that this process has started had under `OURS` when they ended; None if they did not train."""
+
+    @property
+    def _has_workers(self) -> bool:
+        """Whether this process has started worker processes: it has not trained itself, and has the weights only."""
+        return num_ranks() == 1 < self.trainer.world_size
+
+    def state_for_parent(self) -> dict[str, Any] | None:
+        """Returns the engine's own state for the process that has started the workers, which all call it at the end."""
+        if self.trainer.state.fn != TrainerFn.FITTING or not self.is_portable:
+            return None
+        state = self._engine_state_to_save()
+        del state["optimizers"]  # the parent has not their state
+        return state
+
+    def _engine_state_to_save(self) -> dict[str, Any]:
+        """Returns the engine's own state; called by all ranks."""
+        trainer = self.trainer
+        state = {
             "between_epochs": self._between_epochs,
             "between_steps": trainer.fit_loop.epoch_loop.is_between_steps or self._is_cut_short,
             "cut_short": self._is_cut_short,
@@ -284,10 +308,10 @@ class SavingConnector(_CheckpointConnector):
             "trained": self.trained_parameters.changes(trainer.lightning_module, trainer.optimizers),
             "run": self.history.run.as_dict(),
         }
-        checkpoint[OURS][STRATEGY] = self._strategy.shared_state()
+        state[STRATEGY] = self._strategy.shared_state()
         if not self._hands_out_shards:
-            checkpoint[OURS]["ranks"] = self.saver.collect(self._of_rank())
-        return checkpoint
+            state["ranks"] = self.saver.collect(self._of_rank())
+        return state
 
     def _collected(self, states: list[Any]) -> list[Any]:
         """Returns, on rank 0, the optimizers' states merged over all ranks."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .compressing import check_join, prepare_to_repeat
     from .fsdp.unit_plan import describe_units
     from .interface import EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
+    from .rank_buffers import differing_buffers, updated_buffers
     from .tensor import make_plan
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "capabilities_of",
     "check_join",
     "describe_units",
+    "differing_buffers",
     "lists_devices",
     "make_plan",
     "norm_of",
     "prepare_to_repeat",
     "register_strategy",
+    "updated_buffers",
     "without_sync",
 ]
 
@@ -41,10 +44,12 @@ __getattr__ = import_on_access(
         "capabilities_of": "interface",
         "check_join": "compressing",
         "describe_units": "fsdp.unit_plan",
+        "differing_buffers": "rank_buffers",
         "lists_devices": "interface",
         "make_plan": "tensor",
         "norm_of": "clipping",
         "prepare_to_repeat": "compressing",
+        "updated_buffers": "rank_buffers",
         "without_sync": "interface",
     },
 )

@@ -53,6 +53,7 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
 
     def may_repeat(self) -> None:
         """Called before training if steps may be repeated because a rank ran out of memory."""
+        self.may_repeat_steps = True
         self.counts_traffic = True  # then all collectives go through the comm hook
         if self.comm_hook is not None:
             self.comm_hook.may_repeat = True

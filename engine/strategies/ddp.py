@@ -35,6 +35,8 @@ from .sparse_gradients import check_dense_gradients
 __all__ = ["DDP", "BareDDP"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_NOT_OF_DDP = ("timeout_s", "average_buffers")
+"""The options that are no arguments of `DistributedDataParallel`."""
 
 
 class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
@@ -371,7 +373,7 @@ def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:
     arguments = {
         field.name: value
         for field in dataclasses.fields(DDPOptions)
-        if (value := getattr(options, field.name)) != field.default and field.name != "timeout_s"
+        if (value := getattr(options, field.name)) != field.default and field.name not in _NOT_OF_DDP
     }
     if "broadcast_buffers" in arguments:
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")  # torch warns about the old name

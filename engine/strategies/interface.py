@@ -109,6 +109,13 @@ class EngineStrategy:
         """
         raise NotImplementedError
 
+    may_repeat_steps = False
+    """Whether a step is repeated in smaller micro-batches if a rank runs out of memory."""
+    averages_buffers = False
+    """Whether buffers that differ between ranks are averaged in training, beside those of norm layers."""
+    option_to_average_buffers: str | None = None
+    """The flag with the option that averages them; None without one."""
+
     def sync_weights(self) -> None:
         """Gives all ranks the same weights, if they may differ between steps; all ranks call it after the same step."""
 

@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from .._compat.torch import all_gather_single_autograd
 from ..checkpoint import get_random_state, host_state, set_random_state
 from ..devices import module_of
+from ..distributed.fillers import check_present, leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
 from ..distributed.side_sum import SideSum
 from ..environment import is_elastic, listen_on_loopback, listen_towards, place_on_one_machine
@@ -23,6 +24,7 @@ from ..reliability.rendezvous import connect, name_of_start, open_store, wait_fo
 from .capabilities import Capabilities
 from .interface import EngineStrategy
 from .parameter_hooks import ParameterHooks
+from .rank_buffers import BufferAverage
 from .reentrant import allow_reentrant, avoid_reentrant
 
 __all__ = ["DistributedStrategy", "share_random_state"]
@@ -51,6 +53,8 @@ class DistributedStrategy(EngineStrategy):
     _parameter_hooks: ParameterHooks | None = None
     connects_devices = True
     """Whether the ranks' devices communicate."""
+    options: Any
+    """The options of the flag."""
 
     def __repr__(self) -> str:  # the flag, for Lightning's messages
         suffix = f"_{self.launcher_suffix}" if self.launcher_suffix else ""
@@ -110,6 +114,34 @@ class DistributedStrategy(EngineStrategy):
             self._side_sum = SideSum(self.data_group, device, self._timeout)  # type: ignore[attr-defined]
         return self._side_sum.begin(make, needs_device=needs_device)
 
+    _buffer_average: BufferAverage | None = None
+
+    @property
+    def averages_buffers(self) -> bool:  # type: ignore[override]
+        """See `EngineStrategy`."""
+        return getattr(self.options, "average_buffers", False)
+
+    @property
+    def option_to_average_buffers(self) -> str | None:  # type: ignore[override]
+        """See `EngineStrategy`."""
+        return f"strategy={repr(self)[:-1]}:average_buffers=true'" if hasattr(self.options, "average_buffers") else None
+
+    def on_train_start(self) -> None:
+        """Called when everything is restored."""
+        super().on_train_start()  # type: ignore[misc]
+        if self._buffer_average is not None:  # of a run that has failed
+            self._buffer_average.close()
+        self._buffer_average = None
+        if getattr(self.options, "average_buffers", False) and self.data_size > 1:
+            self._buffer_average = BufferAverage(self.lightning_module.trainer, self.data_group)  # type: ignore[attr-defined]
+
+    def on_train_end(self) -> None:
+        """Removes what `on_train_start` has attached."""
+        super().on_train_end()  # type: ignore[misc]
+        if self._buffer_average is not None:
+            self._buffer_average.close()
+            self._buffer_average = None
+
     def start_data_group(self) -> None:
         """Creates the group of the ranks with different samples; called on all ranks, when they are connected."""
         if self.data_size == self.layout.world_size:
@@ -135,21 +167,43 @@ class DistributedStrategy(EngineStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the ranks with different samples, unless another group is passed."""
+        self._check_repeatable("`self.log(..., sync_dist=True, on_step=True)`, or another reduction,")
         return super().reduce(tensor, self.data_group if group is None else group, reduce_op)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over the ranks with different samples, unless another group is passed; returns [ranks, ...]."""
+        """Gathers over the ranks with different samples, unless another group is passed; returns [ranks, ...].
+
+        In a batch that some rank has no sample of, it has the rows of the other ranks: see `fillers.py`.
+        """
+        check_present("`all_gather`")
+        self._check_repeatable("`self.all_gather`")
         if group is None or group is dist.group.WORLD:  # Lightning: a module's all_gather names the latter
             group = self.data_group
         if tensor.is_meta:  # of another pipeline stage
             return torch.empty((dist.get_world_size(group), *tensor.shape), dtype=tensor.dtype, device="meta")
         if group is not None and group is self.data_group and sync_grads:
             # The function that Lightning calls uses a rank's index in the group as its index in the job, in backward.
-            return all_gather_single_autograd(tensor.contiguous().unsqueeze(0), 0, group)
+            gathered = all_gather_single_autograd(tensor.contiguous().unsqueeze(0), 0, group)
+            return leave_out_fillers(gathered, group)
         with warnings.catch_warnings():  # Lightning 2.6 calls a function that torch 2.13 deprecates
             warnings.filterwarnings("ignore", r"torch.distributed.nn.functional.all_gather is deprecated")
-            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
-        return gathered
+            gathered = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return leave_out_fillers(gathered, group)
+
+    def _check_repeatable(self, collective: str) -> None:
+        """Checks that a step that may run out of memory on one rank has no collective of the user's.
+
+        Raises:
+            ValueError: this is one: a rank without memory can't take part in it with values of the right shape.
+        """
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        # Lightning: the hook that runs.
+        if self.may_repeat_steps and module is not None and module._current_fx_name == "training_step":
+            raise ValueError(
+                f"micro_batch_size='auto' can't repeat a `training_step` that has {collective} in it: a rank that runs"
+                " out of memory takes part in the others' collectives with a batch of one sample. Give a number as"
+                " micro_batch_size, or communicate after the step."
+            )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether all ranks, or any rank, have True; ranks that share samples take part, too."""

@@ -79,6 +79,8 @@ class LocalSGD(DDP):
         """See `EngineStrategy`: in the warm-up only."""
         return isinstance(self.model, DistributedDataParallel)
 
+    averages_buffers = True  # with the weights
+
     @property
     def active_hook(self) -> CommHook | None:
         """The comm hook that averages the changes of weights."""

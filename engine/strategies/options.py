@@ -42,6 +42,9 @@ class DDPOptions:
     """Gradients are views into the buckets: saves a copy of all gradients in memory and in time."""
     broadcast_buffers: bool = True
     """Send rank 0's buffers (BatchNorm's statistics) to all ranks before each forward."""
+    average_buffers: bool = False
+    """After each step, average the floating-point buffers that the module updates itself (running means, codebooks)
+    over the ranks, each by its samples. Not those of norm layers: see `sync_batchnorm`."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""
 
@@ -90,6 +93,9 @@ class FSDPOptions(UnitOptions):
     that are slower than the computing."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
+    average_buffers: bool = False
+    """After each step, average the floating-point buffers that the module updates itself (running means, codebooks)
+    over the ranks, each by its samples. Not those of norm layers: see `sync_batchnorm`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from ..flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, sp
 from ..precision.names import TRANSFORMER_ENGINE, canonical_precision
 from ..precision.plugins import make_precision
 from .registry import STRATEGIES, find_strategy, import_all
-from .sync_batchnorm import CPUSyncBatchNorm
+from .sync_batchnorm import SyncBatchNorm
 
 __all__ = ["TrainerArgs", "select", "use_own_device"]
 
@@ -145,10 +145,10 @@ def _say_once(note: str) -> None:
 
 def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnorm: bool) -> dict[str, Any]:
     """The plugins with the engine's own, and the `precision` that Lightning still has to handle."""
-    if sync_batchnorm and device_type == "cpu":
+    if sync_batchnorm:
         # Replaces Lightning's own plugin; a layer-sync plugin of the user stays.
         plugins = [p for p in plugins if type(p) is not TorchSyncBatchNorm]
-        plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [CPUSyncBatchNorm()]
+        plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [SyncBatchNorm()]
     if precision in TRANSFORMER_ENGINE or any(isinstance(plugin, Precision) for plugin in plugins):
         return {"plugins": plugins, "precision": precision}  # Lightning creates it, or refuses a second one
     return {"plugins": [*plugins, make_precision(canonical_precision(precision), device_type)], "precision": None}

@@ -20,6 +20,9 @@ from tests.pairs import nightly, paired
 from .parity import TOLERANCE, largest_difference, sgd, suffixed
 from .tiny import QUIET, Saves
 
+# Each rank counts its own samples in a buffer of the modules here, to show what a filler or a repeated step leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:Under .* the ranks have different values of")
+
 INPUTS = torch.randn(100, 6, generator=torch.Generator().manual_seed(2))
 SIZES = [7, 3, 12]
 """Samples of each rank: with batches of two, 4, 2 and 6 of them."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -31,12 +31,18 @@ def check_tensor_parallel(whole: Collection[str], num_tp: int, flag: str) -> Non
 
 
 def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
-    """Checks that none of a trainer's callbacks averages weights with a copy of the whole module.
+    """Checks that none of a trainer's callbacks needs whole parameters.
 
     Raises:
-        ValueError: one does.
+        ValueError: one averages a copy of the whole module, or prunes parameters.
     """
     for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} replaces parameters by products with masks of whole tensors, but each rank"
+                f" has only shards of them under {flag}: choose strategy 'ddp', or prune before or after `fit`"
+                " (torch.nn.utils.prune)."
+            )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__} averages a whole copy of the module with its weights, but each rank has"

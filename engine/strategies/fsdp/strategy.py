@@ -290,7 +290,7 @@ class FSDP(UnitSteps):
                 submodule.forward = self.compile(submodule.forward)
             with replacements.within(submodule):
                 self._fully_shard(submodule, is_kept=submodule in kept)
-            read_stored(submodule, "cpu" if self._shards and self.options.cpu_offload else self.root_device)
+            read_stored(submodule, "cpu" if self._shards and self._offloads else self.root_device)
 
         if self._shards:
             never_flatten(model)
@@ -319,10 +319,15 @@ class FSDP(UnitSteps):
             # The unit that backward needs first would be gathered again at once, so freeing it would gain nothing.
             reshard_after_forward=self.options.reshard_after_forward and not is_kept,
             shard_placement_fn=self._placement,
-            offload_policy=CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params={self.model.get_parameter(name) for name in self._names_of_whole},
         )
         hand_over_arguments(submodule, is_freed=submodule is not self.model)
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether shards are kept in host memory and copied to the device; on the CPU they are there already."""
+        return self.options.cpu_offload and self.root_device.type != "cpu"
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Returns the dim along which a parameter is sharded; None: the first."""

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ...compression import CommHook
+from ...distributed.fillers import is_here, rows_of_samples
 from ...environment import bind_interface
 from ...flags import Layout
 from ...launch.process_launchers import end_group_at_exit
@@ -395,7 +396,9 @@ class PS(DistributedStrategy, DDPStrategy):
             return super().all_gather(tensor, group, sync_grads)
         if sync_grads:
             raise ValueError("`all_gather(..., sync_grads=True)` would have ranks wait in backward: not under `ps`.")
-        return torch.stack(self.data_ranks.all_gather_object(tensor.detach().cpu())).to(tensor.device)
+        by_rank = self.data_ranks.all_gather_object((tensor.detach().cpu(), is_here()))
+        gathered = torch.stack([each for each, _ in by_rank]).to(tensor.device)
+        return rows_of_samples(gathered, [is_filler for _, is_filler in by_rank])
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
         """Sums over the ranks. With staleness > 0 no rank waits: the sum is this rank's value times their number."""

@@ -16,7 +16,7 @@ from polyphase.engine.strategies import STRATEGIES
 from polyphase.engine.strategies.ddp import DDP
 from polyphase.engine.strategies.fsdp.strategy import FSDP
 from polyphase.engine.strategies.options import DDPOptions, FSDPOptions, HSDPOptions
-from polyphase.engine.strategies.sync_batchnorm import CPUSyncBatchNorm
+from polyphase.engine.strategies.sync_batchnorm import SyncBatchNorm
 
 from ..tiny import Seen, engine
 
@@ -154,8 +154,8 @@ def test_a_precision_plugin_of_the_users_is_kept():
         assert engine(plugins=plugins).precision_plugin is plugin
 
 
-def test_sync_batchnorm_on_the_cpu_is_ours():
-    assert isinstance(engine(strategy="ddp", sync_batchnorm=True).strategy._layer_sync, CPUSyncBatchNorm)
+def test_sync_batchnorm_is_the_engines_own():
+    assert isinstance(engine(strategy="ddp", sync_batchnorm=True).strategy._layer_sync, SyncBatchNorm)
     assert engine(strategy="ddp").strategy._layer_sync is None
 
 
