@@ -79,6 +79,8 @@ class DistributedStrategy(EngineStrategy):
         """Called when everything is restored, after the hooks of that name of callbacks and module."""
         super().on_train_start()  # type: ignore[misc]
         self._parameter_hooks = self._make_parameter_hooks()
+        if self.averages_buffers and self.data_size > 1:
+            self._buffer_average = BufferAverage(self.lightning_module.trainer, self.data_group)  # type: ignore[attr-defined]
 
     def _make_parameter_hooks(self) -> ParameterHooks | None:
         """Has hooks of parameters get the gradients of one process; returns None for one process."""
@@ -95,6 +97,9 @@ class DistributedStrategy(EngineStrategy):
         if self._parameter_hooks is not None:
             self._parameter_hooks.end()
             self._parameter_hooks = None
+        if self._buffer_average is not None:
+            self._buffer_average.close()
+            self._buffer_average = None
         allow_reentrant()
         super().teardown()  # type: ignore[misc]  # Lightning's strategy, which this is mixed into
 
@@ -125,22 +130,6 @@ class DistributedStrategy(EngineStrategy):
     def option_to_average_buffers(self) -> str | None:  # type: ignore[override]
         """See `EngineStrategy`."""
         return f"strategy={repr(self)[:-1]}:average_buffers=true'" if hasattr(self.options, "average_buffers") else None
-
-    def on_train_start(self) -> None:
-        """Called when everything is restored."""
-        super().on_train_start()  # type: ignore[misc]
-        if self._buffer_average is not None:  # of a run that has failed
-            self._buffer_average.close()
-        self._buffer_average = None
-        if getattr(self.options, "average_buffers", False) and self.data_size > 1:
-            self._buffer_average = BufferAverage(self.lightning_module.trainer, self.data_group)  # type: ignore[attr-defined]
-
-    def on_train_end(self) -> None:
-        """Removes what `on_train_start` has attached."""
-        super().on_train_end()  # type: ignore[misc]
-        if self._buffer_average is not None:
-            self._buffer_average.close()
-            self._buffer_average = None
 
     def start_data_group(self) -> None:
         """Creates the group of the ranks with different samples; called on all ranks, when they are connected."""
