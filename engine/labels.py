@@ -7,11 +7,16 @@ on small tensors. A training step has four labels: those of the loader, of `Dist
 Python can't detect an `ExecutionTraceObserver` that runs without a profiler, so its traces lack these four labels.
 """
 
+from typing import Any
+
 import torch
 from torch.autograd import profiler
 from torch.optim import optimizer
 
-__all__ = ["are_recorded"]
+__all__ = ["are_recorded", "own_step_hooks"]
+
+own_step_hooks: list[Any] = []
+"""The engine's hooks on all optimizers' steps: they record nothing, and the engine calls them without the labels."""
 
 
 def are_recorded() -> bool:
@@ -19,6 +24,6 @@ def are_recorded() -> bool:
     return bool(
         profiler._is_profiler_enabled  # torch: those that Python has begun, in any thread
         or torch.autograd._profiler_enabled()  # torch: those of this thread
-        or optimizer._global_optimizer_pre_hooks
+        or len(optimizer._global_optimizer_pre_hooks) > len(own_step_hooks)
         or optimizer._global_optimizer_post_hooks
     )

@@ -93,7 +93,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_functorch",
         "_has_compatible_shallow_copy_type",
     ),
-    "torch._C": ("_disabled_torch_function_impl",),
+    "torch._C": ("_current_graph_task_id", "_disabled_torch_function_impl"),
     "torch._C._distributed_c10d": ("_resolve_process_group",),
     "torch:Tensor": ("_backward_hooks", "_base", "_is_view", "_make_wrapper_subclass", "_post_accumulate_grad_hooks"),
     "torch:UntypedStorage": ("_cdata",),

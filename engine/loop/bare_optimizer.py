@@ -4,12 +4,15 @@ Everything else that the two methods do still happens: the hooks of steps, the m
 step was taken, and the optimizer's own code. If `step` or `zero_grad` is not torch's, it is called as it is.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from .. import labels
+from ..strategies.before_use import close_then
+from .averaged_gradients import AveragedGradients
 
 __all__ = ["BareStep", "zero_grad"]
 
@@ -28,9 +31,14 @@ def zero_grad(optimizer: Any) -> None:
 
 
 class BareStep:
-    """Calls the `step` of optimizers; inspects a `step` function only if it differs from that of the last call."""
+    """Calls the `step` of optimizers; inspects a `step` function only if it differs from that of the last call.
 
-    def __init__(self) -> None:
+    Args:
+        averaged_gradients: checks gradients by a hook on all optimizers' steps; None without such a check.
+    """
+
+    def __init__(self, averaged_gradients: AveragedGradients | None = None) -> None:
+        self._averaged_gradients = averaged_gradients
         self._function: Any = None
         """The function that was last found as an optimizer's `step`."""
         self._own: Callable[..., Any] | None = None
@@ -55,6 +63,8 @@ class BareStep:
             return
         if self._is_scheduled:
             optimizer._opt_called = True  # torch: schedulers check it for a step
+        if self._averaged_gradients is not None:
+            closure = functools.partial(close_then, self._averaged_gradients.check, optimizer, closure)
         self._own(optimizer, closure)
 
     def _look_into(self, function: Any) -> None:

@@ -91,7 +91,7 @@ class Shortcuts:
             and _is_from(precision, "_wrap_closure", _PRECISION)
         )
         """Whether the closure given to `optimizer_step` has to call the precision plugin's `_after_closure` itself."""
-        self._step = BareStep()
+        self._step = BareStep(hooks.trainer.fit_loop.epoch_loop.averaged_gradients)
 
     def _look_up(self) -> tuple[Any, ...]:
         hooks, strategy = self._hooks, self._hooks.strategy

@@ -17,7 +17,8 @@ from .._compat.lightning import _DataFetcher, _DataLoaderIterDataFetcher, _Train
 from ..checkpoint import get_random_state
 from ..data import ends_with_data
 from ..reliability.nonfinite import NonFiniteWatch
-from ..strategies import adapt
+from ..strategies import adapt, capabilities_of
+from .averaged_gradients import AveragedGradients
 from .buffer_check import BufferCheck
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
@@ -37,6 +38,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     automatic_optimization: AutomaticOptimization
     manual_optimization: ManualOptimization
     first_steps: FirstSteps
+    averaged_gradients: AveragedGradients | None = None
+    """Checks the gradients of a run in which each rank steps with averages of whole gradients; None in other runs."""
     _logged_reason: str | None = None
     data_wait_s: float | None = 0.0
     """Seconds that training has waited for batches; None after an epoch in Lightning's own loop, which has no count."""
@@ -151,11 +154,20 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
         data.data_position.restore_states()
         self.automatic_optimization.begin_epoch()
+        self._begin_optimization()
         self._mark_step(self.global_step)
         self.is_between_steps = False
         if self.pending_batch_work == "nothing":
             self.pending_batch_work = None
             self.restarting = False  # Lightning: would repeat the work after the batch
+
+    def _begin_optimization(self) -> None:
+        trainer = self.trainer
+        averages = capabilities_of(trainer.strategy).averages_whole_gradients and trainer.world_size > 1
+        if averages and self.averaged_gradients is None:
+            self.averaged_gradients = AveragedGradients(trainer)
+        if not trainer.lightning_module.automatic_optimization:
+            self.manual_optimization.begin_epoch()
 
     def _begin_new_loaders(self, data_fetcher: _DataFetcher) -> None:
         """Creates the second iterator of loaders that are new in this epoch, with the random draws of the first one."""
@@ -211,6 +223,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def end_step(self, num_steps: int) -> None:
         """Ends an optimizer step: stops if all ranks have agreed to, and saves a snapshot if one is due."""
         self._mark_step(num_steps)
+        if self.averaged_gradients is not None:
+            self.averaged_gradients.end_step()
         self.first_steps.end_step()
         if self.buffer_check.is_first_step_due:
             self.buffer_check.after_first_step()
@@ -230,8 +244,11 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.is_between_steps = False
 
     def teardown(self) -> None:
-        """Ends the loop, and removes the hooks of manual optimization; also called for an interrupted run."""
+        """Ends the loop, and removes the hooks of optimizers; also called for an interrupted run."""
         self.manual_optimization.teardown()
+        if self.averaged_gradients is not None:
+            self.averaged_gradients.close()
+            self.averaged_gradients = None
         super().teardown()
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:

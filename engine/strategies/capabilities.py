@@ -35,8 +35,8 @@ class Capabilities:
     """Whether ranks always wait for each other at least every few steps, so that the run needs all ranks."""
     steps_alone: bool = False
     """Whether ranks step without averaging gradients for a part of the run: no step has a global batch then."""
-    averages_on_request: bool = False
-    """Whether `manual_backward` averages gradients, but a tensor's own `backward` does not."""
+    averages_whole_gradients: bool = False
+    """Whether each rank steps with the averages of whole gradients, as long as `averages_gradients`."""
     unsupported_counting: str | None = "is not the engine's own"
     """Why the bytes that are sent for gradients and parameters can't be counted."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"

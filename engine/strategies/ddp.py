@@ -44,7 +44,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     capabilities = dataclasses.replace(
         DistributedStrategy.capabilities,
-        averages_on_request=True,
+        averages_whole_gradients=True,
         unsupported_counting=None,
         unsupported_repeat=None,
         unsupported_join=None,

@@ -215,7 +215,7 @@ class _LightningAdapter(EngineStrategy):
         )
         return Capabilities(
             engine_checkpoints=saves_plainly,
-            averages_on_request=isinstance(strategy, DDPStrategy),
+            averages_whole_gradients=isinstance(strategy, DDPStrategy),
             unsupported_repeat=type(strategy).__name__,
         )
 

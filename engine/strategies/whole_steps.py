@@ -67,7 +67,7 @@ def plain_as_replicas() -> Iterator[None]:
 @contextlib.contextmanager
 def whole_results() -> Iterator[None]:
     """Context in which operations on split parameters and plain tensors have the results of whole tensors."""
-    with plain_as_replicas(), _AsWhole():
+    with plain_as_replicas(), _AsWhole("a hook of a parameter"):
         yield
 
 

@@ -5,6 +5,7 @@ as a generator and a discriminator, is a unit. Outside of a unit's forward, its 
 optimizers have. Parameters of the module itself are gathered for the whole step.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from ..before_use import call_before_use
 
 __all__ = ["ByHand", "called_parts", "optimizes_by_hand"]
 
@@ -52,7 +55,11 @@ class ByHand:
             if isinstance(parameter, DTensor)  # parameters that are whole on every rank stay
         ]
         self._is_in_step = False
-        self._handles = [optimizer.register_step_post_hook(self._renew) for optimizer in optimizers]
+        self._handles: list[Any] = []
+        for optimizer in optimizers:
+            check: Any = functools.partial(call_before_use, self._check_gradients)
+            self._handles.append(optimizer.register_step_pre_hook(check))
+            self._handles.append(optimizer.register_step_post_hook(self._renew))
         model.set_reshard_after_backward(False, recurse=False)  # the step continues
 
     def end(self) -> None:
@@ -86,15 +93,30 @@ class ByHand:
             # torch: FSDPState._pre_backward, called by the outputs of a forward; the root's forward is not over yet.
             loss.register_hook(self._root._get_fsdp_state()._pre_backward)
 
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before an optimizer uses its gradients.
+
+        Raises:
+            RuntimeError: no backward has given it gradients.
+        """
+        if not self._is_in_step:
+            return  # between steps the root's parameters are the shards, which may have gradients
+        left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"the gradients of {', '.join(left)} were not averaged over the ranks: call"
+                " `self.manual_backward(loss)` in place of `loss.backward()`, and assign none to `p.grad`."
+            )
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if trained and all(p.grad is None for p in trained):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps without any gradient: each rank has shards of parameters, whose"
+                " gradients come from `self.manual_backward(loss)`. `torch.autograd.grad` has none for them: choose"
+                " strategy='ddp' for gradients that a step computes by it."
+            )
+
     def _renew(self, *_: Any) -> None:
         """Gathers again after an optimizer's step, since the gathered weights are out of date."""
-        if self._is_in_step:  # between steps the root's parameters are the shards, which may have gradients
-            left = [name for name, parameter in self._own_parameters() if parameter.grad is not None]
-            if left:
-                raise RuntimeError(
-                    f"the gradients of {', '.join(left)} were not averaged over the ranks: call"
-                    " `self.manual_backward(loss)` in place of `loss.backward()`."
-                )
         for unit in (self._root, *self._units):
             unit.reshard()
         if self._is_in_step:

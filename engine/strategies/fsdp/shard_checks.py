@@ -9,9 +9,11 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_callbacks", "check_loss", "check_tensor_parallel", "explained"]
+__all__ = ["check_callbacks", "check_loss", "check_own_parameters", "check_tensor_parallel", "explained"]
 
 _MIXED = "mixed torch.Tensor and DTensor"  # torch: its message about an operation on a shard and a plain tensor
+_TRANSFORMED = "functorch transforms"  # torch: its message about a function without a rule for `vmap` and `grad`
+_UNUSED = "appears to not have been used in the graph"  # torch: its message about `torch.autograd.grad`
 
 _WRITTEN_INPUT = re.compile("RegisterPostBackwardFunction.* is a view and is being modified inplace")
 
@@ -50,9 +52,32 @@ def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
             )
 
 
+def check_own_parameters(group: Any, flag: str) -> None:
+    """Checks that a unit that is about to be gathered has its own parameters.
+
+    Args:
+        group: the unit's FSDPParamGroup.
+        flag: flag of the strategy.
+
+    Raises:
+        RuntimeError: they were replaced for a call, and the gathered ones would be used in their place.
+    """
+    for parameter in group.fsdp_params:
+        # torch: FSDPParam.sharded_state, and ._module_info, which says where the parameter belongs.
+        module, name = parameter._module_info.module, parameter._module_info.param_name
+        if parameter.sharded_state.name == "SHARDED" and module._parameters.get(name) is not parameter.sharded_param:
+            raise RuntimeError(
+                f"under {flag} the code has replaced {parameter._param_fqn or name!r} for a call, as"
+                " `torch.func.functional_call` does for per-sample gradients and meta learning (MAML). A block gathers"
+                " its own weights from all ranks when it is called, so that the replaced ones would have no effect:"
+                " choose strategy='ddp'. With automatic optimization, `def shard_units(self): return []` in the module"
+                " helps as well: it keeps everything whole during a step. This step has changed no weights."
+            )
+
+
 @contextmanager
 def explained(model: nn.Module | None, flag: str) -> Iterator[None]:
-    """In this context, torch's error about an operation on a shard names the module that was used outside its unit."""
+    """In this context, torch's errors about shards name the module that was used outside its unit, and a remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -64,6 +89,17 @@ def explained(model: nn.Module | None, flag: str) -> Iterator[None]:
             )
         if model is not None and _MIXED in str(error) and "whole only while" not in str(error):
             _explain(error, model, flag)
+        elif model is not None and _UNUSED in str(error) and "`torch.autograd.grad`" not in str(error):
+            error.args = (
+                f"under {flag} `torch.autograd.grad` has no gradient for parameters of a block: outside of the block's"
+                " own forward they are shards, which no loss was computed from. Use `self.manual_backward(loss)` and"
+                f" `p.grad`, or choose strategy='ddp'. torch says: {error}",
+            )
+        elif _TRANSFORMED in str(error) and f"under {flag}" not in str(error):
+            error.args = (
+                f"under {flag} `torch.func` (`vmap`, `grad`) can't transform the collectives of a layer, as per-sample"
+                f" gradients need: choose strategy='ddp'. torch says: {error}",
+            )
         raise
 
 

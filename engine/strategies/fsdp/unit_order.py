@@ -30,6 +30,7 @@ from ...distributed.job_store import FIRST_FAILURE, JobStore
 from ...distributed.signing import Fields
 from ...distributed.waits import waiting
 from ...reliability.rendezvous import current_job
+from .shard_checks import check_own_parameters
 
 __all__ = ["READ", "WRITE", "UnitOrder", "watch_units"]
 
@@ -39,6 +40,9 @@ _MOST_CALLS = 100_000
 _POLL_S = (0.0002, 0.05)
 """The seconds between two reads of the other ranks' answers: at first, and later."""
 _BEAT_S = 1.0
+_NUM_CHECKS = 8
+"""The gathers of a unit before which its parameters are checked, those of two to four steps: a step replaces parameters
+each time, or never."""
 
 _runs = itertools.count()
 
@@ -237,11 +241,13 @@ class UnitOrder:
 
 
 class _Checked(AllGather):
-    """An all-gather that is checked before it runs."""
+    """An all-gather that is checked before it runs; in the first steps, its unit's parameters are checked, too."""
 
-    def __init__(self, inner: AllGather, order: UnitOrder, unit: int) -> None:
+    def __init__(self, inner: AllGather, order: UnitOrder, unit: int, group: Any, flag: str) -> None:
         self.inner = inner
         self._order, self._call = order, Call("gather", unit)
+        self._group, self._flag = group, flag
+        self._num_checks = 0
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.inner.allocate(*args, **kwargs)
@@ -249,6 +255,9 @@ class _Checked(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        if self._num_checks < _NUM_CHECKS:
+            self._num_checks += 1
+            check_own_parameters(self._group, self._flag)
         self._order.check(self._call)
         return self.inner(output_tensor, input_tensor, group, async_op)
 
@@ -277,7 +286,7 @@ def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> 
         for group in submodule._get_fsdp_state()._fsdp_param_groups:
             inner: Any = group._all_gather_comm
             number = len(units)
-            group._all_gather_comm = _Checked(getattr(inner, "inner", inner), order, number)
+            group._all_gather_comm = _Checked(getattr(inner, "inner", inner), order, number, group, flag)
             group.post_backward = _checked_reduction(group, order, number)  # type: ignore[method-assign]
             units.append((name or f"what {type(model).__name__} has outside of its blocks", _names(group)))
     return order

@@ -38,6 +38,7 @@ from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
 from ...loop.step_snapshot import StepSnapshot
+from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
 from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
 from ..pipeline.remote_values import is_users
@@ -215,7 +216,7 @@ class TensorParallel(FSDP):
         marked = super()._mark_in_step(step)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            with _implicit_replication(self.options.sequence_parallel):
+            with _implicit_replication(self.options.sequence_parallel), explained(self.model, repr(self)):
                 result = self._run_or_replicate(marked, args, kwargs)
                 give_plain_gradients(result)
                 return to_plain(result)

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyphase.engine import Engine
+from polyphase.engine import Engine, labels
 from tests.distributed import run_ranks
 from tests.engine.parity import MLP, QUIET, TOLERANCE, largest_difference, suffixed
 from tests.engine.tiny import as_rank
@@ -141,9 +143,40 @@ def check_hooks(rank: int) -> None:
     Engine(strategy="ddp", accelerator="cpu", devices=2, max_epochs=1, **QUIET).fit(module, loader(64, 2))
     assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     assert "backward" not in vars(module.trainer.strategy)
+    assert not _global_optimizer_pre_hooks
+    assert not labels.own_step_hooks
 
 
 def test_a_backward_past_the_strategy_is_told_where_batches_are_uneven():
     with pytest.raises(Exception, match=r"unequal numbers of samples of batch 3.*call self\.manual_backward\(loss\)"):
         train("fsdp", 2, 61, PassesOver)  # warnings are errors in tests
     assert largest_difference(train("fsdp", 2, 64, PassesOver), plain_loop(64)) <= TOLERANCE
+
+
+class StepsInHook(ByHand):
+    """Its batches are trained on in the hook at their end."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")  # it is about the order of saves
+@pytest.mark.parametrize("flag", ["ddp", "zero1", "fsdp"])
+def test_steps_of_a_hook_are_counted_and_weigh_their_samples(flag, tmp_path):
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    module, flags = build(StepsInHook), {**QUIET, "enable_checkpointing": True}
+    engine = Engine(
+        strategy=suffixed(flag, "fork"), accelerator="cpu", devices=2, max_epochs=2, callbacks=saves, **flags
+    )
+    engine.fit(module, loader(61, 2))
+    assert largest_difference(module.state_dict(), plain_loop(61)) <= TOLERANCE
+    assert {path.name for path in tmp_path.iterdir()} >= {"step=2.ckpt", "step=4.ckpt"}
+
+
+def test_steps_of_a_hook_are_counted_in_one_process():
+    engine = Engine(accelerator="cpu", devices=1, max_epochs=2, **QUIET)
+    engine.fit(build(StepsInHook), loader(61, 1))
+    assert engine.global_step == 8

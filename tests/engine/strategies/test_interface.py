@@ -74,9 +74,9 @@ def test_others_have_the_capabilities_of_stock_lightning(strategy, is_saved_for)
     name = type(strategy).__name__
     assert isinstance(answers, EngineStrategy)
     assert repr(answers) == repr(name)
-    averages_on_request = isinstance(strategy, DDPStrategy)
+    averages = isinstance(strategy, DDPStrategy)
     assert answers.capabilities == Capabilities(
-        engine_checkpoints=is_saved_for, averages_on_request=averages_on_request, unsupported_repeat=name
+        engine_checkpoints=is_saved_for, averages_whole_gradients=averages, unsupported_repeat=name
     )
     assert answers.comm_hook is None
     assert (answers.wires, answers.lost_ranks, answers.held_bytes) == ([], frozenset(), 0)
