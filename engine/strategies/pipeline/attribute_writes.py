@@ -219,7 +219,7 @@ def _fingerprint(value: Any, depth: int = 0) -> Any:
         items: Iterable[Any] = (*value, *value.values()) if isinstance(value, dict) else value
         # Tuples, such as shapes, are equal if their values are; other containers only if they are the same object.
         return (None if isinstance(value, tuple) else same), [_fingerprint(item, depth + 1) for item in items]
-    if is_of_a_users_class(value):
+    if is_of_a_users_class(value) and hasattr(value, "__dict__"):
         return same, _fingerprint(vars(value), depth + 1)
     return same
 
