@@ -111,7 +111,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
     "torch.utils.tensorboard:SummaryWriter": ("_get_file_writer",),
-    "torch.amp:GradScaler": ("_per_optimizer_states", "_scale"),
+    "torch.amp:GradScaler": ("_per_optimizer_states",),
     "torch.autograd": ("_get_sequence_nr", "_profiler_enabled"),
     "torch.autograd.profiler": ("_is_profiler_enabled",),
     "torch.autograd.graph:Node": ("_sequence_nr",),

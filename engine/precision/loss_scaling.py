@@ -60,8 +60,8 @@ class LossScaler(torch.amp.GradScaler):
                 owners[parameter] += (id(optimizer),)
         for parameter, ids in owners.items():
             by_owners[ids].append(parameter)
-        assert self._scale is not None
-        inv_scale = self._scale.double().reciprocal().float()  # torch: GradScaler.unscale_
+        one = torch.ones((), device=module.trainer.strategy.root_device)
+        inv_scale = self.scale(one).double().reciprocal().float()  # torch: GradScaler.unscale_
         none = torch.zeros_like(inv_scale)  # an optimizer without gradients has not overflowed
         overflows = {id(optimizer): {none.device: none} for optimizer in optimizers}
         for ids, parameters in by_owners.items():
