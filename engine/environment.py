@@ -19,6 +19,7 @@ __all__ = [
     "allow_late_nodes",
     "bind_interface",
     "child_environment",
+    "compute_with_one_thread",
     "environment_with",
     "given_seed",
     "global_seed",
@@ -74,6 +75,12 @@ def has_rendezvous(cluster_environment: Any) -> bool:
 def share_threads(num_processes: int) -> None:
     """Gives each process of this machine its share of the cores, unless the user has set the number of threads."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+
+
+def compute_with_one_thread() -> None:
+    """Has this process compute with one thread, whatever Lightning would choose."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 def allow_late_nodes() -> None:

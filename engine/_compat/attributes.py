@@ -57,7 +57,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     f"{_LOOPS}.prediction_loop:_PredictionLoop": ("_build_step_args_from_hook_kwargs",),
     f"{_LOOPS}.optimization.automatic:_AutomaticOptimization": ("_make_zero_grad_fn", "_skip_backward"),
     f"{_LOOPS}.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),
-    "lightning.pytorch.core.module:LightningModule": ("_on_before_batch_transfer",),
+    "lightning.pytorch.core.module:LightningModule": ("_current_fx_name", "_on_before_batch_transfer"),
     "lightning.pytorch.core.optimizer:LightningOptimizer": ("_on_after_step", "_on_before_step"),
     "lightning.pytorch.core.saving": ("_default_map_location",),
     "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": ("_batch_sampler",),
@@ -130,6 +130,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_global_forward_hooks",
         "_global_forward_pre_hooks",
     ),
+    "torch.nn:BatchNorm1d": ("_check_input_dim",),
     "torch.nn:Conv1d": ("_conv_forward",),
     "torch.nn.functional": ("_in_projection", "_in_projection_packed"),
     "torch.nn.parallel:DistributedDataParallel": (

@@ -14,19 +14,19 @@ from torch import Tensor
 __all__ = ["among_fillers", "are_about", "check_present", "is_here", "leave_out_fillers", "rows_of_samples"]
 
 _present: list[tuple[bool, bool]] = []
-"""Of each batch in progress that some rank has no sample of: whether this rank runs a filler, and whether ranks without
-a sample run nothing. Not a context variable: recomputation in backward may run in a thread of autograd."""
+"""The batches in progress that some rank has no sample of: whether this rank runs a filler, and whether ranks without a
+sample run nothing. Not a context variable: recomputation in backward may run in a thread of autograd."""
 
 
 @contextmanager
-def among_fillers(*, here: bool, joined: bool = False) -> Iterator[None]:
+def among_fillers(*, is_filler: bool, joined: bool = False) -> Iterator[None]:
     """Context of a batch that some rank has no sample of.
 
     Args:
-        here: this rank has none, and runs a filler.
+        is_filler: this rank has none, and runs a filler.
         joined: a rank without a sample does not run the module at all.
     """
-    _present.append((here, joined))
+    _present.append((is_filler, joined))
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from .._compat.lightning import _MultiProcessingLauncher
 from ..checkpoint import get_random_state
 from ..distributed.ports import reserve_port
-from ..environment import child_environment, owns_master_port, shows_all_frames
+from ..environment import child_environment, compute_with_one_thread, owns_master_port, shows_all_frames
 from ..flags import LAUNCHERS
 from ..initialization.stored_weights import make_room
 from ..reliability.failure import report_failure
@@ -324,8 +324,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         if self._start_method == "fork":
             gc.freeze()  # collected here, the parent's dropped groups and stores would join threads that only it has
             if self._needs_one_thread:  # the parent's threads of OpenMP are not here, and it would wait for them
-                os.environ["OMP_NUM_THREADS"] = "1"  # otherwise Lightning sets a number
-                torch.set_num_threads(1)
+                compute_with_one_thread()
         else:
             pickle_generators()  # as do its loaders' workers
         if not faulthandler.is_enabled():  # a fork: other processes read it from the environment

@@ -66,7 +66,7 @@ class EvalPadding:
     def is_about(self, batch_idx: int, dataloader_idx: int) -> bool:
         """Whether some rank may have padding for a batch; all ranks have the same answer."""
         loaders = [self._loaders[dataloader_idx]] if self._is_sequential else self._loaders
-        return batch_idx >= max(float("inf") if each is None else each.num_real_of_all for each in loaders)
+        return batch_idx >= max(float("inf") if loader is None else loader.num_real_of_all for loader in loaders)
 
     def is_idle(self, dataloader_idx: int | None) -> bool:
         """Whether this rank has only padding: from the loader of this index, or for None from all loaders."""
@@ -85,7 +85,7 @@ def beside_fillers(trainer: Any, *, is_filler: bool, joined: bool = False) -> It
         is_filler: this rank has none: at the end, all that the batch has changed is as before.
         joined: ranks without a sample do not run the module.
     """
-    with among_fillers(here=is_filler, joined=joined), _restoring(trainer) if is_filler else nullcontext():
+    with among_fillers(is_filler=is_filler, joined=joined), _restoring(trainer) if is_filler else nullcontext():
         yield
     for metric in _metrics(trainer.lightning_module.modules()):
         for name in _list_states(metric):

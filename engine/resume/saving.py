@@ -274,7 +274,7 @@ class SavingConnector(_CheckpointConnector):
         return checkpoint
 
     state_of_workers: dict[str, Any] | None = None
-    """What the workers that this process has started had under `OURS` when they ended; None if they did not train."""
+    """The entry `OURS` of the workers that this process has started, as they ended; None if they did not train."""
 
     @property
     def _has_workers(self) -> bool:

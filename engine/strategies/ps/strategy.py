@@ -397,7 +397,7 @@ class PS(DistributedStrategy, DDPStrategy):
         if sync_grads:
             raise ValueError("`all_gather(..., sync_grads=True)` would have ranks wait in backward: not under `ps`.")
         by_rank = self.data_ranks.all_gather_object((tensor.detach().cpu(), is_here()))
-        gathered = torch.stack([each for each, _ in by_rank]).to(tensor.device)
+        gathered = torch.stack([value for value, _ in by_rank]).to(tensor.device)
         return rows_of_samples(gathered, [is_filler for _, is_filler in by_rank])
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
