@@ -101,6 +101,7 @@ class AveragedGradients:
                 raise RuntimeError(self._too_early(optimizer, list(gradients)))
             different = _different(gradients)
             if different:
+                self._strategy.check_reduction()
                 raise RuntimeError(self._not_averaged(different))
             self._num_comparisons.update(new)
         self._compared.update((p, _reference(p.grad)) for p in new)

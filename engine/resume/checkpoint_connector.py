@@ -223,7 +223,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         engine_state = self._engine_state
         if "batches" not in engine_state or self.trainer.state.fn != TrainerFn.FITTING:
             if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
-                end_last_epoch(self._loaded_checkpoint["loops"]["fit_loop"])
+                end_last_epoch(self._loaded_checkpoint["loops"]["fit_loop"], self.trainer.fit_loop.max_epochs)
             super().restore_loops()
             return
         pending = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], engine_state)

@@ -50,14 +50,15 @@ def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal
     return pending
 
 
-def end_last_epoch(loops: dict[str, Any]) -> None:
+def end_last_epoch(loops: dict[str, Any], max_epochs: int) -> None:
     """Has Lightning's fit loop begin an epoch, if the last one is over, in a checkpoint without the engine's state.
 
-    With `max_steps` Lightning would train on the last batch's successor, which the epoch does not have.
+    With `max_steps` Lightning would train on the last batch's successor, which the epoch does not have. A run that has
+    reached `max_epochs` (-1: no limit) begins none.
     """
     progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
     is_over = epochs["ready"] == epochs["processed"] == epochs["completed"] > 0
-    if is_over and progress.get("is_last_batch"):
+    if is_over and progress.get("is_last_batch") and not 0 <= max_epochs <= epochs["processed"]:
         _begin_next(progress)
 
 

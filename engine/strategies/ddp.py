@@ -243,6 +243,11 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         if isinstance(self.model, DistributedDataParallel) and self._has_run_backward:
             self._check_reduction(self.model)
 
+    def check_reduction(self) -> None:
+        """Names the parameters that had no part in the last backward, if there are any."""
+        if isinstance(self.model, DistributedDataParallel):
+            self._check_reduction(self.model)
+
     def _check_reduction(self, model: DistributedDataParallel) -> None:
         """Checks that the last backward has averaged all gradients; in manual optimization, before the next step."""
         try:

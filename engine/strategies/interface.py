@@ -92,6 +92,9 @@ class EngineStrategy:
         """The groups that count what they send; empty before training."""
         return []
 
+    def check_reduction(self) -> None:
+        """Raises an error that says why the last backward has not averaged all gradients, if the strategy knows it."""
+
     averages_gradients = True
     """Whether the gradients of the current step are averaged over all ranks; if not, each rank uses its own."""
 

@@ -89,7 +89,9 @@ def habits_of(optimizer: Optimizer) -> Habits:
         return Habits(name, reads_others=True)
     if _has_other_step(optimizer):
         return Habits(name, not_tried="its `step` was replaced by a function of the user's")
-    if kind.__module__.startswith("torch.optim."):
+    if (
+        kind.__module__.startswith("torch.optim.") or not optimizer.param_groups
+    ):  # Lightning's in place of None has none
         return Habits(name)
     error = ""
     for in_double in (True, False):  # double precision shows the least, but some kernels lack it, or need a GPU

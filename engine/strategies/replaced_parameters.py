@@ -70,7 +70,7 @@ class Replacements:
             with _all_objects():
                 _put({id(old): self._last(id(old)) for old in kept}, kept)
             for old in kept:
-                _make_unusable(old, self._names[id(old)], self._flag)
+                _make_unusable(old, self._names.get(id(old), "a parameter"), self._flag)
 
     def _last(self, key: int) -> Tensor:
         """Returns the present parameter: one that was split may have been sharded, too."""

@@ -85,5 +85,6 @@ def test_collectives_of_a_step_are_counted_by_operation(tmp_path, strategy, oper
             assert (call["calls"], call["sent_mb"]) == (1.0, pytest.approx(weights_mb, rel=1e-3))
         else:
             # A unit for each block, half of which is sent: for forward and, but for the last one, for backward.
-            assert call["calls"] == 7
+            # Less than one on top, of those that a run makes once (which parameters have hooks, what steers the loop).
+            assert 7 <= call["calls"] < 8
             assert call["sent_mb"] == pytest.approx(7 / 4 * weights_mb / 2, rel=1e-3)

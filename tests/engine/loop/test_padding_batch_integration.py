@@ -18,6 +18,9 @@ from tests.distributed import run_ranks
 from ..tiny import Positions, Seen, Stream, as_rank, engine
 from .test_data_connector import Pairs
 
+# The modules count their samples in buffers.
+pytestmark = pytest.mark.filterwarnings("ignore:Under .* the ranks have different values of")
+
 
 class Leaves(Seen):
     """Changes all it can in each step, in which the ranks meet."""

@@ -109,10 +109,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "SpikeDetection": (lambda _: stock.SpikeDetection(window=3, warmup=2), {"max_epochs": 1}),
     "OnExceptionCheckpoint": (lambda folder: stock.OnExceptionCheckpoint(folder / "kept"), {"then": "raise"}),
     "EMAWeightAveraging": (lambda _: stock.EMAWeightAveraging(decay=0.8), {}),
-    "EMAWeightAveraging from a step on": (
-        lambda _: stock.EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_step=3),
-        {"max_epochs": 3},
-    ),
     "WeightAveraging": (lambda _: Often(), {"accumulate_grad_batches": 2}),
     "BackboneFinetuning": (
         lambda _: stock.BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False),

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
 from polyphase.engine.strategies.pipeline.remote_values import CutError
 
-from .test_optimizers import Lion
+from ..test_optimizer_trial import Lion
 
 
 class Net(nn.Module):
