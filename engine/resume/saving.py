@@ -136,7 +136,8 @@ class SavingConnector(_CheckpointConnector):
                 rank_zero_warn(note)
 
     def _is_directory(self, kind: Kind) -> bool:
-        is_sharded = self._is_sharded and not self._has_workers  # which have returned whole weights
+        # Workers have returned whole weights to the process that has started them.
+        is_sharded = self._is_sharded and (not self._has_workers or self.state_of_workers is None)
         return kind == "snapshot" or self._form == "directory" or (self._form == "auto" and is_sharded)
 
     @property

@@ -37,12 +37,16 @@ class Replacements:
         self._module, self._flag = module, flag
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._new: dict[int, Tensor] = {}
-        """The replacement of each parameter, by the id of the replaced one."""
+        """The present replacement of each parameter, by the id of the replaced one."""
+        self._replaced_by: dict[int, list[int]] = {}
+        """The ids of the replaced parameters, by the id of the present one: what lies between is freed."""
         self._old: list[weakref.ref[Tensor]] = []  # weak, so that a whole parameter is freed once it is split
 
     def note(self, old: Tensor, new: Tensor) -> None:
         """Notes that `new` is in the place of `old`."""
-        self._new[id(old)] = new
+        replaced = [*self._replaced_by.pop(id(old), ()), id(old)]
+        self._new.update(dict.fromkeys(replaced, new))
+        self._replaced_by[id(new)] = replaced
         self._names.setdefault(id(new), self._names.get(id(old), ""))
         self._old.append(weakref.ref(old))
 
@@ -63,21 +67,14 @@ class Replacements:
 
     def update_references(self) -> None:
         """Puts the present parameters where the program has kept the earlier ones."""
-        update_ids(self._module, {key: id(self._last(key)) for key in self._new})
+        update_ids(self._module, {key: id(new) for key, new in self._new.items()})
         kept = [old for reference in self._old if (old := reference()) is not None]
         self._old.clear()
         if kept:
             with _all_objects():
-                _put({id(old): self._last(id(old)) for old in kept}, kept)
+                _put({id(old): self._new[id(old)] for old in kept}, kept)
             for old in kept:
                 _make_unusable(old, self._names.get(id(old), "a parameter"), self._flag)
-
-    def _last(self, key: int) -> Tensor:
-        """Returns the present parameter: one that was split may have been sharded, too."""
-        new = self._new[key]
-        while id(new) in self._new:
-            new = self._new[id(new)]
-        return new
 
 
 @contextmanager
