@@ -17,7 +17,7 @@ from polyphase.engine import Engine
 from tests.engine.parity import MLP, loader
 from tests.engine.strategies.test_ddp_integration import QUIET
 
-from .test_optimizers import Lamb
+from ..test_optimizer_trial import Lamb
 from .test_strategy_integration import data
 
 
