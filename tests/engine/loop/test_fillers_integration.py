@@ -195,10 +195,10 @@ def test_gathered_rows_that_can_not_be_left_out(sizes, uneven, message):
 
 def test_rows_of_samples():
     rows = torch.arange(6).view(3, 2)
-    with among_fillers(here=False):
+    with among_fillers(is_filler=False):
         assert rows_of_samples(rows, [False, False, True]).tolist() == [[0, 1], [2, 3]]
         check_present("`all_gather`")
-    with among_fillers(here=True):
+    with among_fillers(is_filler=True):
         assert len(rows_of_samples(rows, [False, False, True])) == 3, "its own code may look for its own row"
     with pytest.raises(ValueError, match=r"rank\(s\) \[0\] have no sample of"):
         rows_of_samples(rows, [True, False, False])
