@@ -132,8 +132,9 @@ class Engine(TrainerBase):
         checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory if the strategy
             shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
             ``"directory"``: always a directory. `Snapshot` always writes directories.
-        hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends and prints the rank at
-            fault, and all stacks. Three times as long before the second batch. None: no limit.
+        hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends, and the rank at fault
+            is named with its stack. Three times as long before the second batch, once all ranks are connected. None:
+            no limit.
         nonfinite: reaction to a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or ``"ignore"``.
         check_first_steps: compare losses, gradients and weights of the first steps between the ranks, and, under
             strategies that divide the module or the optimizer's state (fsdp, hsdp, tp, pp, zero1), with those of the

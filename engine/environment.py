@@ -12,7 +12,7 @@ import psutil
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from .launch.detection import LaunchedEnvironment, launcher_name
+from .launch.detection import LaunchedEnvironment, launcher_name, number_in
 
 __all__ = [
     "ALL_FRAMES",
@@ -63,7 +63,7 @@ def is_elastic() -> bool:
 
 def restart_count() -> int:
     """The number of times that the launcher has restarted this job."""
-    return max(int(os.environ.get(f"{name}_RESTART_COUNT", "0")) for name in ("TORCHELASTIC", "SLURM"))
+    return max(number_in(f"{name}_RESTART_COUNT", 0) for name in ("TORCHELASTIC", "SLURM"))
 
 
 def has_rendezvous(cluster_environment: Any) -> bool:
@@ -191,20 +191,17 @@ def job_marks() -> list[str]:
 
 def num_launched() -> int:
     """The number of processes that a launcher such as torchrun has started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    return number_in("WORLD_SIZE", 1)
 
 
 def master_port() -> int | None:
     """The port of the rendezvous, if the user or a launcher has set one."""
-    port = os.environ.get("MASTER_PORT", "")
-    return int(port) if port.isdecimal() else None
+    return number_in("MASTER_PORT", 0) or None
 
 
 def launched_as() -> tuple[int, int, str]:
     """This process's rank in the job, its rank on the host, and the address of rank 0, as torchrun sets them."""
-    names = (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"))
-    rank, local_rank, address = (os.environ.get(name) or default for name, default in names)
-    return int(rank), int(local_rank), address
+    return number_in("RANK", 0), number_in("LOCAL_RANK", 0), os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
 def environment_with(more: Mapping[str, str]) -> dict[str, str]:
@@ -250,7 +247,7 @@ def parent_pid() -> int | None:
 
 def global_seed() -> int:
     """The seed of `seed_everything` where it was called, else of `torch.manual_seed`, else this process's own."""
-    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+    return number_in("PL_GLOBAL_SEED", torch.initial_seed())
 
 
 def given_seed() -> int | None:

@@ -7,6 +7,7 @@ here.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ __all__ = [
     "environment_of_launcher",
     "launched_sizes",
     "launcher_name",
+    "number_in",
     "rank_variables",
     "resolve_sizes",
 ]
@@ -57,9 +59,75 @@ _COMPLETED = "POLYPHASE_RANK_VARIABLES"
 """The variable with RANK and WORLD_SIZE, separated by a slash, if this run has set RANK, not a launcher."""
 _JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HYDRA_JOBID", "SUBMITIT_LOCAL_JOB_ID", "PBS_JOBID")
 """Variables with one value in all processes of a job, and other values in other jobs."""
+_ADDRESS = re.compile(r"[^\s/:]+|\[?[0-9a-fA-F:]*:[0-9a-fA-F:.]*(%\w+)?\]?")
+"""Matches the name of a machine, or an address of IPv4 or IPv6, without a port."""
 _PORTS = range(20_000, 30_000)
 """Ports below those that systems assign automatically."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SLURM = _Names("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+_MOST_PROCESSES = 10_000_000
+"""More than any cluster has: a greater number is a mistake, and each process makes lists of all of them."""
+_COUNTS, _RANKS = range(1, _MOST_PROCESSES + 1), range(_MOST_PROCESSES)
+_RANGES = {
+    **{
+        name: _COUNTS
+        for names in (*_MPI.values(), *_OTHERS.values(), _SLURM)
+        for name in (names.size, names.local_size)
+    },
+    **{
+        name: _RANKS for names in (*_MPI.values(), *_OTHERS.values(), _SLURM) for name in (names.rank, names.local_rank)
+    },
+    **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), _COUNTS),
+    **dict.fromkeys(("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"), _RANKS),
+    **dict.fromkeys(("MASTER_PORT", "STANDALONE_PORT"), range(1, 65_536)),
+    **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"), range(2**31)),
+    "PL_GLOBAL_SEED": range(2**32),
+}
+"""The whole numbers that a variable may have, by its name."""
+
+
+def number_in(name: str, default: int) -> int:
+    """Returns the whole number in an environment variable; `default` if it is unset or empty.
+
+    Raises:
+        ValueError: it has something else, or a number out of its range.
+    """
+    text, allowed = os.environ.get(name, "").strip(), _RANGES[name]
+    if not text:
+        return default
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+    if number not in allowed:
+        raise ValueError(
+            f"the environment variable {name}={os.environ[name]!r} must be a whole number from {allowed[0]} to"
+            f" {allowed[-1]}: correct it, or unset it where no launcher has set it."
+        )
+    return number
+
+
+def _check_variables() -> None:
+    """Checks the variables of all launchers, before anything reads them.
+
+    Raises:
+        ValueError: one is no number of its kind, or contradicts another one; the message has their names and values.
+    """
+    for name in _RANGES:
+        number_in(name, 0)
+    launcher = launcher_name()
+    names = _SLURM if launcher == "SLURM" else _names(str(launcher))
+    pairs = [(names.rank, names.size), (names.local_rank, names.local_size)]
+    for rank, size in pairs[: 1 if launcher == "SLURM" else 2]:  # SLURM's last one is that of the job, not of the step
+        num_ranks = number_in(size, _MOST_PROCESSES)
+        if number_in(rank, 0) >= num_ranks:
+            raise ValueError(
+                f"the environment variables {rank}={os.environ[rank]} and {size}={os.environ[size]} contradict each"
+                f" other: with {num_ranks} process(es) {rank} is from 0 to {num_ranks - 1}."
+            )
+    address = os.environ.get("MASTER_ADDR")
+    if address is not None and (not address.strip() or not _ADDRESS.fullmatch(address)):
+        raise ValueError(
+            f"the environment variable MASTER_ADDR={address!r} must be the name or the address of rank 0's machine"
+            " alone; its port belongs into MASTER_PORT."
+        )
 
 
 def launcher_name() -> str | None:
@@ -69,7 +137,7 @@ def launcher_name() -> str | None:
     if (name := _found(_MPI)) is not None:
         return name
     # SLURM_NTASKS_PER_NODE and friends also exist in an interactive allocation, which starts one process only.
-    if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+    if SLURMEnvironment.detect() and number_in("SLURM_NTASKS", 1) > 1:
         return "SLURM"
     return _found(_OTHERS)
 
@@ -80,12 +148,12 @@ def launched_sizes() -> tuple[int, int] | None:
     if launcher is None:
         return None
     if launcher == "SLURM":
-        total = int(os.environ["SLURM_NTASKS"])
-        num_nodes = int(os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES", "0")))
+        total = number_in("SLURM_NTASKS", 1)
+        num_nodes = number_in("SLURM_NNODES", number_in("SLURM_JOB_NUM_NODES", 0))
         return total, _whole_share(total, num_nodes) if num_nodes else 0
     names = _names(launcher)
     is_one_per_node = launcher == _PLAIN and names.local_rank not in os.environ
-    return int(os.environ[names.size]), int(os.environ.get(names.local_size, "1" if is_one_per_node else "0"))
+    return number_in(names.size, 1), number_in(names.local_size, int(is_one_per_node))
 
 
 @contextmanager
@@ -122,9 +190,10 @@ def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> 
 
     Raises:
         ValueError: the flags contradict the launcher; the message has the right flags. Or there are several processes,
-            but no variables that connect them.
+            but no variables that connect them. Or a variable has a value that it can't have.
     """
     check_count("num_nodes", num_nodes)
+    _check_variables()
     launched = launched_sizes()
     if launched is None:
         _check_alone()
@@ -165,26 +234,26 @@ class LaunchedEnvironment(ClusterEnvironment):
     def __init__(self, launcher: str, num_nodes: int) -> None:
         super().__init__()
         names = _names(launcher)
-        self._size, self._rank = int(os.environ[names.size]), int(os.environ[names.rank])
+        self._size, self._rank = number_in(names.size, 1), number_in(names.rank, 0)
         per_node = self._size // num_nodes
         self._node_rank, local_rank = divmod(self._rank, per_node)
-        self._local_rank = int(os.environ.get(names.local_rank, local_rank))
+        self._local_rank = number_in(names.local_rank, local_rank)
         if not (0 <= self._rank < self._size and self._local_rank == local_rank):
             raise ValueError(
                 f"{names.rank}={self._rank} and {names.local_rank}={self._local_rank} don't fit {self._size} processes"
                 f" ({names.size}) on {num_nodes} node(s) of {per_node} each, numbered node by node: set"
                 f" {names.local_size}, or give num_nodes and devices."
             )
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        address, port = os.environ.get("MASTER_ADDR"), number_in("MASTER_PORT", 0)
         job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
-        if (address is None and num_nodes > 1) or (port is None and job is None):
+        if (address is None and num_nodes > 1) or (not port and job is None):
             raise ValueError(
                 f"{launcher} started {self._size} processes, but nothing says where they meet: set MASTER_ADDR to the"
                 " machine of rank 0 and MASTER_PORT to a free port there, the same for all of them"
                 + (" (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500)." if launcher == "Open MPI" else ".")
             )
         self.main_address = address or "127.0.0.1"
-        self.main_port = _port_of(job or "") if port is None else int(port)
+        self.main_port = port or _port_of(job or "")
 
     main_address: str = ""  # Lightning: ClusterEnvironment.main_address
     main_port: int = 0  # Lightning: ClusterEnvironment.main_port
@@ -230,7 +299,7 @@ def _found(launchers: dict[str, _Names]) -> str | None:
     is_named = {
         name: names.rank in os.environ and not (name == _PLAIN and _is_completed()) for name, names in launchers.items()
     }
-    sizes = {name: int(os.environ.get(launchers[name].size) or "1") for name in launchers if is_named[name]}
+    sizes = {name: number_in(launchers[name].size, 1) for name in launchers if is_named[name]}
     return next((name for name, size in sizes.items() if size > 1), None)
 
 

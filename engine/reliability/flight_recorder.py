@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .._compat.torch import _distributed_c10d
 from .rank_registry import in_words
 
-__all__ = ["Traffic", "describe_differences", "mismatches", "recorded", "traffic"]
+__all__ = ["Traffic", "describe_differences", "late_ranks", "mismatches", "recorded", "traffic"]
 
 _NUM_CALLS = 20
 """The number of last calls of each group that are kept."""
@@ -198,6 +198,27 @@ def mismatches(by_rank: Mapping[int, dict[str, Any] | None]) -> list[str]:
     return sentences
 
 
+def late_ranks(by_rank: Mapping[int, dict[str, Any] | None]) -> list[int]:
+    """Returns the ranks that have not called a collective which others of their group have called last.
+
+    Args:
+        by_rank: the result of `recorded` of each rank; None if it is unknown.
+    """
+    records = {rank: record for rank, record in by_rank.items() if record}
+    late: set[int] = set()
+    for key in dict.fromkeys(key for record in records.values() for key in record["calls"]):
+        last = _last_numbers(key, records)
+        late.update(rank for rank, number in last.items() if number < max(last.values()))
+    return sorted(late)
+
+
+def _last_numbers(key: str, records: Mapping[int, dict[str, Any]]) -> dict[int, int]:
+    """Returns the number of the last collective of a group by rank."""
+    calls = _by_number(key, records)
+    reported = [rank for rank in _members(key, records) if rank in records]
+    return {rank: max((number for number in calls if rank in calls[number]), default=0) for rank in reported}
+
+
 def _by_number(key: str, records: Mapping[int, dict[str, Any]]) -> dict[int, dict[int, dict[str, Any]]]:
     """Returns the collectives of a group by number and rank."""
     calls: dict[int, dict[int, dict[str, Any]]] = {}
@@ -260,13 +281,12 @@ def _difference(key: str, first: dict[str, Any], second: dict[str, Any], members
 def _missing_calls(key: str, records: Mapping[int, dict[str, Any]]) -> list[str]:
     """Describes which ranks of a group have not called the collective that others wait in."""
     calls, members = _by_number(key, records), _members(key, records)
-    reported = [rank for rank in members if rank in records]
-    last = {rank: max((n for n in calls if rank in calls[n]), default=0) for rank in reported}
+    last = _last_numbers(key, records)
     if not calls or len(members) < 2:
         return []
     number = min(last.values()) + 1 if min(last.values()) < max(last.values()) else max(last.values())
     present = {rank: call for rank, call in calls.get(number, {}).items() if rank in last}
-    absent = [rank for rank in reported if last[rank] < number]
+    absent = [rank for rank in last if last[rank] < number]
     waiting = [rank for rank in present if not present[rank]["is_done"]]
     unreported = [rank for rank in members if rank not in records]
     # A rank without a report counts as missing from a pending collective, or, if none is pending, from the last call.

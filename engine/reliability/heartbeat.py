@@ -19,11 +19,11 @@ from ..distributed.waits import current_wait, wait_that_raised
 from ..phases import PhaseClock
 from ..strategies import adapt
 from .flight_recorder import recorded
+from .tracebacks import is_installed, package_of
 
 __all__ = ["Call", "Heartbeat", "describe", "stack_of"]
 
 _WRAPPERS = ("wrapper", "inner", "wrapped")
-_FOREIGN = ("torch.", "lightning.", "polyphase.", "contextlib.", "functools.", "threading.", "importlib.")
 
 _looks = threading.Lock()
 """Held while a stack is read: an engine within a run of another one has a watchdog, too."""
@@ -256,10 +256,10 @@ def _collective(stack: list[Call]) -> str | None:
 
 
 def _line(stack: list[Call]) -> str | None:
-    """Returns the innermost line of the user's own code: of no frame of torch, Lightning or this package."""
-    for call in stack:
-        if call.name != "<module>" and not call.module.startswith(_FOREIGN):
-            return f"{call.file}:{call.line} in {call.name}"
+    """Returns the innermost line of the user's own code; if there is none, of an installed package of unknown kind."""
+    own = [call for call in stack if call.name != "<module>" and package_of(call.file) is None]
+    for call in sorted(own, key=lambda call: is_installed(call.file)):
+        return f"{call.file}:{call.line} in {call.name}"
     return None
 
 

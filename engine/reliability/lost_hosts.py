@@ -68,7 +68,8 @@ def lost_ranks(peers: RankRegistry, silent: dict[int, float], longest_s: float) 
         hosts = peers.hosts(lost)
         message = f"the connection to {hosts} is lost: nothing has been heard of it for {silent_s:.0f} s; {_UNKNOWN}"
         return HOST_LOST, message, lost
-    if stuck := [rank for rank in silent if silent[rank] > longest_s]:
+    # A rank that has connected in an earlier run may still be on its way into this one.
+    if stuck := [rank for rank in silent if silent[rank] > longest_s and rank in peers.last]:
         return "hang", f"nothing has been heard of it for {silent[stuck[0]]:.0f} s, though its process lives", stuck
     return None
 

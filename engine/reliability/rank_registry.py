@@ -1,7 +1,8 @@
 """The registry of a run's ranks: the reports that they publish, and whether their processes still run.
 
 All reports go through the job's key-value store, over a connection of its own, which the trainer's thread can't block.
-Each rank writes its own keys, and reads those of other ranks only when it needs them.
+Each rank writes its own keys. One store serves all ranks, so what a rank reads on each beat does not grow with their
+number: a key by which it knows that all are connected, and the beats of a few ranks of other machines.
 """
 
 import os
@@ -20,15 +21,27 @@ from ..distributed.job_store import JobStore
 from ..distributed.signing import Fields
 from ..environment import own_address
 
-__all__ = ["LEFT", "RankRegistry", "absent_ranks", "has_ended", "in_words", "process_key", "this_process"]
+__all__ = [
+    "ALL_CONNECTED",
+    "LEFT",
+    "RankRegistry",
+    "absent_ranks",
+    "has_ended",
+    "in_words",
+    "process_key",
+    "this_process",
+]
 
 LEFT = "left"
 """The phase of a rank whose run is over: other ranks don't wait for it."""
 
 _STORE_TIMEOUT_S = 10.0
+ALL_CONNECTED = "polyphase/process/all"
+"""The key that rank 0 writes when all ranks are connected."""
 _MAX_CHECKED = 8
-"""The number of ranks that each beat checks one by one, until all ranks are connected. If each rank checked all others,
-the store of a large job would get a call for each pair of ranks."""
+"""The number of ranks whose keys each beat reads: of those that are not connected yet, in turn; and of those of other
+machines. Of the latter, one half are always the next ones after this rank, so that a machine that is lost is noticed at
+once by the ranks before its own; the other half are all the rest, in turn."""
 
 
 _PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int}
@@ -57,9 +70,9 @@ def process_key(rank: int) -> str:
     return f"polyphase/process/{rank}"
 
 
-def absent_ranks(job: JobStore) -> list[int]:
-    """Returns the ranks that are not connected to the store yet."""
-    return [rank for rank in range(job.num_ranks) if not job.has(process_key(rank))]
+def absent_ranks(job: JobStore, ranks: Iterable[int]) -> list[int]:
+    """Returns those of `ranks` that are not connected to the store yet."""
+    return [rank for rank in ranks if not job.has(process_key(rank))]
 
 
 class RankRegistry:
@@ -81,6 +94,7 @@ class RankRegistry:
         self._run = run
         self._number = 0
         self._last_checked = -1
+        self._turn = 0
         self._last_heard: dict[int, tuple[int, float]] = {}
         """The number of each rank's last beat, and the time when that was first read."""
         self.processes: dict[int, dict[str, Any]] = {}
@@ -106,7 +120,7 @@ class RankRegistry:
         self._number += 1
         self.publish("beat", {"number": self._number, **self.me, **report})
         if absent := self.absent:
-            if len(absent) > _MAX_CHECKED and not self.job.has(*map(process_key, absent)):
+            if len(absent) > _MAX_CHECKED and not self.job.has(ALL_CONNECTED):
                 absent = ([rank for rank in absent if rank > self._last_checked] + absent)[:_MAX_CHECKED]
                 self._last_checked = absent[-1]
             processes = self._read({process_key(rank): rank for rank in absent}, _PROCESS)
@@ -126,32 +140,53 @@ class RankRegistry:
         """The ranks that are not connected yet."""
         return [rank for rank in self.others if rank not in self.processes]
 
-    def beats(self) -> dict[int, dict[str, Any]]:
-        """Returns the positions of the other ranks; the last known ones, if the store can't be read."""
+    def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
+        """Returns the positions of the other ranks; the last known ones, if the store can't be read.
+
+        Args:
+            ranks: read those of these ranks only; None: of all.
+        """
         with suppress(RuntimeError):
-            self.last.update(self.read("beat", self.others))
+            self.last.update(self.read("beat", self.others if ranks is None else ranks))
         return self.last
+
+    def _due(self) -> list[int]:
+        """Returns the ranks of other machines whose beats are read now."""
+        elsewhere = [rank for rank in self.processes if not self.is_local(rank)]
+        elsewhere.sort(key=lambda rank: (rank - self.rank) % self.world_size)
+        half = _MAX_CHECKED // 2
+        near, rest = elsewhere[:half], elsewhere[half:]
+        start = self._turn % len(rest) if rest else 0
+        self._turn = start + half
+        return near + (rest[start:] + rest[:start])[:half]
 
     def ended_ranks(self) -> list[int]:
         """Returns the ranks on this machine whose processes have ended before their run was over."""
         ended = [rank for rank in self.processes if self.is_local(rank) and has_ended(self._local.get(rank))]
-        return [rank for rank in ended if self.beats().get(rank, {}).get("phase") != LEFT] if ended else []
+        beats = self.beats(ended)
+        return [rank for rank in ended if not _has_left(beats.get(rank))]
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is on this machine and has ended; makes no call of the store."""
         return self.is_local(rank) and has_ended(self._local.get(rank))
 
     def silent(self, clock: float, longest_s: float) -> dict[int, float]:
-        """Returns the ranks of other machines without a recent beat, with the seconds since their last one.
+        """Returns ranks of other machines without a recent beat, with the seconds since their last one.
+
+        It looks at some of them, and at others when it is called again.
 
         Args:
             clock: the caller's time, in seconds.
             longest_s: the longest time between two beats.
         """
-        for rank, beat in self.beats().items():
-            if beat["phase"] == LEFT or self.is_local(rank) or self._last_heard.get(rank, (0,))[0] != beat["number"]:
-                self._last_heard[rank] = beat["number"], clock
-        return {rank: clock - at for rank, (_, at) in self._last_heard.items() if clock - at > longest_s}
+        due = self._due()
+        beats = self.beats(due)
+        for rank in due:
+            number = beats[rank]["number"] if rank in beats else 0  # connected, and not one beat yet
+            if _has_left(beats.get(rank)) or self._last_heard.get(rank, (-1,))[0] != number:
+                self._last_heard[rank] = number, clock
+        heard = {rank: self._last_heard[rank][1] for rank in due}
+        return {rank: clock - at for rank, at in heard.items() if clock - at > longest_s}
 
     def probe(self, rank: int) -> ProcessState:
         """Returns the state of a rank's process on another machine; takes at most 2 s."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..distributed.job_store import CausedByRank, JobStore
 from ..distributed.signing import signed, verified
 from ..distributed.waits import waiting
-from .rank_registry import absent_ranks, process_key, this_process
+from .rank_registry import ALL_CONNECTED, absent_ranks, in_words, process_key, this_process
 
 __all__ = ["AbsentError", "connect", "current_job", "missing_ranks", "name_of_start", "open_store", "wait_for_all"]
 
@@ -65,12 +65,19 @@ def connect(store: dist.Store, rank: int, world_size: int) -> JobStore:
 
 
 def wait_for_all(job: JobStore, timeout: timedelta) -> None:
-    """Waits until all ranks have registered.
+    """Waits until all ranks have registered, and says so to all; rank 0 calls it.
 
     Raises:
         AbsentError: names the ranks that have not in time.
     """
-    _await(lambda: absent_ranks(job), job.num_ranks, timeout)
+    absent = list(range(job.num_ranks))
+
+    def still_absent() -> list[int]:
+        absent[:] = absent_ranks(job, absent)
+        return absent
+
+    _await(still_absent, job.num_ranks, timeout)
+    job.write(ALL_CONNECTED, {})
 
 
 def open_store(address: str, port: int, rank: int, timeout: timedelta, *, is_local: bool) -> dist.Store:
@@ -124,7 +131,9 @@ def _await(absent: Callable[[], list[int]], world_size: int, timeout: timedelta)
             while missing := absent():
                 _missing[:] = missing
                 if time.monotonic() > deadline:
-                    raise AbsentError(f"ranks {missing} of {world_size} have not come within {timeout}.", missing[0])
+                    raise AbsentError(
+                        f"{in_words(missing)} of {world_size} did not connect within {timeout}.", missing[0]
+                    )
                 time.sleep(_PERIOD_S)
         finally:
             _missing.clear()

@@ -167,9 +167,12 @@ class Steering:
         assert store is not None
         store.set(f"{what}/{dist.get_rank()}", "1")
         lost = adapt(self._trainer.strategy).lost_ranks
-        keys = [f"{what}/{rank}" for rank in range(dist.get_world_size()) if rank not in lost]
+        ranks = [rank for rank in range(dist.get_world_size()) if rank not in lost]
+        # The first of them looks whether all have, and the others at what it has found: a key each.
+        verdict = f"{what}/verdict"
+        keys = [f"{what}/{rank}" for rank in ranks] if dist.get_rank() == ranks[0] else [verdict]
         deadline = time.monotonic() + _PATIENCE_S
         with waiting("the other ranks' decision"):
-            while not (all_say := store.check(keys)) and time.monotonic() < deadline:
+            while not (is_known := store.check(keys)) and time.monotonic() < deadline:
                 time.sleep(_TICK_S)
-        return store.set_first(f"{what}/verdict", "yes" if all_say else "no") == "yes"
+        return store.set_first(verdict, "yes" if is_known else "no") == "yes"

@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,14 +16,14 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from ..environment import ALL_FRAMES, shows_all_frames
 
-__all__ = ["shorten", "shown"]
+__all__ = ["is_installed", "package_of", "shorten", "shown"]
 
 _LIBRARIES = ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchdata")
-_OF_PYTHON = ("contextlib.py", "functools.py", "importlib", "multiprocessing", "runpy.py", "threading.py")
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _COMMANDS = ("polyphase", "torchrun")
 _SOURCES = Path(__file__).parents[2]
 _OURS = tuple(f"{_SOURCES / package}{os.sep}" for package in ("callbacks", "engine"))
-_PYTHON = os.path.dirname(os.__file__)
+_PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
 
 _FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]*)", line \d+, in .*')
 _MARKS = re.compile(r"[ |]*[~^][~^ ]*")
@@ -90,7 +91,7 @@ def _stack_at(lines: Sequence[str], number: int) -> list[_Frame]:
             end += 1
         if end < len(lines) and lines[end].startswith(f"{indent}[Previous line repeated"):
             end += 1
-        stack.append(_Frame(list(lines[number:end]), indent, _package_of(header["file"])))
+        stack.append(_Frame(list(lines[number:end]), indent, package_of(header["file"])))
         number = end
     return stack
 
@@ -114,18 +115,25 @@ def _count(libraries: Sequence[str], indent: str) -> Iterator[tuple[str, bool]]:
         yield f"{indent}... {frames} of {', '.join(sorted(set(libraries)))}", True
 
 
-def _package_of(file: str) -> str | None:
+@cache
+def package_of(file: str) -> str | None:
+    """Returns the library that a file of code belongs to; None for the user's code."""
     if file.startswith(_OURS) or (os.path.basename(os.path.dirname(file)) in ("bin", "Scripts") and _is_command(file)):
         return "polyphase"
     if file.startswith("<frozen ") or file == "<string>":
         return "python"
-    if file.startswith(_PYTHON) and file[len(_PYTHON) + 1 :].split(os.sep)[0] in _OF_PYTHON:
+    if file.startswith(_PYTHON) and not is_installed(file):
         return "python"
     for name in _LIBRARIES:
         place = getattr(sys.modules.get(name), "__file__", None)
         if place is not None and file.startswith(os.path.dirname(place) + os.sep):
             return name
     return None
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file was installed by pip or the system: a library's, or the user's own package."""
+    return any(folder in file for folder in _INSTALLED)
 
 
 def _is_command(file: str) -> bool:

@@ -30,11 +30,11 @@ from ..launch.detection import launcher_name
 from ..strategies import adapt
 from .failure import DONE, print_rank
 from .hard_exit import hard_exit, started_ranks
-from .heartbeat import Heartbeat, describe
+from .heartbeat import Heartbeat
 from .lost_hosts import DIED, HOST_LOST, because, lost_ranks, store_lost
 from .observer import delay_the_kill
 from .parent import watch_parent
-from .rank_registry import LEFT, RankRegistry, this_process
+from .rank_registry import LEFT, RankRegistry, in_words, this_process
 from .rendezvous import current_job, missing_ranks
 from .stack_answers import StackAnswers
 from .verdict import Verdict
@@ -60,10 +60,13 @@ _ENDING_S = 5.0
 _PARENT_S = 8.0
 """The time that this process continues after its parent has ended, to find out how the parent has ended."""
 _SLOW_START = 3.0
-"""The factor of the timeout until the second batch: downloads, checkpoints, compilation."""
-
-_CONNECTING_S = 60.0
-"""The least time that connected ranks wait for the others, which may still import their packages."""
+"""The factor of the timeout until the second batch, once all ranks are connected: downloads, checkpoints, compilation.
+"""
+_CONNECTING_S, _IMPORTING_S = 30.0, 60.0
+"""The least times that this rank waits for others to connect: for ranks that were started at the same time as this one,
+and for those that this one has started, which have yet to import their packages."""
+_MENTION_S = 15.0
+"""The time after which a rank says for which others it waits."""
 
 _runs = itertools.count()
 
@@ -109,7 +112,7 @@ class Watchdog:
         self._failed_at: float | None = None
         self._lost_at: float | None = None
         self._loss: RuntimeError | None = None
-        self._has_warned = self._is_ending = self._has_failed = False
+        self._has_warned = self._has_mentioned = self._is_ending = self._has_failed = False
         self.first_failure: dict[str, Any] | None = None
         """The recorded exception of another rank, once this rank has read it; None before."""
         self.is_done_with_store = False
@@ -198,9 +201,24 @@ class Watchdog:
         device = self._strategy.root_device
         return report["pending"] is not None or (device is not None and device.type != "cpu")
 
-    def _is_too_long(self, still_s: float) -> bool:
-        slow = _SLOW_START if self._place["batch"] < 2 else 1.0
-        return self._timeout_s is not None and still_s >= self._timeout_s * slow
+    def _is_too_long(self, report: dict[str, Any], still_s: float) -> bool:
+        return self._timeout_s is not None and still_s >= self._longest_s(self._timeout_s, self._absent(report))
+
+    def _longest_s(self, timeout_s: float, absent: list[int]) -> float:
+        """The longest time at this position, while this rank waits for those that are `absent`."""
+        if absent:
+            return max(timeout_s, _IMPORTING_S if started_ranks.keys() & set(absent) else _CONNECTING_S)
+        return timeout_s * (_SLOW_START if self._place["batch"] < 2 else 1.0)
+
+    def _mention_absent(self, report: dict[str, Any], still_s: float) -> None:
+        """Says for which ranks this one waits, once."""
+        if self._has_mentioned or still_s < _MENTION_S or not (absent := self._absent(report)):
+            return
+        self._has_mentioned = True
+        rank = self.heartbeat.rank
+        if rank == min({*range(self.world_size)} - set(absent), default=rank):  # one for all that wait
+            limit = "" if self._timeout_s is None else f", until {self._longest_s(self._timeout_s, absent):.0f} s"
+            print_rank(rank, f"waits for {in_words(absent)} to connect, for {still_s:.0f} s so far{limit}")
 
     def _check(self) -> None:
         report, still_s = self._position()
@@ -212,7 +230,8 @@ class Watchdog:
                 report, still_s = self._position()
         if self._lost_at is not None:
             self._without_store(report, still_s, self._lost_at)
-        if self._is_too_long(still_s):
+        self._mention_absent(report, still_s)
+        if self._is_too_long(report, still_s):
             self._hang(report, still_s)
 
     def _gives_up(self) -> bool:
@@ -223,7 +242,7 @@ class Watchdog:
         report, still_s = self._position()
         unanswered_s = self.peers.job.line.waited_s
         is_to_end = self._wakeup.was_asked_to_end() and unanswered_s >= _ENDING_S and self._may_wait(report)
-        return is_to_end or (unanswered_s >= _STORE_LOST_S and self._is_too_long(still_s))
+        return is_to_end or (unanswered_s >= _STORE_LOST_S and self._is_too_long(report, still_s))
 
     def _serve_requests(self) -> None:
         if self._answers is not None:
@@ -294,16 +313,12 @@ class Watchdog:
                 self._end(*lost)
                 return
             absent = self._absent(report)
-            if absent and still_s < _CONNECTING_S:
-                return
-            ranks = ", ".join(map(str, absent))
-            self._end("hang", f"rank(s) {ranks} have not come within {still_s:.0f} s" if absent else message, absent)
+            if absent:
+                message = f"{in_words(absent)} of {self.world_size} did not connect within {still_s:.0f} s"
+            self._end("hang", message, absent)
         elif not self._has_warned:  # no other process waits for a single one: it ends only if a launcher restarts it
             self._has_warned = True
-            self._verdict.print_stack()
-            self._verdict.write(
-                "hang", self.heartbeat.rank, f"{message}, {describe(reports[self.heartbeat.rank])}", reports
-            )
+            self._verdict.pass_alone("hang", message, [])
             if launcher_name() is not None:
                 hard_exit()
 
@@ -330,9 +345,8 @@ class Watchdog:
         # Ranks of this machine may have ended because they have lost the store, too.
         ended = self.peers.ended_ranks() if self.peers is not None and not (lost and was_silent) else []
         lost = None if ended else lost
-        self._verdict.print_stack()
         message = DIED if ended else lost or "the host of the job's key-value store is gone"
-        self._verdict.write(HOST_LOST if lost else "death", ended[0] if ended else 0, message, self.positions_of_all())
+        self._verdict.pass_alone(HOST_LOST if lost else "death", message, ended or [0])
         hard_exit()
 
     def _follow(self, peers: RankRegistry) -> bool:
@@ -343,13 +357,14 @@ class Watchdog:
         if self._failed_at is None:
             self._failed_at = self._clock
             if first["kind"] != "exception":
-                self._verdict.publish_stack(peers)
+                peers.publish("answer", self.heartbeat.report(with_stack=True))
             elif first["rank"] != self.heartbeat.rank:
                 self.first_failure = first
                 return True
         verdict = peers.read("verdict", [first["by"]]).get(first["by"])
         if verdict is not None:
-            print_rank(self.heartbeat.rank, verdict["text"])
+            if not peers.is_local(first["by"]):  # which has printed it on this machine
+                print_rank(self.heartbeat.rank, verdict["text"])
             peers.publish("heard", {})
             hard_exit()
         self._await_own_exception(first)

@@ -4,8 +4,8 @@ Usage: job.py FOLDER STRATEGY SAMPLES EPOCHS [PAUSE_S [DROPOUT [FLAGS]]]. Run ag
 ``weights.pt`` behind when it is done. FLAGS is JSON: of the engine's, and ``num_workers`` and ``shuffle`` of the
 loader's.
 
-A file ``trap-POINT`` in the folder has the first rank that gets to that point of a save or a load kill itself: see
-`POINTS`.
+A file ``trap-POINT`` in the folder has the first rank that gets to that point of a start, a save or a load kill itself:
+see `POINTS`.
 """
 
 import json
@@ -23,14 +23,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
+from polyphase.engine.strategies import layout
 
 BATCH = 2
 """Samples in a batch of one rank."""
 
 
-POINTS = ("write", "rename", "renamed", "prune", "load")
-"""Where a trap can be: as a file of a snapshot is opened to be written, as one gets its name, at the next thing that is
-done after that, as an older one is removed, as one is read."""
+POINTS = ("write", "start", "meet", "register", "connect", "rename", "renamed", "prune", "load")
+"""Where a trap can be: as a file of a snapshot is opened to be written (the first trap is in the first save); before
+the engine is there, before the ranks have a store, before the rank registers in it, and right after that; as a file
+gets its name, at the next thing that is done after that, as an older one is removed, as one is read."""
 
 
 class Traps:
@@ -46,21 +48,38 @@ class Traps:
             return
         if self._has_renamed:
             self._has_renamed = False
-            self._spring("renamed")
+            self.spring("renamed")
         if not arguments or not str(arguments[0]).startswith(self._snapshots):
             return
         if event == "open":
             mode, flags = str(arguments[1]), int(arguments[2] or 0)
             writes = any(letter in mode for letter in "wxa+") or flags & (os.O_WRONLY | os.O_RDWR)
             if writes or os.path.isfile(arguments[0]):  # folders are opened, too, to be written out
-                self._spring("write" if writes else "load")
+                self.spring("write" if writes else "load")
         elif event == "os.rename":
-            self._spring("rename")
+            self.spring("rename")
             self._has_renamed = True
         elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
-            self._spring("prune")
+            self.spring("prune")
 
-    def _spring(self, point: str) -> None:
+    def in_meeting(self) -> None:
+        """Puts traps around the calls by which ranks find each other."""
+        name_of_start, connect = layout.name_of_start, layout.connect
+
+        def meet(*args: Any) -> Any:
+            self.spring("meet")
+            return name_of_start(*args)
+
+        def register(*args: Any) -> Any:
+            self.spring("register")
+            job = connect(*args)
+            self.spring("connect")
+            return job
+
+        layout.name_of_start, layout.connect = meet, register
+
+    def spring(self, point: str) -> None:
+        """Kills this process if there is a trap at a point."""
         trap = f"{self._folder}/trap-{point}"
         if os.path.exists(trap):
             try:
@@ -146,7 +165,10 @@ def main(
 
 if __name__ == "__main__":
     arguments: list[Any] = sys.argv[1:]
-    sys.addaudithook(Traps(Path(arguments[0])))
+    traps = Traps(Path(arguments[0]))
+    traps.spring("start")
+    traps.in_meeting()
+    sys.addaudithook(traps)
     flags = json.loads(arguments[6]) if len(arguments) > 6 else {}
     numbers = [float(argument) for argument in arguments[4:6]]
     main(Path(arguments[0]), arguments[1], int(arguments[2]), int(arguments[3]), *numbers, flags=flags)

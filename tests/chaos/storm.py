@@ -3,10 +3,10 @@
     python -m tests.chaos.storm --only ddp fsdp --kills 20
 
 Victims are drawn at random: a rank, or the agent (torchrun), by SIGKILL, at a random moment; or the rank that is the
-first to get to a point inside a save, a removal or a load (`job.POINTS`). A job whose agent is gone is started again by
-the same command. At the end: whether any process is left, which samples were trained on how often in each epoch (of
-steps that were done twice, because they were not saved, the last time counts), how far the weights are from those of a
-job that nobody disturbed, and how long it took from each kill to the next step.
+first to get to a point inside a start, a save, a removal or a load (`job.POINTS`). A job whose agent is gone is started
+again by the same command. At the end: whether any process is left, which samples were trained on how often in each
+epoch (of steps that were done twice, because they were not saved, the last time counts), how far the weights are from
+those of a job that nobody disturbed, and how long it took from each kill to the next step.
 """
 
 import argparse

@@ -12,7 +12,12 @@ SIZES = (60, 2)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "seed", "points"),
-    [("ddp, topk, accumulation", 1, ["renamed", "load"]), ("fsdp", 3, ["write", "prune"])],
+    [
+        ("ddp, topk, accumulation", 1, ["renamed", "load"]),
+        ("fsdp", 3, ["write", "prune"]),
+        ("fsdp", 5, ["start", "meet"]),
+        ("zero1", 7, ["register", "connect"]),
+    ],
 )
 def test_no_sample_is_lost_or_repeated_and_the_weights_are_those_of_a_calm_run(name, seed, points, tmp_path):
     strategy, flags = CONFIGURATIONS[name]

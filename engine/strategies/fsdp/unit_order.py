@@ -163,13 +163,14 @@ class UnitOrder:
         if (others := Call(first["kind"], first["unit"], first["trained"])) != call:
             raise RuntimeError(self._differs(call, job.rank, others, first["rank"]))
         job.count(f"{key}/ranks", 1)
-        self._wait(call, job, f"{key}/ranks")
+        self._wait(call, job, f"{key}/ranks", looks=first["rank"] == job.rank)
         if job.rank == 0 and self._num_questions > 0:  # all ranks have read the answer to the previous question
             for old in ("", "/ranks"):
                 job.line.ask("delete_key", f"polyphase/units/{self._run}/{self._num_questions - 1}{old}")
         self._num_questions += 1
 
-    def _wait(self, call: Call, job: JobStore, ranks: str) -> None:
+    def _wait(self, call: Call, job: JobStore, ranks: str, *, looks: bool) -> None:
+        """Waits for the other ranks; the one that `looks` reads how far they are, for all that wait."""
         pause_s, began = _POLL_S[0], time.monotonic()
         looks_at = began + _BEAT_S
         while job.count(ranks) < job.num_ranks:
@@ -181,7 +182,8 @@ class UnitOrder:
             if now < looks_at:
                 continue
             looks_at = now + _BEAT_S
-            ahead = [rank for rank, number in self._numbers().items() if number > self._number and rank != job.rank]
+            numbers = self._numbers() if looks else {}
+            ahead = [rank for rank, number in numbers.items() if number > self._number and rank != job.rank]
             expected = self._place.expected
             if ahead and expected is not None and job.count(ranks) < job.num_ranks:
                 raise RuntimeError(self._differs(call, job.rank, expected, min(ahead)))
@@ -192,7 +194,10 @@ class UnitOrder:
                 )
 
     def _failure(self, job: JobStore) -> dict[str, Any] | None:
-        return job.first_failure() if job.has(FIRST_FAILURE) else None
+        """Returns the failure of another rank, for which this one stops."""
+        failure = job.first_failure() if job.has(FIRST_FAILURE) else None
+        # After a hang the watchdog looks where this rank waits, and ends it there.
+        return None if failure is None or failure["kind"] == "hang" else failure
 
     def _numbers(self) -> dict[int, int]:
         """Returns the number of calls that each rank has made, as far as is known."""

@@ -113,6 +113,50 @@ class TestWhereTheyMeet:
             Engine(**QUIET, strategy="ddp")
 
 
+class TestValues:
+    """Of what a launcher or a person has set: told by name, before anything starts."""
+
+    @pytest.mark.parametrize(
+        ("variables", "said"),
+        [
+            ({"RANK": "abc", "WORLD_SIZE": 2}, "RANK='abc' must be a whole number from 0"),
+            ({"RANK": "abc"}, "RANK='abc' must be a whole number"),
+            ({"RANK": 5, "WORLD_SIZE": 2}, r"RANK=5 and WORLD_SIZE=2 contradict .*2 process\(es\) RANK is from 0 to 1"),
+            ({"RANK": 1, "WORLD_SIZE": 1}, "RANK=1 and WORLD_SIZE=1 contradict each other"),
+            (
+                {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 2},
+                "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2",
+            ),
+            ({"RANK": -1, "WORLD_SIZE": 2}, "RANK='-1' must"),
+            ({"RANK": 0, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be a whole number from 1"),
+            ({"RANK": 0, "WORLD_SIZE": 10**12}, "WORLD_SIZE='1000000000000' must"),
+            ({"RANK": 0, "WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0' must"),
+            ({"RANK": "\u0661", "WORLD_SIZE": 2}, "RANK='\u0661' must"),
+            ({"SLURM_NTASKS": "x", "SLURM_JOB_NAME": "train"}, "SLURM_NTASKS='x' must"),
+            ({"SLURM_NTASKS": 2, "SLURM_JOB_NAME": "train", "SLURM_PROCID": 2}, "SLURM_PROCID=2 and SLURM_NTASKS=2"),
+            ({"SLURM_NTASKS": 2, "SLURM_JOB_NAME": "train", "SLURM_NNODES": "two"}, "SLURM_NNODES='two' must"),
+            ({"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_RANK": "r"}, "OMPI_COMM_WORLD_RANK='r' must"),
+            ({"MASTER_PORT": 99999999}, "MASTER_PORT='99999999' must be a whole number from 1 to 65535"),
+            ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must"),
+            ({"MASTER_ADDR": ""}, "MASTER_ADDR='' must be the name or the address"),
+            ({"MASTER_ADDR": "host:29500"}, "MASTER_ADDR='host:29500' must .* its port belongs into MASTER_PORT"),
+            ({"MASTER_ADDR": "tcp://host"}, "MASTER_ADDR='tcp://host' must"),
+            ({"NODE_RANK": "first"}, "NODE_RANK='first' must"),
+            ({"SLURM_RESTART_COUNT": "once"}, "SLURM_RESTART_COUNT='once' must"),
+            ({"PL_GLOBAL_SEED": "lucky"}, "PL_GLOBAL_SEED='lucky' must"),
+        ],
+    )
+    def test_one_that_can_not_be(self, set_variables, variables, said):
+        set_variables(variables)
+        with pytest.raises(ValueError, match=rf"^the environment variables? {said}"):
+            Engine(**QUIET, strategy="ddp", devices=2)
+
+    @pytest.mark.parametrize("address", ["10.0.0.7", "node-1.cluster_a", "::1", "[fe80::1%eth0]", "::ffff:10.0.0.7"])
+    def test_addresses(self, set_variables, address):
+        set_variables({"MASTER_ADDR": address, "MASTER_PORT": " 29500 ", "RANK": "", "SLURM_RESTART_COUNT": ""})
+        Engine(**QUIET, strategy="ddp", devices=2)
+
+
 class TestContradictions:
     def test_the_flags(self, set_variables):
         set_variables(dict(zip(NAMES["Open MPI"], (4, 0, 0, 4), strict=True)) | MEETING)

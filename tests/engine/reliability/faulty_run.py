@@ -139,7 +139,7 @@ class SlowToEnd(Callback):
 
 def main(strategy: str, devices: str, rank: str, trouble: str, timeout_s: str) -> None:
     if trouble == "absent":
-        watchdog._CONNECTING_S = 1.0
+        watchdog._IMPORTING_S = 1.0
         if os.environ.get("LOCAL_RANK", "0") == rank:
             time.sleep(200)
     engine = Engine(

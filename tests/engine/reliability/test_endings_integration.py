@@ -58,7 +58,7 @@ def test_a_rank_that_hangs_after_rank_0_is_done_ends():
 def test_a_rank_that_never_comes_is_named():
     finished = run_command(command("ddp", 1, "absent", 2), timeout_s=120)
     assert finished.returncode == 1, finished.output
-    assert "hang, because of rank 1: rank(s) 1 have not come within " in finished.output
+    assert "hang, because of rank 1: rank 1 of 2 did not connect within " in finished.output
     report = the_report()
     assert (report["first_failing_rank"], report["kind"], report["written_by"]["rank"]) == (1, "hang", 0)
 

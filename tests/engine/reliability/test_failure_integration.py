@@ -13,6 +13,7 @@ import pytest
 from lightning.pytorch import Callback
 from torch.multiprocessing import ProcessRaisedException
 
+from tests.chaos.hooks import AFTER, BEFORE, HOOKS, ending
 from tests.distributed import ROOT, free_port, run_command, torchrun
 from tests.engine.tiny import Regression, engine, rows
 from tests.pairs import alternating
@@ -172,6 +173,26 @@ def test_all_ranks_fail_alike(script, tmp_path):
     assert f"[rank {first}] failed and ends the run; rank {1 - first} failed with the same error." in finished.output
     assert finished.output.splitlines().count("ValueError: this rank has had enough") == 1
     assert 'raise ValueError("this rank has had enough")' in the_report()["ranks"][str(1 - first)]["traceback"]
+
+
+CHECKED = ((BEFORE, "plain"), ("setup", "hand"), ("on_save_checkpoint", "plain"), (AFTER, "plain"))
+"""Hooks that `make test` has."""
+REST = [(hook, launcher) for hook in HOOKS for launcher in ("plain", "hand") if (hook, launcher) not in CHECKED]
+
+
+@pytest.mark.parametrize(
+    ("hook", "launcher"), [*CHECKED, *(pytest.param(*each, marks=pytest.mark.nightly) for each in REST)]
+)
+def test_an_exception_in_any_hook_ends_all_ranks(hook, launcher, tmp_path):
+    found = ending(hook, launcher, folder=tmp_path)
+    print(found)
+    # Then rank 0 is a program of its own, and done: there is nothing in which it would hear of rank 1.
+    is_over = hook in ("teardown", AFTER) and launcher == "hand"
+    assert all(found.codes[is_over:]), found.output
+    assert -9 not in found.codes
+    assert (found.num_messages, found.num_left) == (1, 0), found.output
+    if hook == BEFORE:
+        assert "because of rank 1: " in found.output
 
 
 def test_the_user_can_have_all_frames(script, tmp_path, monkeypatch):

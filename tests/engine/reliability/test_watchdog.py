@@ -8,7 +8,9 @@ import threading
 import time
 import traceback
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +21,13 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
+from polyphase.engine.distributed.job_store import JobStore
+from polyphase.engine.distributed.store_calls import StoreLine
 from polyphase.engine.reliability import failure
 from polyphase.engine.reliability.heartbeat import describe, stack_of
-from polyphase.engine.reliability.rank_registry import LEFT, RankRegistry, process_key
-from polyphase.engine.reliability.rendezvous import current_job
-from polyphase.engine.reliability.verdict import behind
+from polyphase.engine.reliability.rank_registry import ALL_CONNECTED, LEFT, RankRegistry, process_key, this_process
+from polyphase.engine.reliability.rendezvous import current_job, wait_for_all
+from polyphase.engine.reliability.verdict import Verdict, behind
 from polyphase.engine.reliability.wakeup import Wakeup
 from polyphase.engine.reliability.watchdog import Watchdog
 from tests.distributed import in_a_fork, run_ranks
@@ -219,6 +223,29 @@ def test_the_culprit_is_behind_or_waits_for_nobody(ranks, culprits):
     assert behind(dict(enumerate(ranks))) == culprits
 
 
+def called(*numbers: int, **others: int) -> dict:
+    """The last collectives of the group of all, and of other groups, as torch's recorder has them."""
+
+    def calls(*numbers: int) -> list[dict]:
+        return [{"number": number, "is_p2p": False} for number in numbers]
+
+    groups = {"gloo 0": calls(*numbers), **{f"gloo {name}": calls(number) for name, number in others.items()}}
+    return report(3, "barrier", collectives={"calls": groups, "groups": {"0": [0, 1, 2]}})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprits"),
+    [
+        ([called(4, 5), called(4), called(4, 5)], [1]),
+        ([called(4, 5), called(4, 5), called(4, 5)], [0, 1, 2]),
+        ([called(4, 5), called(4), {**called(4, 5), "collectives": None}], [1]),
+        ([called(5, a=1), called(5, a=2), called(5)], [0]),  # of a group that rank 2 is not in
+    ],
+)
+def test_of_ranks_that_all_wait_the_culprit_has_not_called_what_the_others_wait_in(ranks, culprits):
+    assert behind(dict(enumerate(ranks))) == culprits
+
+
 @pytest.mark.parametrize(
     ("known", "text"),
     [
@@ -257,6 +284,127 @@ def _two_machines(rank: int) -> None:
 
 def test_silence_is_measured_by_the_listeners_own_clock():
     run_ranks(_two_machines, 2)
+
+
+def _keys_read(num_ranks: int, monkeypatch) -> dict[str, float]:
+    """Keys that a rank asks the store for in a beat and a look at the others, of ranks on machines of four."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    jobs = [JobStore(server, rank, num_ranks) for rank in range(num_ranks)]
+    for rank, job in enumerate(jobs):
+        job.write(process_key(rank), {**this_process(), "host": f"host {rank // 4}"})
+    wait_for_all(jobs[0], timedelta(seconds=10))
+    ask, keys = StoreLine.ask, []
+
+    def count(line, method, *arguments):
+        keys.append(len(arguments[0]) if isinstance(arguments[0], list) else 1)
+        return ask(line, method, *arguments)
+
+    found = {}
+    peers = [RankRegistry("test", job) for job in (jobs[0], jobs[num_ranks // 2])]
+    for each in peers:
+        each.me = {**each.me, "host": f"host {each.rank // 4}"}
+    monkeypatch.setattr(StoreLine, "ask", count)
+    for each in peers:
+        each.beat(report(1))
+        each.beat(report(1))
+    keys.clear()
+    for what, look in (
+        ("beat", lambda each: each.beat(report(1))),
+        ("silence, before others have beaten", lambda each: each.silent(0.0, 10.0)),
+        ("ended", lambda each: each.ended_ranks()),
+    ):
+        for each in peers:
+            look(each)
+        found[what] = sum(keys) / len(peers)
+        keys.clear()
+    monkeypatch.setattr(StoreLine, "ask", ask)
+    for rank, job in enumerate(jobs):
+        job.write(f"polyphase/watch/test/beat/{rank}", {**report(1), **this_process(), "number": 1})
+    monkeypatch.setattr(StoreLine, "ask", count)
+    for each in peers:
+        each.silent(1.0, 10.0)
+    return {**found, "silence": sum(keys) / len(peers)}
+
+
+def test_what_a_rank_reads_in_the_store_does_not_grow_with_their_number(monkeypatch):
+    assert _keys_read(32, monkeypatch) == _keys_read(64, monkeypatch)
+
+
+def test_any_rank_of_another_machine_that_falls_silent_is_noticed(monkeypatch):
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    jobs = [JobStore(server, rank, 32) for rank in range(32)]
+    peers = RankRegistry("test", jobs[0])
+    for rank, job in enumerate(jobs):
+        job.write(process_key(rank), {**this_process(), "host": f"host {rank // 4}"})
+    jobs[0].write(ALL_CONNECTED, {})
+    peers.me = {**peers.me, "host": "host 0"}
+    peers.beat(report(1))
+    assert not peers.absent
+    noticed = []
+    for second in range(40):
+        for rank in set(range(32)) - {12}:  # which has connected, and ended before its first beat
+            number = 1 if rank in (4, 20) else second + 1
+            jobs[rank].write(f"polyphase/watch/test/beat/{rank}", {**report(1), **this_process(), "number": number})
+        noticed += peers.silent(float(second), 10.0)
+    assert set(noticed) == {4, 12, 20}
+
+
+class Stands(threading.Thread):
+    """Waits in the standard library, called by code of the user's."""
+
+    def __init__(self, heartbeat) -> None:
+        super().__init__(daemon=True)
+        self.heartbeat, self.queue, self.is_there = heartbeat, Queue(), threading.Event()
+
+    def run(self) -> None:
+        self.heartbeat.begin()
+        self.is_there.set()
+        self.queue.get()
+
+
+@pytest.fixture
+def standing():
+    thread = Stands(engine().heartbeat)
+    thread.start()
+    thread.is_there.wait()
+    while not stack_of(thread.ident)[0].file.endswith("threading.py"):
+        time.sleep(0.01)
+    yield thread.heartbeat
+    thread.queue.put(None)
+    thread.join()
+
+
+def test_the_users_line_is_none_of_the_standard_library(standing):
+    assert standing.report()["line"].endswith(f"test_watchdog.py:{Stands.run.__code__.co_firstlineno + 3} in run")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_verdict_fits_on_a_screen(standing, is_known, capsys):
+    """Whatever the number of ranks, and however deep their stacks are; it is of one look at each thread."""
+    looks = []
+
+    def positions(**of_this):
+        looks.append(of_this)
+        own = standing.report(**of_this)
+        deep = own["stack"] + '  File "/home/me/model.py", line 7, in descend\n    self.descend()\n' * 60
+        others = {
+            rank: {**own, "stack": deep.replace("7", str(rank)), "batch": rank if is_known else 0, "pending": "barrier"}
+            for rank in range(1, 64)
+        }
+        return {0: own, **others}
+
+    Verdict(standing, "failures", positions).pass_alone(
+        "hang", "no progress for 8 s", [1] if is_known else [*range(64)]
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert looks == [{"with_stack": True}]
+    assert 10 < len(lines) <= 35, lines
+    assert lines[0].startswith(f"[rank 0] hang, because of rank {int(is_known)}: no progress for 8 s; rank")
+    assert ("rank 0: is in phase 'setup'" in "\n".join(lines)) == is_known
+    assert ("so may ranks 2-63" in lines[0]) != is_known
+    assert not [line for line in lines if "threading.py" in line or "queue.py" in line]
+    (written,) = Path("failures").iterdir()
+    assert "threading.py" in written.read_text()
 
 
 class Ended(BaseException):
