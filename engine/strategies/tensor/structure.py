@@ -25,7 +25,7 @@ _KEY = ("k_proj", "key", "k", "wk", "to_k", "k_lin", "key_proj")
 _VALUE = ("v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj")
 _FUSED = ("qkv", "qkv_proj", "c_attn", "wqkv", "to_qkv", "in_proj", "query_key_value")
 _OUT = ("o_proj", "out_proj", "out", "o", "wo", "to_out", "out_lin", "c_proj", "proj", "dense")
-_DOWN = ("down_proj", "down", "w2", "fc2", "c_proj", "wo", "out")
+_DOWN = ("down_proj", "down", "w2", "fc2", "c_proj", "wo", "out", "w3")
 _HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 
@@ -184,6 +184,10 @@ def _mlp_entry(name: str, submodule: nn.Module, options: PlanOptions, skipped: S
     if _runs_in_order(submodule):
         return None  # `_sequence_entries` finds the pairs of a Sequential, which need no region
     pairs = _gated(linears) or _chained(list(linears.items()))
+    is_fused = not pairs and _is_fused_gate(linears)
+    if is_fused:
+        first, second = linears
+        pairs = [([first], second)]
     if not pairs:
         return None
     foreign = [m for m in submodule.modules() if m is not submodule and not isinstance(m, _IN_MLPS) and _has_tensors(m)]
@@ -196,7 +200,10 @@ def _mlp_entry(name: str, submodule: nn.Module, options: PlanOptions, skipped: S
         if hidden % num_ranks:
             skipped.append((f"{name}.{second}", f"{hidden} hidden units are no multiple of {num_ranks}"))
             continue
-        styles |= {f"{name}.{first}": ColwiseParallel(use_local_output=False) for first in firsts}
+        cut: ParallelStyle = (
+            FusedColwise(2, cuts_bias=not options.is_sharded) if is_fused else ColwiseParallel(use_local_output=False)
+        )
+        styles |= {f"{name}.{first}": cut for first in firsts}
         styles[f"{name}.{second}"] = options.output_style
         words.append(
             f"{', '.join(firsts)} by columns, {second} by rows: {hidden // num_ranks} of {hidden} hidden units"
@@ -213,6 +220,17 @@ def _gated(linears: Mapping[str, nn.Linear]) -> list[tuple[list[str], str]]:
     shapes = {(linears[name].in_features, linears[name].out_features) for name in into}
     hidden = linears[down].in_features
     return [(into, down)] if len(shapes) == 1 and shapes == {(linears[into[0]].in_features, hidden)} else []
+
+
+def _is_fused_gate(linears: Mapping[str, nn.Linear]) -> bool:
+    """Whether they are a gated MLP whose gate and up projection are one layer, before one that takes their product.
+
+    Two layers of such sizes may be something else, such as mean and variance of a random value: the name decides.
+    """
+    if len(linears) != 2:
+        return False
+    first, second = linears.values()
+    return first.out_features == 2 * second.in_features and linears.get(_first_name(_DOWN, linears) or "") is second
 
 
 def _chained(linears: list[tuple[str, nn.Linear]]) -> list[tuple[list[str], str]]:

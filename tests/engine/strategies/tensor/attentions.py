@@ -233,6 +233,34 @@ class Gated(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FusedGate(nn.Module):
+    """Gate and up projection in one matrix, side by side, as in Phi-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(DIM, 2 * 24)
+        self.down_proj = nn.Linear(24, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class InterleavedGate(FusedGate):
+    """The same, each number of the gate beside what it is multiplied by, as in GPT-OSS."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate_up_proj(x)
+        return self.down_proj(functional.silu(both[..., ::2]) * both[..., 1::2])
+
+
+class HalvedGate(FusedGate):
+    """The same by `functional.glu`, which multiplies the first half by the sigmoid of the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.glu(self.gate_up_proj(x)))
+
+
 class Residual(nn.Module):
     """Norm, MLP and residual in one."""
 
@@ -264,4 +292,5 @@ class Unfolded(Gated):
 
 ATTENTIONS = [Apart, ByHand, Masked, MaskedByHead, BiasedByHead, Grouped, NormedHeads, Cached, Fused]
 GATHERING = [Split, Chunked, HeadsFirst, Tutorial, PartsLast, Merged, MultiQuery, OneKeyHead, NoHeads, OwnForward]
+GATHERING += [FusedGate, InterleavedGate, HalvedGate]
 BLOCKS = [*ATTENTIONS, *GATHERING, Gated, Residual]

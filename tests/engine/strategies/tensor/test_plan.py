@@ -11,7 +11,7 @@ from polyphase.engine.strategies.tensor.plan import make_plan
 from polyphase.engine.strategies.tensor.styles import FusedColwise, ParallelRegion, PlainRowwise, VocabParallel
 from polyphase.models import ByteGPT
 
-from .attentions import BLOCKS, DIM, Apart, Fused, Gated, MultiQuery, NoHeads, Residual
+from .attentions import BLOCKS, DIM, Apart, Fused, FusedGate, Gated, MultiQuery, NoHeads, Residual
 
 
 def within(**parts: nn.Module) -> nn.Module:
@@ -82,6 +82,17 @@ def test_what_is_more_than_an_mlp_is_searched_for_some():
             self.mlp = Gated()
 
     assert [entry.name for entry in make_plan(within(net=Net()), 2).entries] == ["net.mlp"]
+
+
+def test_two_layers_of_such_sizes_are_a_fused_gate_by_the_name_of_the_second():
+    class Latent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.decode, self.mlp = nn.Linear(8, 8), nn.Linear(4, 8), Gated()
+
+    assert [entry.name for entry in make_plan(within(net=Latent()), 2).entries] == ["net.mlp"]
+    style = make_plan(within(block=FusedGate()), 2, is_sharded=True).styles["block.gate_up_proj"]
+    assert (style.num_parts, style.cuts_bias) == (2, False)
 
 
 def test_experts_are_split_rather_than_the_layers_that_choose_between_them():
