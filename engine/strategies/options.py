@@ -86,8 +86,9 @@ class FSDPOptions(UnitOptions):
     """While accumulating, keep whole gradients and send nothing on the inner micro-batches. False reduces each
     micro-batch to shards at once: less memory, more bytes. Default: false on accelerators of one node, unless shards
     are compressed."""
-    large_layers: bool = True
-    """Gather a large embedding or output layer separately, so that it is not whole throughout the step."""
+    units: Literal["layers", "blocks", "module"] = "layers"
+    """What is gathered as one: `layers`: each repeated block, a large embedding, a large output layer; `blocks`: the
+    blocks alone; `module`: everything, which a step may then use in any way (penalties on weights)."""
     extra_overlap: bool = False
     """Gather the next unit earlier, and reduce over separate connections and two buffers: more memory, for networks
     that are slower than the computing."""

@@ -211,7 +211,8 @@ def test_options_change_the_cost_and_not_the_result(flag):
 @pytest.mark.parametrize(
     "flag",
     [
-        "fsdp_fork:large_layers=false",
+        "fsdp_fork:units=blocks",
+        "fsdp_fork:units=module",
         "fsdp_fork:no_sync=false,extra_overlap=true",
         "fsdp_fork:reshard_after_forward=false",
         *nightly("fsdp_fork", "fsdp_fork:extra_overlap=true", "fsdp_fork:activation_checkpointing=true"),

@@ -207,7 +207,7 @@ def _peak(flag: str, folder: Path) -> None:
 
 def test_a_large_embedding_and_output_layer_are_whole_one_after_the_other(tmp_path):
     peaks = []
-    for flag in ("fsdp_fork", "fsdp_fork:large_layers=false"):
+    for flag in ("fsdp_fork", "fsdp_fork:units=blocks"):
         in_a_child(_peak, flag, tmp_path)
         peaks.append(int((tmp_path / "peak").read_text()))
     assert peaks[0] < peaks[1] - 4 * 1024 * 1024, peaks

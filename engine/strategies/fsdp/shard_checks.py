@@ -70,8 +70,9 @@ def check_own_parameters(group: Any, flag: str) -> None:
                 f"under {flag} the code has replaced {parameter._param_fqn or name!r} for a call, as"
                 " `torch.func.functional_call` does for per-sample gradients and meta learning (MAML). A block gathers"
                 " its own weights from all ranks when it is called, so that the replaced ones would have no effect:"
-                " choose strategy='ddp'. With automatic optimization, `def shard_units(self): return []` in the module"
-                " helps as well: it keeps everything whole during a step. This step has changed no weights."
+                " choose strategy='ddp'. With automatic optimization the option units=module"
+                " (strategy='fsdp:units=module') helps as well: it keeps everything whole during a step. This step has"
+                " changed no weights."
             )
 
 
@@ -131,7 +132,7 @@ def _used_outside(flag: str, how: str) -> str:
     return (
         f"under {flag} the parameters of a block are whole only while the block's own forward runs, and shards outside"
         f" of it{how}. If a step uses them there (`block.norm(x)`, `block.weight`, a penalty over"
-        " `self.parameters()`), define `def shard_units(self): return []` in the module, which keeps everything whole"
-        " during a step, or use strategy='ddp'; a penalty on weights is the optimizer's `weight_decay`. This step has"
+        " `self.parameters()`), choose the option units=module (strategy='fsdp:units=module'), which keeps everything"
+        " whole during a step, or strategy='ddp'; a penalty on weights is the optimizer's `weight_decay`. This step has"
         " changed no weights."
     )

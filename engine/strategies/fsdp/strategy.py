@@ -156,6 +156,11 @@ class FSDP(UnitSteps):
                 f"{type(module).__name__} optimizes by hand: its weights change within a step, so gathered weights"
                 " can't be kept. Leave out reshard_after_forward=false."
             )
+        if isinstance(self.options, FSDPOptions) and self.options.units == "module" and optimizes_by_hand(module):
+            raise ValueError(
+                f"{type(module).__name__} optimizes by hand: its weights change within a step, so each part is gathered"
+                " when it is called. Leave out units=module, or choose strategy='ddp'."
+            )
 
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
         """See `DistributedStrategy`."""
@@ -279,18 +284,19 @@ class FSDP(UnitSteps):
         replacements = Replacements(model, repr(self))
 
         def shard(submodule: nn.Module) -> None:
-            if submodule not in units and submodule is not model:
-                return
-            equalise(submodule, self.root_device)
-            with replacements.within(submodule):
-                self._split(submodule)
+            is_unit = submodule in units or submodule is model
+            if is_unit:
+                equalise(submodule, self.root_device)
+                with replacements.within(submodule):
+                    self._split(submodule)
             if submodule in recomputed and self.recompute is not None:
                 self.recompute(submodule)
             if submodule in blocks and self.compile is not None:
                 submodule.forward = self.compile(submodule.forward)
-            with replacements.within(submodule):
-                self._fully_shard(submodule, is_kept=submodule in kept)
-            read_stored(submodule, "cpu" if self._shards and self._offloads else self.root_device)
+            if is_unit:
+                with replacements.within(submodule):
+                    self._fully_shard(submodule, is_kept=submodule in kept)
+                read_stored(submodule, "cpu" if self._shards and self._offloads else self.root_device)
 
         if self._shards:
             never_flatten(model)
@@ -305,7 +311,9 @@ class FSDP(UnitSteps):
 
     def _planned(self, model: nn.Module, *, by_hand: bool) -> list[Unit]:
         """Returns the units of `model`. With manual optimization, or tensor parallelism, large layers are no units."""
-        takes_layers = self._shards and self.options.large_layers and self.layout.tp == 1 and not by_hand
+        if self._shards and self.options.units == "module":
+            return []
+        takes_layers = self._shards and self.options.units == "layers" and self.layout.tp == 1 and not by_hand
         return plan_units(model, takes_layers=takes_layers)
 
     def _split(self, submodule: nn.Module) -> None:

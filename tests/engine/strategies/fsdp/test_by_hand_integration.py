@@ -316,3 +316,8 @@ def test_a_gradient_of_a_gradient_is_refused_under_tp():
 def test_what_a_forward_gathered_is_not_kept_amid_a_step():
     with pytest.raises(ValueError, match=r"ByHand optimizes by hand.*Leave out reshard_after_forward=false"):
         run("fsdp_fork:reshard_after_forward=false", alternating)
+
+
+def test_parts_that_are_gathered_when_called_are_not_one_unit():
+    with pytest.raises(ValueError, match=r"ByHand optimizes by hand.*Leave out units=module"):
+        run("fsdp_fork:units=module", alternating)

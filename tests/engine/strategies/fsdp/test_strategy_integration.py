@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from torch import nn
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
@@ -245,3 +248,60 @@ def test_units_are_printed_by_the_layout():
     assert str(Engine(strategy="hsdp_spawn:replicate=2", accelerator="cpu", devices=4, **QUIET).layout) == (
         "replicate=2 x shard=2"
     )
+
+
+class LooksAtBlocks(LightningModule):
+    """Uses the weights of its blocks outside of their forwards: a penalty, a tied product, an attack on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        return (y @ self.blocks[0][0].weight - x).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        attacked = batch.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.loss(attacked), attacked)
+        penalty = sum(parameter.abs().sum() for parameter in self.parameters())
+        return self.loss(batch) + self.loss(batch + 0.1 * gradient.sign()) + 1e-2 * penalty
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+
+
+def _looked(strategy: str, **flags: Any) -> dict[str, Tensor]:
+    module = LooksAtBlocks()
+    run = Engine(strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, **QUIET, **flags)
+    run.fit(module, DataLoader(ROWS, 2))
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("fsdp_fork:units=module", {}),
+        ("fsdp_fork:units=module", {"activation_checkpointing": "full"}),
+        ("hsdp_fork:units=module,shard=2,replicate=1", {}),
+    ],
+)
+def test_weights_used_outside_of_their_blocks_are_whole_with_one_unit(strategy, flags):
+    module = LooksAtBlocks()
+    optimizer = module.configure_optimizers()
+    for batch in ROWS.split(4) * 2:
+        optimizer.zero_grad()
+        module.training_step(batch, 0).backward()
+        optimizer.step()
+    assert largest_difference(_looked(strategy, **flags), module.state_dict()) < 1e-6
+
+
+def test_weights_used_outside_of_their_blocks_name_the_option():
+    with pytest.raises(ProcessRaisedException, match=r"option units=module \(strategy='fsdp:units=module'\)"):
+        _looked("fsdp_fork")
