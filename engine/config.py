@@ -22,7 +22,6 @@ from .choices import (
     Offload,
     UnevenPolicy,
 )
-from .strategies.registry import current_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -112,9 +111,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_arguments(self._given())
-        flag = self.strategy
-        if isinstance(flag, str):
-            object.__setattr__(self, "strategy", current_strategy(flag))
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "EngineConfig":

@@ -65,7 +65,6 @@ from .loop import (
     install_loops,
     reports_uncaught,
 )
-from .old_names import warn_of_old_name
 from .preflight import check_module
 from .strategies import STRATEGIES, adapt, check_join, lists_devices, prepare_to_repeat
 from .strategies.offload import choose_offload
@@ -503,11 +502,6 @@ class Engine(TrainerBase):
         self.report: WireReport = engine.strategy.broadcast(report)  # type: ignore[assignment]
         rank_zero_info(str(self.report))
         return self.report
-
-    def wire(self, *args: Any, **kwargs: Any) -> WireReport:
-        """Calls `bench_comm`, which had this name before 0.2; warns, and is removed in 0.3."""
-        warn_of_old_name("the method Engine.wire", "Engine.bench_comm")
-        return self.bench_comm(*args, **kwargs)
 
 
 @with_arguments_of(Engine)

@@ -24,8 +24,6 @@ __all__ = [
     "did_you_mean",
     "parse_flag",
     "parse_options",
-    "renamed",
-    "renamed_options",
     "split_launcher",
 ]
 
@@ -37,7 +35,6 @@ LAUNCHERS: Mapping[str, Literal["popen", "spawn", "fork"]] = {
 }
 """Start method by suffix of the strategy's name; without a suffix the script is run once per device."""
 
-_OLD_NAME = "old_name"
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -110,14 +107,13 @@ class Flag:
     """The ``key=text`` arguments, not yet converted."""
 
 
-def choose(kind: str, text: str, allowed: Collection[str], near: str | None = None) -> str:
+def choose(kind: str, text: str, allowed: Collection[str]) -> str:
     """`text` itself if it is allowed.
 
     Args:
         kind: noun for the message, such as "strategy".
         text: written by the user.
         allowed: all allowed texts.
-        near: the name that is probably meant; None: the closest match.
 
     Raises:
         ValueError: it is not; the message lists `allowed` and names the closest one.
@@ -125,7 +121,7 @@ def choose(kind: str, text: str, allowed: Collection[str], near: str | None = No
     if isinstance(text, str) and text in allowed:
         return text
     by_lower = {name.lower(): name for name in allowed}
-    hint = did_you_mean((near or str(text)).lower(), by_lower, lambda name: repr(by_lower[name]), cutoff=0.5)
+    hint = did_you_mean(str(text).lower(), by_lower, lambda name: repr(by_lower[name]), cutoff=0.5)
     raise ValueError(f"unknown {kind} {text!r}.{hint} Allowed: {', '.join(sorted(allowed)) or 'none'}.")
 
 
@@ -209,28 +205,11 @@ def parse_options(kind: str, cls: type[_OptionsT], options: Mapping[str, str]) -
         ValueError: an unknown key, or a text that is not of the field's type.
     """
     types = {name: type_ for name, type_ in typing.get_type_hints(cls.__init__).items() if name != "return"}
-    old_names = {old: new for old, new in renamed_options(cls).items() if old not in types}
-
-    def meant(key: str) -> str | None:
-        near = difflib.get_close_matches(key, [*types, *old_names], n=1)
-        return old_names.get(near[0]) if near else None
-
     values = {
-        choose(f"option of {kind}", key, types, meant(key)): _convert(f"{kind}:{key}", text, types[key])
+        choose(f"option of {kind}", key, types): _convert(f"{kind}:{key}", text, types[key])
         for key, text in options.items()
     }
     return cls(**values)
-
-
-def renamed(old: str, default: Any) -> Any:
-    """Declares a dataclass field for an option that was called `old`: flags may use it for one more release."""
-    return dataclasses.field(default=default, metadata={_OLD_NAME: old})
-
-
-def renamed_options(cls: type) -> dict[str, str]:
-    """Current name by old name of the options that were renamed."""
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    return {field.metadata[_OLD_NAME]: field.name for field in fields if _OLD_NAME in field.metadata}
 
 
 def _convert(name: str, text: str, type_: Any) -> Any:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..flags import choose
-from ..old_names import warn_of_old_name
 from ..version import __version__
 from .console import exit_with
 from .flag_table import COMMANDS as RUNS
@@ -34,8 +33,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 """Commands that run no model: each takes its arguments and returns the exit code."""
 
-_OTHER_SPELLINGS = {"wire": "bench-comm", "bench_comm": "bench-comm"}
-"""Other spellings of commands: an old name, which works for one more release, and names of engine methods."""
 
 HELP = """\
 usage: polyphase {fit,validate,test,predict,verify,bench-comm} [flags]
@@ -87,8 +84,8 @@ Shell completion for bash (or zsh), with the package shtab:
 def main() -> None:
     """Runs the command with the arguments of the process."""
     words = sys.argv[1:]
-    if words and words[0] in _OTHER_SPELLINGS:
-        words[0] = _current_name(words[0])
+    if words[:1] == ["bench_comm"]:  # the name of the engine's method
+        words[0] = "bench-comm"
     if not words or words[0] in ("-h", "--help"):
         print(HELP, end="")
     elif words[0] == "--version":
@@ -106,12 +103,6 @@ def main() -> None:
             choose("command", words[0], [*RUNS, *COMMANDS])
         except ValueError as error:
             exit_with(f"{error}\nSee polyphase --help.")
-
-
-def _current_name(command: str) -> str:
-    if command == "wire":
-        warn_of_old_name("the command 'polyphase wire'", "'polyphase bench-comm'")
-    return _OTHER_SPELLINGS[command]
 
 
 def _run(command: str, words: list[str]) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from ..flags import check_count, check_number, renamed
+from ..flags import check_count, check_number
 
 __all__ = [
     "DDPOptions",
@@ -113,7 +113,7 @@ class HSDPOptions(FSDPOptions):
 class LocalSGDOptions:
     """The options of the `local_sgd` flag, which follow its colon."""
 
-    sync_every: int = renamed("every", default=16)
+    sync_every: int = 16
     """H: optimizer steps from one exchange to the next."""
     warmup: int = 0
     """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
@@ -164,14 +164,14 @@ class DiLoCoOptions(LocalSGDOptions):
 class PPOptions:
     """The options of the `pp` flag, which follow its colon."""
 
-    pipeline_size: int | None = renamed("stages", default=None)
+    pipeline_size: int | None = None
     """Number of ranks in a pipeline; default: all processes, or these divided by `replicate` or `shard`, or 2."""
     microbatches: int | None = None
     """Number of equal parts of a batch; default: the largest divisor of the batch up to 2 x `pipeline_size`, or 1 for
     one stage."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """Order of the micro-batches' forwards and backwards."""
-    virtual_stages: int | None = renamed("chunks", default=None)
+    virtual_stages: int | None = None
     """Stages on each rank; default: 2 for `interleaved` and 1 for all others."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""

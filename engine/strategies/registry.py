@@ -18,7 +18,6 @@ from ..flags import (
     split_launcher,
 )
 from ..lazy import Reference
-from ..old_names import current_spelling
 from ..plugins import STRATEGY_GROUP, load_plugin, plugin_names
 from ..precision.names import PRECISIONS
 from ..registration import check_new_name
@@ -47,7 +46,6 @@ __all__ = [
     "STRATEGIES",
     "StrategySpec",
     "check_strategy",
-    "current_strategy",
     "find_strategy",
     "import_all",
     "register_strategy",
@@ -239,7 +237,7 @@ def check_strategy(text: str) -> None:
     Raises:
         ValueError: an unknown name or option, or a value that is out of range.
     """
-    flag = parse_flag(current_strategy(text), "strategy")
+    flag = parse_flag(text, "strategy")
     name, launcher = split_launcher(flag.name.lower())
     long_name = re.fullmatch(r"ddp(?:_[a-z]+)?_find_unused_parameters_(true|false)", flag.name.lower())
     if flag.name in ("auto", *LIGHTNINGS_OWN) or long_name:
@@ -256,15 +254,6 @@ def check_strategy(text: str) -> None:
     if flag.value is not None:
         raise ValueError(f"strategy {text!r}: write {name}:key=value; {flag.value!r} has no key.")
     parse_options(f"strategy {name!r}", row.options, flag.options)
-
-
-def current_strategy(text: str) -> str:
-    """Returns the flag `text` with the current names of its options; warns of old names, once and on rank 0."""
-    if not isinstance(text, str) or ":" not in text:
-        return text
-    name, _ = split_launcher(text.partition(":")[0].strip().lower())
-    row = find_strategy(name)
-    return text if row is None else current_spelling(f"strategy {name!r}", text, row.options)
 
 
 def import_all() -> None:

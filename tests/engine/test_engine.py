@@ -15,7 +15,6 @@ import polyphase.engine
 from polyphase.engine import Engine, fit
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.flags import Layout
-from polyphase.engine.old_names import warn_of_old_name
 
 from .tiny import QUIET, Positions, Regression, Seen, engine, rows
 
@@ -194,14 +193,6 @@ def test_bench_comm_names_the_strategies_that_it_can_forecast_under(strategy):
     message = f"bench-comm can't forecast under strategy '{strategy}': choose ddp, zero1 or hsdp"
     with pytest.raises(RefusedError, match=message):
         engine(strategy=strategy, devices=2).bench_comm(Regression(), rows())
-
-
-def test_bench_comm_can_be_called_by_its_old_name():
-    warn_of_old_name.cache_clear()
-    flags = engine(strategy="fsdp_fork", devices=2)
-    message = "the method Engine.wire is now called Engine.bench_comm"
-    with pytest.warns(FutureWarning, match=message), pytest.raises(RefusedError, match="bench-comm can't forecast"):
-        flags.wire(Regression(), rows())
 
 
 def test_a_strategy_that_can_not_repeat_steps_says_so_before_sizes_are_asked_for():

@@ -9,7 +9,6 @@ import pytest
 
 from polyphase.engine.cli import main
 from polyphase.engine.cli.flag_table import COMMANDS
-from polyphase.engine.old_names import warn_of_old_name
 
 MODEL = """
 from lightning.pytorch import LightningModule
@@ -217,31 +216,6 @@ def test_what_is_right_passes(words, monkeypatch):
 
     monkeypatch.syspath_prepend(".")
     check(words[0], words[1:])
-
-
-@pytest.fixture
-def _nothing_said():
-    warn_of_old_name.cache_clear()
-    yield
-    warn_of_old_name.cache_clear()
-
-
-@pytest.mark.usefixtures("_nothing_said")
-def test_the_old_name_of_a_command_works_and_the_new_one_is_said_once(command):
-    message = "the command 'polyphase wire' is now called 'polyphase bench-comm'"
-    with pytest.warns(FutureWarning, match=message) as said:
-        shown = [command("wire", "--help") for _ in range(2)]
-    assert len(said) == 1
-    assert shown == [command("bench-comm", "--help")] * 2
-    assert "usage: polyphase bench-comm" in shown[0][1]
-
-
-@pytest.mark.usefixtures("_nothing_said")
-def test_the_old_name_of_an_option_passes_with_a_warning(command):
-    from polyphase.engine.cli.check import check
-
-    with pytest.warns(FutureWarning, match="the option 'stages' of strategy 'pp' is now called 'pipeline_size'"):
-        check("fit", ["--model", "ByteGPT", "--strategy", "pp:stages=2"])
 
 
 def test_a_name_that_the_users_own_code_may_register_passes(command):

@@ -44,23 +44,6 @@ def test_a_run_saved_in_mid_window_goes_on_bit_for_bit(flag, flags, tmp_path):
     assert largest_difference(whole.state_dict(), resumed.state_dict()) == 0
 
 
-@pytest.mark.filterwarnings("ignore:the option 'every':FutureWarning")
-@pytest.mark.parametrize(
-    ("first", "second"), [("every", "sync_every"), *nightly(("sync_every", "every"), ("every", "every"))]
-)
-def test_a_run_begun_under_the_old_name_of_an_option_goes_on_bit_for_bit(first, second, tmp_path):
-    whole, begun, resumed = normed(), normed(), normed()
-    fit(whole, "diloco_fork:sync_every=4", 9)
-    fit(begun, f"diloco_fork:{first}=4", 6, default_root_dir=tmp_path, resume="auto")
-    if first == "every":  # as an earlier version has written it
-        (record,) = tmp_path.rglob(".run.json")
-        assert '"diloco_fork:sync_every=4"' in record.read_text()
-        record.write_text(record.read_text().replace("sync_every", "every"))
-    fit(resumed, f"diloco_fork:{second}=4", 9, default_root_dir=tmp_path, resume="auto")
-    assert largest_difference(begun.state_dict(), resumed.state_dict()) > 0
-    assert largest_difference(whole.state_dict(), resumed.state_dict()) == 0
-
-
 class Validates(MLP):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass
