@@ -82,7 +82,7 @@ Offload = Literal["activations", "optimizer", "parameters"]
 NonFinitePolicy = Literal["warn", "error", "ignore"]
 """Responses to a loss or gradient norm that is infinite or NaN."""
 
-UnevenPolicy = Literal["pad", "join", "drop"]
+UnevenPolicy = Literal["pad", "drop"]
 """Ways to end an epoch in which ranks have different numbers of batches."""
 
 CheckpointFormat = Literal["auto", "file", "directory"]

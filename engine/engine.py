@@ -66,7 +66,7 @@ from .loop import (
     reports_uncaught,
 )
 from .preflight import check_module
-from .strategies import STRATEGIES, adapt, check_join, lists_devices, prepare_to_repeat
+from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
 from .strategies.offload import choose_offload
 from .strategies.recompute import blocks_to_recompute, check_recompute, kept_operators
 from .strategies.select import select, use_own_device
@@ -140,7 +140,7 @@ class Engine(TrainerBase):
             whole module in one process: ``"auto"`` warns of a difference, and takes a sample of large modules; with
             True a difference is an error, and ddp is compared with one process, too. False: never.
         uneven: the end of an epoch if ranks have different numbers of training batches (streams): after the last rank
-            (``"pad"``, ``"join"``: ranks that have finished count for nothing), or after the first (``"drop"``).
+            (``"pad"``: ranks that have finished count for nothing), or after the first (``"drop"``).
         seed_samples: seed Python's, NumPy's and torch's CPU generators before each sample by seed, epoch and index: its
             augmentation is then the same with any number of ranks and workers, any batch size, and after a resumption.
             Each evaluation has the same draws. Not for an `IterableDataset`.
@@ -308,8 +308,6 @@ class Engine(TrainerBase):
             callbacks.insert(0, OffloadActivations())
 
     def _check_batches(self, config: EngineConfig) -> None:
-        if config.uneven == "join" and self.world_size > 1:
-            check_join(self.strategy)
         if config.micro_batch_size == "auto" and self.world_size > 1:
             prepare_to_repeat(self.strategy, sync_batchnorm=config.sync_batchnorm)
         check_batch_sizes(

@@ -147,11 +147,6 @@ class BatchSizes:
         return self.samples(batch_idx).total < self._trainer.data_size
 
     @property
-    def joins(self) -> bool:
-        """Whether ranks without a sample of a batch join its collectives without running the module."""
-        return isinstance(self.loader, UnevenTrainLoader) and self.loader.policy == "join"
-
-    @property
     def current(self) -> int | None:
         """The largest micro-batch that global batches are cut into now, in samples; None without global batches."""
         batches = self._batches

@@ -23,7 +23,6 @@ __all__ = ["UNEVEN", "UnevenTrainLoader", "as_uneven_train"]
 
 UNEVEN = {
     "pad": "until the last rank has finished; the others run their last batch again, which counts for nothing",
-    "join": "until the last rank has finished; the others take part in its collectives and run nothing (ddp only)",
     "drop": "until the first rank has finished; the remaining batches of the others are not trained on",
 }
 """Describes when an epoch ends, by policy."""
@@ -40,7 +39,7 @@ log = logging.getLogger("polyphase.engine")
 class UnevenTrainLoader(DataLoader):
     """A training loader that ends each epoch at the same batch as those of the other ranks."""
 
-    policy: Literal["pad", "join", "drop"]
+    policy: Literal["pad", "drop"]
     rank: int
     all_gather_ints: Callable[[int], list[int]]
     """Takes this rank's number and returns those of all ranks, in rank order; all ranks call it together."""

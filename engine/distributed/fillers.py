@@ -11,22 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["among_fillers", "are_about", "check_present", "is_here", "leave_out_fillers", "rows_of_samples"]
+__all__ = ["among_fillers", "are_about", "is_here", "leave_out_fillers", "rows_of_samples"]
 
-_present: list[tuple[bool, bool]] = []
-"""The batches in progress that some rank has no sample of: whether this rank runs a filler, and whether ranks without a
-sample run nothing. Not a context variable: recomputation in backward may run in a thread of autograd."""
+_present: list[bool] = []
+"""For each batch in progress that some rank has no sample of, whether this rank runs a filler. Not a context variable:
+recomputation in backward may run in a thread of autograd."""
 
 
 @contextmanager
-def among_fillers(*, is_filler: bool, joined: bool = False) -> Iterator[None]:
+def among_fillers(*, is_filler: bool) -> Iterator[None]:
     """Context of a batch that some rank has no sample of.
 
     Args:
         is_filler: this rank has none, and runs a filler.
-        joined: a rank without a sample does not run the module at all.
     """
-    _present.append((is_filler, joined))
+    _present.append(is_filler)
     try:
         yield
     finally:
@@ -40,20 +39,7 @@ def are_about() -> bool:
 
 def is_here() -> bool:
     """Whether this rank runs a filler now."""
-    return bool(_present) and _present[-1][0]
-
-
-def check_present(collective: str) -> None:
-    """Checks that all ranks run the current batch.
-
-    Raises:
-        ValueError: ranks without a sample do not run it, so the others would wait for them.
-    """
-    if _present and _present[-1][1]:
-        raise ValueError(
-            f"{collective} in a batch that some rank has no sample of and, with uneven='join', does not run: the others"
-            " would wait for it. Choose uneven='pad', with which it counts for nothing, or 'drop'."
-        )
+    return bool(_present) and _present[-1]
 
 
 def leave_out_fillers(gathered: Tensor, group: dist.ProcessGroup | None) -> Tensor:

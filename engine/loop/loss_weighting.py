@@ -119,11 +119,6 @@ class LossWeighting:
             own_weight = torch.full((), float(weight), dtype=torch.float32, device=device)
         return torch.zeros_like(own_weight) if self._trainer._data_connector.sizes.is_filler(batch_idx) else own_weight
 
-    def weigh_nothing(self, batch_idx: int) -> None:
-        """Takes part in the collectives of a micro-batch for which this rank has no batch."""
-        nothing = torch.zeros((), device=self._trainer.lightning_module.device)
-        self.weigh(nothing, {"weight": 0.0} if self._has_weights else nothing, batch_idx)
-
     def reset(self) -> None:
         """Drops the weights of the micro-batches so far: the next micro-batch is the first of its step."""
         self._first_batch_idx, self._estimate, self._total = -1, None, None

@@ -70,7 +70,7 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
         sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
         if self._loss_weighting.data_size > 1 and sizes.some_are_fillers(batch_idx):
-            with beside_fillers(self.trainer, is_filler=sizes.is_filler(batch_idx), joined=sizes.joins):
+            with beside_fillers(self.trainer, is_filler=sizes.is_filler(batch_idx)):
                 super().advance(kwargs)
         else:
             super().advance(kwargs)

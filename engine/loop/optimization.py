@@ -251,7 +251,7 @@ class _ClosureAmongFillers(Closure):
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Forward and backward."""
         sizes = self._trainer._data_connector.sizes
-        with beside_fillers(self._trainer, is_filler=sizes.is_filler(self._batch_idx), joined=sizes.joins):
+        with beside_fillers(self._trainer, is_filler=sizes.is_filler(self._batch_idx)):
             return self._inner.closure(*args, **kwargs)
 
 
@@ -335,23 +335,8 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         sizes = trainer._data_connector.sizes
         if self._optimization.loss_weighting.data_size == 1 or not sizes.some_are_fillers(self._batch_idx):
             return self._forward_and_backward()
-        is_filler = sizes.is_filler(self._batch_idx)
-        if is_filler and sizes.joins:
-            return self._join()
-        with beside_fillers(trainer, is_filler=is_filler, joined=sizes.joins):
+        with beside_fillers(trainer, is_filler=sizes.is_filler(self._batch_idx)):
             return self._forward_and_backward()
-
-    def _join(self) -> ClosureResult:
-        optimization = self._optimization
-        strategy: Any = optimization.trainer.strategy
-        optimizer = strategy.optimizers[0]
-        if self._batch_idx % optimization.trainer.accumulate_grad_batches == 0:
-            self._zero_grad(optimization.trainer, optimizer)
-        strategy.join_micro_batch(lambda: optimization.loss_weighting.weigh_nothing(self._batch_idx), self._ends_window)
-        if self._ends_window:
-            optimization.loss_weighting.correct(optimizer)
-        # The result needs a loss: without one, a loss scaler would skip the step.
-        return ClosureResult(torch.zeros((), device=strategy.root_device))
 
     def _forward_and_backward(self) -> ClosureResult:
         # Lightning: Closure.closure

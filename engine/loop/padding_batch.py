@@ -77,15 +77,14 @@ class EvalPadding:
 
 
 @contextmanager
-def beside_fillers(trainer: Any, *, is_filler: bool, joined: bool = False) -> Iterator[None]:
+def beside_fillers(trainer: Any, *, is_filler: bool) -> Iterator[None]:
     """Context of a batch that some rank has no sample of.
 
     Args:
         trainer: trainer of the batch.
         is_filler: this rank has none: at the end, all that the batch has changed is as before.
-        joined: ranks without a sample do not run the module.
     """
-    with among_fillers(is_filler=is_filler, joined=joined), _restoring(trainer) if is_filler else nullcontext():
+    with among_fillers(is_filler=is_filler), _restoring(trainer) if is_filler else nullcontext():
         yield
     for metric in _metrics(trainer.lightning_module.modules()):
         for name in _list_states(metric):

@@ -11,7 +11,7 @@ from .registry import STRATEGIES, register_strategy
 if TYPE_CHECKING:
     from .capabilities import Capabilities
     from .clipping import norm_of
-    from .compressing import check_join, prepare_to_repeat
+    from .compressing import prepare_to_repeat
     from .fsdp.unit_plan import describe_units
     from .interface import EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
     from .rank_buffers import differing_buffers, updated_buffers
@@ -23,7 +23,6 @@ __all__ = [
     "EngineStrategy",
     "adapt",
     "capabilities_of",
-    "check_join",
     "describe_units",
     "differing_buffers",
     "lists_devices",
@@ -42,7 +41,6 @@ __getattr__ = import_on_access(
         "EngineStrategy": "interface",
         "adapt": "interface",
         "capabilities_of": "interface",
-        "check_join": "compressing",
         "describe_units": "fsdp.unit_plan",
         "differing_buffers": "rank_buffers",
         "lists_devices": "interface",

@@ -41,5 +41,3 @@ class Capabilities:
     """Why the bytes that are sent for gradients and parameters can't be counted."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"
     """Why a step can't be repeated after one rank has run out of memory."""
-    unsupported_join: str | None = "whose ranks take part in each other's forward passes"
-    """Why a rank can't take part in a micro-batch without running the module."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..compression import CommHook, CountingGroup
 from .interface import EngineStrategy, capabilities_of
 
-__all__ = ["CommHookMixin", "check_join", "prepare_to_repeat"]
+__all__ = ["CommHookMixin", "prepare_to_repeat"]
 
 _PASSING_ON = (__name__, "lightning.pytorch.strategies.ddp", "lightning.pytorch.strategies.strategy")
 """The modules whose `optimizer_step` only calls the inherited one if there is no comm hook."""
@@ -34,20 +34,6 @@ def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
     strategy.may_repeat()
 
 
-def check_join(strategy: Strategy) -> None:
-    """Checks that a rank of `strategy` can take part in training without running the module.
-
-    Raises:
-        ValueError: the strategy does not support this.
-    """
-    why_not = capabilities_of(strategy).unsupported_join
-    if why_not is not None:
-        raise ValueError(
-            f"uneven='join' can't be honoured under {type(strategy).__name__}, {why_not}: choose uneven='pad', which"
-            " has the same result, or strategy 'ddp'."
-        )
-
-
 class CommHookMixin(EngineStrategy, ParallelStrategy):
     """Mixin that tells a comm hook when a step is over, and whether the step was taken."""
 
@@ -67,15 +53,6 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
 
         Args:
             step: given a `training_step`, calls it with the smallest batch and returns the loss.
-            synchronises: whether gradients are averaged in this micro-batch.
-        """
-        raise NotImplementedError
-
-    def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
-        """Takes part in a micro-batch of the other ranks.
-
-        Args:
-            weigh: called at the time when the other ranks are between forward and backward.
             synchronises: whether gradients are averaged in this micro-batch.
         """
         raise NotImplementedError

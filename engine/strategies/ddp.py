@@ -47,7 +47,6 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         averages_whole_gradients=True,
         unsupported_counting=None,
         unsupported_repeat=None,
-        unsupported_join=None,
     )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
@@ -269,26 +268,11 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         if synchronises or self.synchronises_always:
             self._mute_what_was_sent()
             self._forget_backward()
-            self._send_zeros()
-
-    def join_micro_batch(self, weigh: Callable[[], None], synchronises: bool) -> None:
-        """Sends buffers and zero gradients."""
-        model = self.model
-        assert isinstance(model, DistributedDataParallel)
-        # torch: the collectives of DistributedDataParallel.forward, which on a GPU also moves its arguments.
-        model._pre_forward(None)
-        weigh()
-        model.require_forward_param_sync = synchronises
-        if synchronises or self.synchronises_always:
-            self._send_zeros()
-
-    def _send_zeros(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        self.model.reducer.prepare_for_backward([])
-        nothing = torch.stack([p.sum() * 0 for _, p in self._trained_parameters()]).sum()
-        with nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward():
-            nothing.backward()
-        self.post_backward(nothing)
+            model.reducer.prepare_for_backward([])
+            nothing = torch.stack([p.sum() * 0 for _, p in self._trained_parameters()]).sum()
+            with nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward():
+                nothing.backward()
+            self.post_backward(nothing)
 
     def begin_again(self) -> None:
         """Makes the ranks agree on the order of the buckets again."""

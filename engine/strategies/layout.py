@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from .._compat.torch import all_gather_single_autograd
 from ..checkpoint import get_random_state, host_state, set_random_state
 from ..devices import module_of
-from ..distributed.fillers import check_present, leave_out_fillers
+from ..distributed.fillers import leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
 from ..distributed.side_sum import SideSum
 from ..environment import is_elastic, listen_on_loopback, listen_towards, place_on_one_machine
@@ -164,7 +164,6 @@ class DistributedStrategy(EngineStrategy):
 
         In a batch that some rank has no sample of, it has the rows of the other ranks: see `fillers.py`.
         """
-        check_present("`all_gather`")
         self._check_repeatable("`self.all_gather`")
         if group is None or group is dist.group.WORLD:  # Lightning: a module's all_gather names the latter
             group = self.data_group

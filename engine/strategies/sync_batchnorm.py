@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
 
 from .._compat.torch import _BatchNorm
-from ..distributed.fillers import check_present, is_here
+from ..distributed.fillers import is_here
 
 __all__ = ["SyncBatchNorm"]
 
@@ -97,7 +97,6 @@ class _Synchronised(_BatchNorm):
         """
         if not self.training or not dist.is_initialized():
             return super().forward(input)
-        check_present("sync_batchnorm=True")
         if not is_here():
             return self._over_all_ranks(input)
         # A filler: no samples of this rank count. Its own output, by its own statistics, is only to be finite; the

@@ -313,7 +313,6 @@ class PS(DistributedStrategy, DDPStrategy):
             keeps_step=self.options.staleness == 0 and not any(map(self.can_lose, range(self.layout.world_size))),
             unsupported_counting="pushes and pulls by remote calls",
             unsupported_repeat="PS",
-            unsupported_join="where a rank takes part in a step by its forward pass",
         )
 
     @property
