@@ -87,8 +87,8 @@ class FSDPOptions(UnitOptions):
     micro-batch to shards at once: less memory, more bytes. Default: false on accelerators of one node, unless shards
     are compressed."""
     units: Literal["layers", "blocks", "module"] = "layers"
-    """What is gathered as one: `layers`: each repeated block, a large embedding, a large output layer; `blocks`: the
-    blocks alone; `module`: everything, which a step may then use in any way (penalties on weights)."""
+    """The parts that are gathered as one. `layers`: each repeated block, a large embedding, a large output layer;
+    `blocks`: the blocks alone; `module`: everything, which a step may then use in any way (penalties on weights)."""
     extra_overlap: bool = False
     """Gather the next unit earlier, and reduce over separate connections and two buffers: more memory, for networks
     that are slower than the computing."""
