@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["Files", "NotAPlainFileError", "absolute", "is_plain_name", "resolve", "sync"]
+__all__ = ["Files", "NotAPlainFileError", "absolute", "is_plain_name", "naming", "resolve", "sync"]
 
 _CHUNK_BYTES = 1 << 22
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
@@ -54,7 +54,7 @@ class Files:
             notes_sum: record the size and checksum of the file in `written`. The checksum takes a third of a save's
                 time, so a file that contains its own checksums does without it.
         """
-        with self.fs.open(self.join(name), "wb") as stream:
+        with naming(self.join(name)), self.fs.open(self.join(name), "wb") as stream:
             checked = _Checked(stream, sums=notes_sum)
             yield checked
             if checked.error is not None:
@@ -125,6 +125,17 @@ class Files:
                 seen = zlib.crc32(chunk, seen)
                 left -= len(chunk)
         return None if seen == crc else f"the content of {name} was changed (its checksum differs)"
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Adds the path to an `OSError` of the block that has none, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 class _Checked:

@@ -360,8 +360,8 @@ COMMANDS = {
     ),
     "prune": _Command(
         _prune,
-        "Removes checkpoints, and unfinished ones if no run saves in the folder. The newest undamaged checkpoint and"
-        " the target of the link `last` are always kept.",
+        "Removes checkpoints, and unfinished ones. The newest undamaged checkpoint and the target of the link `last`"
+        " are always kept. A folder that a run has locked is left alone.",
         {
             "folder": _FOLDER,
             "--keep-last": {"type": int, "required": True, "metavar": "N", "help": "keep the N newest"},

@@ -11,10 +11,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .manifest import Manifest
+from .manifest import MOST_COUNT, CheckpointError, Manifest
 from .retention import Entry
 
 __all__ = ["Ledger", "RunId", "Snapshot", "begin_run", "free_suffix"]
+
+_MOST_SAVES = 1 << 32
+"""The number of saves for which a run needs numbers: one in each second of a century."""
 
 
 class RunId(NamedTuple):
@@ -60,14 +63,24 @@ class Ledger:
     Args:
         run: the run that saves into the folder.
         entries: the entries of the folder.
+
+    Raises:
+        CheckpointError: the number of an entry is so large that those of later saves could not be opened.
     """
 
     def __init__(self, run: RunId, entries: Sequence[Entry]) -> None:
         self._run = run
         self._lock = threading.Lock()
         manifests = [(entry.path, entry.manifest) for entry in entries if entry.manifest is not None]
-        sequences = [manifest.sequence for _, manifest in manifests] + [entry.newer_sequence or 0 for entry in entries]
-        self._sequence = max(sequences, default=0)
+        sequences = {entry.path: entry.newer_sequence or 0 for entry in entries}
+        sequences.update((path, manifest.sequence) for path, manifest in manifests)
+        self._sequence = max(sequences.values(), default=0)
+        if self._sequence > MOST_COUNT - _MOST_SAVES:
+            newest = max(sequences, key=lambda path: sequences[path])
+            raise CheckpointError(
+                f"{newest} claims to be save number {self._sequence} in its folder, which leaves no numbers for this"
+                " run: no run has saved it so. Move it to another folder."
+            )
         self._snapshots: dict[str, Snapshot] = {}
         for path, manifest in manifests:
             self.note_published(path, manifest)

@@ -1,15 +1,22 @@
-"""A lock on a folder, so that only one run at a time saves into it. However the process ends, the lock is released."""
+"""A lock on a folder, so that only one run at a time saves into it. However the process ends, the lock is released.
 
+It is a lock of `flock`, which belongs to the open file: closing other handles on ``.lock`` does not release it, as it
+would release a record lock. On NFS, Linux turns it into a lock at the server: it holds between machines too, unless the
+folder is mounted with ``nolock`` or ``local_lock``; then it holds between the processes of each machine alone. A
+machine that loses its server for longer than the server's lease (90 s) loses the lock.
+"""
+
+import errno
 import fcntl
 import os
 import stat
 import time
 from collections.abc import Callable
-from typing import IO, NamedTuple
+from typing import IO
 
 from fsspec.implementations.local import LocalFileSystem
 
-from .checked_io import resolve
+from .checked_io import naming, resolve
 from .manifest import CheckpointError
 
 __all__ = ["keep_lock", "lock"]
@@ -18,15 +25,18 @@ _LOCK = ".lock"
 _HOLDER_PREFIX = "process "
 """The first characters of every lock file of Polyphase."""
 
-
-class _Held(NamedTuple):
-    stream: IO[str]
-    process: int
+_held: dict[str, IO[str]] = {}
+"""The locks of this process by folder."""
 
 
-_held: dict[str, _Held] = {}
-"""The locks of this process by folder. POSIX grants a process its own lock again, and releases it when any handle on
-the file is closed, so the file must not be opened twice."""
+def _let_go() -> None:
+    """Closes a forked child's copies of the locks, which would keep them when this process has ended."""
+    for stream in _held.values():
+        stream.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
@@ -40,15 +50,15 @@ def lock(folder: str | os.PathLike[str]) -> Callable[[], None]:
         return lambda: None  # object stores have no locks
     os.makedirs(root, exist_ok=True)
     root = os.path.realpath(root)
-    if root in _held and _held[root].process == os.getpid():
+    if root in _held:
         raise _in_use(folder, "another engine of this process")
-    _held[root] = _Held(_take(root, folder), os.getpid())
+    _held[root] = _take(root, folder)
+    process = os.getpid()
 
     def release() -> None:
-        held = _held.get(root)
-        if held is not None and held.process == os.getpid():
-            del _held[root]
-            held.stream.close()
+        if os.getpid() == process and (held := _held.pop(root, None)) is not None:
+            fcntl.flock(held, fcntl.LOCK_UN)  # a child that was just forked may not have closed its copy yet
+            held.close()
 
     return release
 
@@ -61,16 +71,16 @@ def keep_lock(folder: str) -> None:
     """
     root = os.path.realpath(folder)
     held = _held.get(root)
-    if held is None or held.process != os.getpid():
+    if held is None:
         return
     try:
-        current, locked = os.stat(f"{root}/{_LOCK}"), os.fstat(held.stream.fileno())
+        current, locked = os.stat(f"{root}/{_LOCK}"), os.fstat(held.fileno())
         if (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino):
             return
     except FileNotFoundError:
         os.makedirs(root, exist_ok=True)
-    _held[root] = _Held(_take(root, folder), os.getpid())
-    held.stream.close()
+    _held[root] = _take(root, folder)
+    held.close()
 
 
 def _take(root: str, folder: str | os.PathLike[str]) -> IO[str]:
@@ -88,20 +98,25 @@ def _take(root: str, folder: str | os.PathLike[str]) -> IO[str]:
     stream = os.fdopen(handle, "r+")
     holder = stream.read(1000)
     try:
-        # A record lock: child processes that inherit the file (workers of a loader, say) do not hold it.
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # either means that another process holds the lock
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
         stream.close()
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise CheckpointError(
+                f"{folder} can't be locked ({error.strerror}), so another run could save there, too: choose a folder on"
+                " a file system with locks (Lustre has them if it is mounted with -o flock)."
+            ) from error
         raise _in_use(folder, holder.strip() or "another process") from None
     if holder and not holder.startswith(_HOLDER_PREFIX):
         stream.close()
         raise _not_ours(root)
-    stream.seek(0)
-    stream.truncate(0)
-    stream.write(
-        f"{_HOLDER_PREFIX}{os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-    )
-    stream.flush()
+    with naming(f"{root}/{_LOCK}"):
+        stream.seek(0)
+        stream.truncate(0)
+        stream.write(
+            f"{_HOLDER_PREFIX}{os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        )
+        stream.flush()
     return stream
 
 

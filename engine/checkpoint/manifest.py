@@ -8,7 +8,6 @@ and file names must not be paths. A checksum detects damage. It does not prove w
 
 import dataclasses
 import json
-import math
 import os
 import re
 import zlib
@@ -23,6 +22,7 @@ __all__ = [
     "KINDS",
     "MANIFEST",
     "METADATA",
+    "MOST_COUNT",
     "RANKS",
     "README",
     "REST",
@@ -33,6 +33,7 @@ __all__ = [
     "is_checkpoint",
     "is_directory",
     "is_file_of_ours",
+    "is_reserved",
     "manifest_bytes",
     "parse_manifest",
     "read_manifest",
@@ -53,11 +54,14 @@ FORMAT = 2
 """Version of the directory format; larger versions are refused. Format 1 had pickles instead of `TENSORS`."""
 
 _FILES = re.compile(r"(rest|ranks)\.pt|tensors\.json|shard-\d+-\d+\.safetensors|__\d+_\d+\.distcp|\.metadata(\.tmp)?")
-_RESERVED = re.compile(r"\.(lock|run\.json|polyphase|(saving|replaced)-.*)", re.DOTALL)
-"""Names that `locks`, `run_record` and `publish` use in a folder of checkpoints."""
+_RESERVED = re.compile(r"\.(lock|run\.json.*|polyphase|(saving|replaced|link)-.*|nfs.*)", re.DOTALL)
+"""Names that `locks`, `run_record`, `publish` and NFS use in a folder of checkpoints."""
 _MOST_BYTES = 1 << 26
 _CRC_MOST = (1 << 32) - 1
-_COUNT_MOST = (1 << 62) - 1
+MOST_COUNT = (1 << 62) - 1
+"""The largest number that a manifest may have in any field."""
+_MOST_TIME_S = 253402300799
+"""The end of the year 9999, the last that all systems can print."""
 
 Kind = Literal["snapshot", "checkpoint", "weights"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -123,6 +127,11 @@ def is_file_of_ours(name: str) -> bool:
     return name == README or _FILES.fullmatch(name) is not None
 
 
+def is_reserved(name: str) -> bool:
+    """Whether an entry of a folder of checkpoints is no checkpoint, by its name alone: it is not looked into."""
+    return _RESERVED.fullmatch(name) is not None
+
+
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is one of our checkpoints: a published directory, or a file."""
     return is_directory(path) or manifest_text(path) is not None
@@ -134,11 +143,22 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
     return fs.exists(f"{folder}/{MANIFEST}")
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """Returns the content of `MANIFEST.json`."""
-    content = dataclasses.asdict(manifest)
-    content["crc32"] = _crc_of(content)
-    return json.dumps(content, indent=1).encode()
+def manifest_bytes(manifest: Manifest, most_bytes: int = _MOST_BYTES) -> bytes:
+    """Returns the content of `MANIFEST.json`, which `parse_manifest` has accepted.
+
+    Raises:
+        CheckpointError: it has a name or a number that could not be opened again, or more than `most_bytes`.
+    """
+    fields = dataclasses.asdict(manifest)
+    fields["crc32"] = _crc_of(fields)
+    content = json.dumps(fields, indent=1).encode()
+    try:
+        if len(content) > most_bytes:
+            raise CheckpointError(f"{MANIFEST} would have {len(content)} bytes, more than {most_bytes}")
+        parse_manifest(content, manifest.name)
+    except CheckpointError as refused:
+        raise CheckpointError(f"{manifest.name} is not saved, since it could not be opened again: {refused}") from None
+    return content
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -213,17 +233,17 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
             raise ValueError(f"a file is called {name!r}, which is no name within the folder")
         if type(entry) is not list or len(entry) != 2:
             raise ValueError(f"{name} has no size and checksum")
-        if not all(type(n) is int and 0 <= n <= most for n, most in zip(entry, (_COUNT_MOST, _CRC_MOST), strict=True)):
+        if not all(type(n) is int and 0 <= n <= most for n, most in zip(entry, (MOST_COUNT, _CRC_MOST), strict=True)):
             raise ValueError(f"{name} has an impossible size or checksum")
-    if not is_plain_name(_field(fields, "name", str)) or _RESERVED.fullmatch(fields["name"]):
+    if not is_plain_name(_field(fields, "name", str)) or is_reserved(fields["name"]):
         raise ValueError(f"its name is {fields['name']!r}, which is no name within a folder")
-    if not math.isfinite(fields["time"] if type(fields["time"]) is int else _field(fields, "time", float)):
-        raise ValueError("its time is not finite")
+    if not 0 <= (fields["time"] if type(fields["time"]) is int else _field(fields, "time", float)) <= _MOST_TIME_S:
+        raise ValueError(f"its time is {fields['time']} s, which is no date")
     for field in ("step", "epoch"):
         _count(fields, field)
     if _count(fields, "world_size") < 1:
         raise ValueError("world_size is 0")
-    if not all(type(size) is int and 0 < size <= _COUNT_MOST for size in _field(fields, "layout", dict).values()):
+    if not all(type(size) is int and 0 < size <= MOST_COUNT for size in _field(fields, "layout", dict).values()):
         raise ValueError("layout has a size that is no number above 0")
     if not all(type(version) is str for version in _field(fields, "versions", dict).values()):
         raise ValueError("versions has one that is no text")
@@ -249,7 +269,7 @@ def _field(fields: dict[str, Any], name: str, expected: type) -> Any:
 
 
 def _count(fields: dict[str, Any], name: str) -> int:
-    if not 0 <= _field(fields, name, int) <= _COUNT_MOST:
+    if not 0 <= _field(fields, name, int) <= MOST_COUNT:
         raise ValueError(f"{name} is {fields[name]}")
     return fields[name]
 

@@ -24,13 +24,13 @@ from .checked_io import Files, resolve, sync
 from .locks import keep_lock, lock
 from .manifest import (
     MANIFEST,
-    README,
     CheckpointError,
     Manifest,
     NewerFormatError,
     is_checkpoint,
     is_directory,
     is_file_of_ours,
+    is_reserved,
     manifest_bytes,
     read_manifest,
 )
@@ -247,7 +247,7 @@ def _remove_among_others(path: str | os.PathLike[str], extras: tuple[str, ...]) 
 
 
 def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Reads the files of a checkpoint once and lists the faults.
+    """Reads the files of a checkpoint once and lists the faults; other files beside them are ignored.
 
     Args:
         path: the directory, or the single file.
@@ -258,11 +258,7 @@ def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[i
     if not is_directory(path) and files.fs.isfile(files.path):
         return wrong_in(path, share)
     names = sorted(manifest.files)[share[0] :: share[1]]
-    wrong = [problem for name in names if (problem := files.check(name, *manifest.files[name]))]
-    if share[0] == 0:
-        present = {os.path.basename(entry.rstrip("/")) for entry in files.fs.ls(files.path, detail=False)}
-        wrong += [f"{name} does not belong there" for name in sorted(present - {*manifest.files, MANIFEST, README})]
-    return wrong
+    return [problem for name in names if (problem := files.check(name, *manifest.files[name]))]
 
 
 def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
@@ -273,7 +269,7 @@ def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
     fs.invalidate_cache(root)
     checkpoints = []
     for entry in fs.ls(root, detail=False):
-        if isinstance(fs, LocalFileSystem) and os.path.islink(entry):
+        if is_reserved(os.path.basename(entry)) or (isinstance(fs, LocalFileSystem) and os.path.islink(entry)):
             continue  # the link `last` points at a checkpoint that is listed itself
         path = entry if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(entry)
         try:

@@ -9,7 +9,15 @@ from fsspec.implementations.local import LocalFileSystem
 from ..flags import check_count
 from .checked_io import resolve
 from .locks import lock
-from .manifest import MANIFEST, CheckpointError, Manifest, NewerFormatError, is_file_of_ours, read_manifest
+from .manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    NewerFormatError,
+    is_file_of_ours,
+    is_reserved,
+    read_manifest,
+)
 from .publish import LEFTOVERS, check_files, final_path_of, is_leftover, remove, repair
 from .single_file import is_archive, manifest_text, wrong_in
 
@@ -56,6 +64,9 @@ def list_entries(folder: str | os.PathLike[str]) -> list[Entry]:
         is_local = isinstance(fs, LocalFileSystem)
         path = place if is_local else fs.unstrip_protocol(place)
         if is_local and os.path.islink(place):  # the link `last` points at a checkpoint that is listed itself
+            continue
+        name = os.path.basename(place.rstrip("/"))
+        if is_reserved(name) and not name.startswith(LEFTOVERS):
             continue
         if fs.isdir(place):
             entries.append(_entry(fs, place, path))
@@ -113,7 +124,7 @@ def _entry(fs: AbstractFileSystem, fs_path: str, path: str) -> Entry:
 def prune(
     folder: str | os.PathLike[str], *, keep_last: int, keep_every: int | None = None, dry_run: bool = False
 ) -> Pruned:
-    """Removes old checkpoints of a folder, and unfinished ones if no run has locked the folder.
+    """Removes old checkpoints of a folder, and unfinished ones; holds the folder's lock meanwhile.
 
     The newest undamaged checkpoint, the target of the link ``last``, and everything that is not a checkpoint are always
     kept.
@@ -126,10 +137,19 @@ def prune(
 
     Raises:
         ValueError: a number below 1.
+        CheckpointError: a run saves there, or another command prunes it.
     """
     check_count("--keep-last", keep_last)
     if keep_every is not None:
         check_count("--keep-every", keep_every)
+    release = lock(folder)
+    try:
+        return _prune(folder, keep_last, keep_every, dry_run)
+    finally:
+        release()
+
+
+def _prune(folder: str | os.PathLike[str], keep_last: int, keep_every: int | None, dry_run: bool) -> Pruned:
     removed, renamed, notes = _prune_unfinished(folder, dry_run)
     entries = list_entries(folder)
     manifests = {entry.path: entry.manifest for entry in entries if entry.manifest is not None}
@@ -164,22 +184,15 @@ def _prune_unfinished(folder: str | os.PathLike[str], dry_run: bool) -> tuple[li
     if not isinstance(resolve(folder)[0], LocalFileSystem):
         # Object stores have no locks: a run may still be writing it.
         return [], [], [f"{path} is unfinished: if no run saves there, remove it yourself" for path in unfinished]
-    try:
-        release = lock(folder)
-    except CheckpointError as held:
-        return [], [], [f"{path} is unfinished, and left alone: {held}" for path in unfinished]
-    try:
-        final_paths, notes = {}, []
-        for path in unfinished:
-            try:
-                final_paths[path] = final_path_of(path)
-            except NewerFormatError as newer:
-                notes.append(f"{path} is unfinished, and left for the newer version that wrote it: {newer}")
-        if not dry_run:
-            repair(folder)
-            for path in final_paths:
-                remove(path)  # those that `repair` does not recognise
-    finally:
-        release()
+    final_paths, notes = {}, []
+    for path in unfinished:
+        try:
+            final_paths[path] = final_path_of(path)
+        except NewerFormatError as newer:
+            notes.append(f"{path} is unfinished, and left for the newer version that wrote it: {newer}")
+    if not dry_run:
+        repair(folder)
+        for path in final_paths:
+            remove(path)  # those that `repair` does not recognise
     removed = [path for path, final in final_paths.items() if not final]
     return removed, sorted(filter(None, {*final_paths.values()})), notes

@@ -15,11 +15,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from .checked_io import absolute, resolve
 
-__all__ = ["RunRecord", "read_record", "write_record"]
+__all__ = ["RunRecord", "read_record", "replace_file", "write_record"]
 
 _IN_FOLDER = ".run.json"
 _OUTSIDE = ".polyphase"
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 22
 
 log = logging.getLogger("polyphase.engine")
 
@@ -72,12 +72,18 @@ def read_record(folder: str, root: str) -> RunRecord | None:
 
 def write_record(folder: str, root: str, record: RunRecord) -> None:
     """Replaces the record of a folder. A failed write is only logged, since training does not need the record."""
-    content = json.dumps(record._asdict(), indent=1).encode()
+    content = _content_of(record)
+    if len(content) > _MOST_BYTES:  # it could not be read again
+        content = _content_of(record._replace(loggers=(), config=None))
     for path in _paths(folder, root):
         try:
-            _write(path, content)
+            replace_file(path, content)
         except OSError as error:
             log.debug("the record %s is not written: %r", path, error)
+
+
+def _content_of(record: RunRecord) -> bytes:
+    return json.dumps(record._asdict(), indent=1).encode()
 
 
 def _paths(folder: str, root: str) -> tuple[str, str]:
@@ -85,7 +91,8 @@ def _paths(folder: str, root: str) -> tuple[str, str]:
     return f"{folder.rstrip('/')}/{_IN_FOLDER}", f"{absolute(root).rstrip('/')}/{_OUTSIDE}/{name}"
 
 
-def _write(path: str, content: bytes) -> None:
+def replace_file(path: str, content: bytes) -> None:
+    """Writes a small file, local or at a URL, in place of the one that has its name; a link is not followed."""
     fs, fs_path = resolve(path)
     if not isinstance(fs, LocalFileSystem):
         fs.pipe_file(fs_path, content)

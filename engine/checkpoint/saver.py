@@ -31,7 +31,7 @@ from .checked_io import Files, resolve
 from .joint_calls import call_on_all, call_on_rank_0
 from .manifest import RANKS, REST, CheckpointError, Manifest, parse_manifest, read_manifest
 from .not_plain import not_plain
-from .opening import Wants, open_directory, wrong_files
+from .opening import Wants, check_content, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
 from .sending import packed, unpacked
 from .shard_writing import write_shards, writes_shards
@@ -80,6 +80,8 @@ class AsyncCheckpointer:
         """The group of the ranks that save; None: a separate gloo group. Without a process group, rank 0 writes all."""
         self.newest: str | None = None
         """The path of the last checkpoint that was published; None before the first."""
+        self.has_failed = False
+        """Whether the last save has failed, so that nothing is removed in its favour."""
         self.on_published: Callable[[str, Manifest], None] | None = None
         """Called on rank 0 with path and manifest, by the thread that has published a checkpoint."""
         self.on_removed: Callable[[str], None] | None = None
@@ -135,6 +137,7 @@ class AsyncCheckpointer:
         job = _Job(path, staged, content, _packed(of_rank), about, link)
         if not in_background:
             self._write(job, group)
+            self.has_failed = False
             self._warn_of_notes()
             return
         self._path = path
@@ -155,6 +158,7 @@ class AsyncCheckpointer:
         self._thread = None
         self._warn_of_notes()
         error, self._error = self._error, None
+        self.has_failed = error is not None
         removals, self._removals = self._removals, []
         if error is None:
             for path in removals:
@@ -175,13 +179,16 @@ class AsyncCheckpointer:
 
     def remove(self, path: str) -> None:
         """Removes a checkpoint once the save in flight has succeeded; if that save fails, the checkpoint stays."""
-        if self._thread is None:
-            self._remove(path)
-        else:
+        if self._thread is not None:
             self._removals.append(path)
+        elif not self.has_failed:
+            self._remove(path)
 
     def _remove(self, path: str) -> None:
-        remove(path)
+        try:
+            remove(path)
+        except OSError as error:  # of NFS, say, which keeps files that another machine has opened
+            rank_zero_warn(f"{path} could not be removed: {error}")
         if self.on_removed is not None:
             self.on_removed(path)
 
@@ -250,7 +257,7 @@ class AsyncCheckpointer:
 
     def note_file(self, path: str, text: str) -> None:
         """Records that a checkpoint was written as one file with the manifest `text`; called by all ranks."""
-        self.newest = path
+        self.newest, self.has_failed = path, False
         if self.on_published is not None and self._ranks().rank == 0:
             self.on_published(path, parse_manifest(text.encode(), path))
 
@@ -342,6 +349,9 @@ class AsyncCheckpointer:
             name=job.path.rstrip("/").rsplit("/", 1)[-1], time=time.time(), files=dict(files.written), **job.about
         )
         notes = [publish(files.url, job.path, manifest)]
+        # Opened before an older one is removed.
+        if wrong := check_content(job.path, read_manifest(job.path), is_to_open=False):
+            raise CheckpointError(f"{job.path} can't be opened again: {'; '.join(wrong)}")
         if self.on_published is not None:
             self.on_published(job.path, manifest)
         if job.link is not None:

@@ -31,10 +31,13 @@ def write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -
         try:
             writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
         except OSError as error:
-            raise CheckpointError(f"rank 0 could not write: {error!r}") from error
+            raise CheckpointError(f"rank 0 could not write: {type(error).__name__}: {error}") from error
         return
     try:
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group.process_group)
     except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
-        reasons = [f"rank {rank} could not write: {error!r}" for rank, (error, _) in sorted(failed.failures.items())]
+        reasons = [
+            f"rank {rank} could not write: {type(error).__name__}: {error}"
+            for rank, (error, _) in sorted(failed.failures.items())
+        ]
         raise CheckpointError("; ".join(reasons)) from failed

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from .checked_io import resolve
 
-__all__ = ["HEAD", "MANIFEST_KEY", "OURS", "is_archive", "manifest_text", "size_of", "wrong_in"]
+__all__ = ["HEAD", "MANIFEST_KEY", "MOST_TEXT_BYTES", "OURS", "is_archive", "manifest_text", "size_of", "wrong_in"]
 
 OURS = "polyphase"
 """The checkpoint key of Polyphase's own state, beside Lightning's keys."""
@@ -28,7 +28,8 @@ HEAD = b"PK\x03\x04"
 _SMALL_BYTES = 100
 """The largest size of records with metadata, such as the byte order."""
 _BEGIN = b'{\n "name": '
-_MOST_BYTES = 1 << 20
+MOST_TEXT_BYTES = 1 << 20
+"""The largest size of the manifest's text."""
 _PICKLE_MOST_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 22
 _DAMAGE = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, OSError)
@@ -115,7 +116,7 @@ def _text_in(archive: zipfile.ZipFile) -> bytes | None:
     content = archive.read(info)
     position = content.rfind(_BEGIN)
     while position >= 0:
-        text = content[position : position + _MOST_BYTES].decode("latin-1")
+        text = content[position : position + MOST_TEXT_BYTES].decode("latin-1")
         try:
             values, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):

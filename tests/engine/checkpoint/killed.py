@@ -78,25 +78,32 @@ def storm(folder: Path, has_one_path: bool, seed: int) -> None:
 
 
 def hold(folder: Path, tell: Callable[[int], None]) -> None:
+    """Holds the lock whatever it opens there, and has a child, like a worker of a loader, that outlives it."""
     _ = lock(folder)
-    tell(0)
+    find(folder), list_entries(folder), (folder / ".lock").read_text()
+    child = os.fork()
+    if child:
+        tell(child)
     time.sleep(60)
 
 
 def locks(folder: Path) -> None:
-    """A second process can't have the lock, and prunes but leaves unfinished saves alone; until the first is killed."""
+    """A second process can't have the lock, and prunes nothing, until the first is killed; its child has no lock."""
     saved(folder, 1, 2)
     (folder / ".saving-0123").mkdir()
     with child(hold, folder) as (process, read):
-        os.read(read, 9)
-        with pytest.raises(CheckpointError, match=f"in use: process {process} on {os.uname().nodename}, since 20"):
-            lock(folder)
-        pruned = prune(folder, keep_last=1)
-        assert pruned.removed == [str(folder / "step=1")]
-        assert "unfinished, and left alone" in pruned.notes[0]
-        assert (folder / ".saving-0123").exists()
+        orphan = int(os.read(read, 20))
+        before = sorted(os.listdir(folder))
+        says = f"in use: process {process} on {os.uname().nodename}, since 20"
+        for locked in (lambda: lock(folder), lambda: prune(folder, keep_last=1)):
+            with pytest.raises(CheckpointError, match=says):
+                locked()
+        assert sorted(os.listdir(folder)) == before
+    os.kill(orphan, 0)  # it is still there
     lock(folder)()
-    assert prune(folder, keep_last=1).removed == [str(folder / ".saving-0123")]
+    os.kill(orphan, signal.SIGKILL)
+    removed = [os.path.basename(path) for path in prune(folder, keep_last=1).removed]
+    assert removed == ["step=1", ".saving-0123"]
     print("the lock was free")
 
 

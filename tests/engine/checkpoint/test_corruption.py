@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find, opening, read_manifest
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, find, opening, read_manifest
 from polyphase.engine.checkpoint.publish import MANIFEST, check_files
 
 from .sample_checkpoints import is_whole, saved
@@ -73,11 +73,14 @@ def newest_valid(folder: Path) -> str:
     return next(path for path, manifest in find(folder) if not check_files(path, manifest))
 
 
-def test_a_file_that_does_not_belong_there_is_found(folder):
+def test_what_does_not_belong_there_is_ignored(folder):
     (folder / "step=2" / "shard-1-0.safetensors").write_bytes(b"of another save")
-    with pytest.raises(CheckpointError, match=r"shard-1-0\.safetensors does not belong there"):
-        AsyncCheckpointer().load(str(folder / "step=2"))
-    assert newest_valid(folder) == str(folder / "step=1")
+    (folder / "step=2" / ".DS_Store").write_bytes(b"of a file manager")
+    (folder / "step=2" / ".nfs000000000001").mkdir()
+    (folder / "step=2" / "linked").symlink_to(folder)
+    assert newest_valid(folder) == str(folder / "step=2")
+    assert is_whole(str(folder / "step=2"), 2)
+    assert commands.main(["verify", str(folder / "step=2")]) == 0
 
 
 def test_files_of_another_checkpoint_are_found(folder):

@@ -122,6 +122,7 @@ def linked_file(path: Path) -> None:
 DAMAGES: list[Callable[[Path], None]] = [
     *(manifest_is_a_folder, manifest_is_a_pipe, manifest_is_a_link, manifest_is_nested, linked_file),
     *(says(step="20"), says(step=True), says(step=-1), says(step=1 << 70), says(epoch=None), says(time="now")),
+    *(says(time=1e300), says(time=10**400), says(time=-1.0)),
     *(says(name="../../escaped"), says(name="/etc"), says(name=".."), says(name=".lock"), says(world_size=0)),
     *(says(layout={"shard": "2"}), says(files={"rest.pt": [1]}), says(files=[]), says(sequence="1"), says(kind="x")),
     *(says(lineage=[1]), says(step=7), says(epoch=9), says(world_size=2)),
@@ -169,6 +170,14 @@ def test_no_name_leads_out_of_the_folder(tmp_path):
     os.rename(tmp_path / "a" / "b" / "step=1", tmp_path / "a" / "b" / ".saving-0123456789ab")
     assert repair(tmp_path / "a" / "b") == []
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("name", [".lock", ".run.json", ".run.json.0123456789ab", ".polyphase", ".nfs000000000001"])
+def test_names_that_are_no_checkpoints_are_not_looked_into(tmp_path, name):
+    save(tmp_path / "step=1", 1)
+    shutil.copytree(tmp_path / "step=1", tmp_path / name)
+    assert [entry.name for entry in list_entries(tmp_path)] == ["step=1"]
+    assert [os.path.basename(path) for path, _ in find(tmp_path)] == ["step=1"]
 
 
 # --- random edits

@@ -1,6 +1,7 @@
 """A checkpoint directory is whole or not there, whatever was killed when."""
 
 import json
+import math
 import os
 import zlib
 from pathlib import Path
@@ -253,6 +254,27 @@ def test_a_manifest_with_fields_of_another_format_is_damage(tmp_path):
     rewrite(path, surprise=1)
     with pytest.raises(CheckpointError, match=r"can't be trusted .*surprise"):
         read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"step": 1 << 62}, "step is 46"),
+        ({"sequence": 1 << 62}, "sequence is 46"),
+        ({"time": 1e300}, r"its time is 1e\+300 s"),
+        ({"name": "a\\b"}, "which is no name within a folder"),
+        ({"name": ".lock"}, "which is no name within a folder"),
+        ({"loggers": ({"place": math.nan},)}, "NaN is no number"),
+        ({"run": "x" * (1 << 26)}, "bytes, more than"),
+    ],
+    ids=lambda value: f"{value}"[:30],
+)
+def test_what_could_not_be_opened_again_is_not_published(tmp_path, changes, why):
+    old = make(f"{tmp_path}/x")
+    staging = begin(f"{tmp_path}/x")
+    with pytest.raises(CheckpointError, match=rf"is not saved, since it could not be opened again: .*{why}"):
+        publish(staging, f"{tmp_path}/x", manifest(**changes))
+    assert read_manifest(old).step == 1
 
 
 # --- checks and locks

@@ -63,7 +63,7 @@ def test_what_is_kept(tmp_path, options, left):
     assert prune(tmp_path, **options) == would
     assert steps(tmp_path) == left
     assert [os.path.basename(path) for path in would.kept] == [f"step={step}" for step in left]
-    assert sorted(os.listdir(tmp_path)) == sorted(f"step={step}" for step in left)
+    assert sorted(os.listdir(tmp_path)) == [".lock", *sorted(f"step={step}" for step in left)]
 
 
 def test_what_is_unfinished_goes_and_what_is_not_ours_stays(tmp_path):

@@ -155,7 +155,7 @@ def test_a_folder_lists_and_prunes_files(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "another.ckpt")
     assert [entry.manifest.step for entry in list_entries(tmp_path) if entry.manifest] == [4, 3, 2, 1]
     assert len(prune(tmp_path, keep_last=1).removed) == 3
-    assert sorted(os.listdir(tmp_path)) == ["another.ckpt", "epoch=0-step=4.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "another.ckpt", "epoch=0-step=4.ckpt"]
 
 
 def test_a_file_takes_the_place_of_a_directory_and_back(tmp_path):
