@@ -358,6 +358,7 @@ class Engine(TrainerBase):
         self._checkpoint_connector.logs.adopt(resume)  # type: ignore[attr-defined]
         if self.is_global_zero and not self.fast_dev_run and isinstance(model, LightningModule):  # type: ignore[attr-defined]
             claim_log_folders(self.loggers)
+            self._checkpoint_connector.logs.note_created()  # type: ignore[attr-defined]
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)
         except SIGTERMException as stopped:

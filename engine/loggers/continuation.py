@@ -3,6 +3,7 @@
 Phases:
 1. `adopt`, when `fit` is called: the newest snapshot's manifest has the version or run of each logger. A logger of the
    same class and place adopts it, unless the user has chosen another, or the logger has begun already.
+   A log that has not the mark of that run (`mark`) is not continued: a manifest may come from anybody.
 2. `open`, before a logger writes: existing logs are kept.
 3. `take_back`, when a snapshot was opened: points that were logged after it are removed, since they are logged again.
 4. `positions`, with each save: the run of each logger, and the end of its logs. If `max_steps` ends an epoch early, a
@@ -11,6 +12,7 @@ Phases:
 A run that was stopped before its first snapshot is identified by its record, beside the snapshots.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,6 +41,8 @@ class LogContinuation:
         self._continued: set[int] = set()
         self._held: list[dict[str, Any]] | None = None
         self._put_off: tuple[Any, int] | None = None
+        # Logs that this run has created, or the one that it continues.
+        self._owned: set[int] = set()
 
     @property
     def goes_on(self) -> bool:
@@ -47,26 +51,47 @@ class LogContinuation:
 
     def adopt(self, resume: Any) -> None:
         """Continues the logs that the newest snapshot names; called by each process before the loggers begin."""
-        self._adopted, self._continued, self._held, self._put_off = {}, set(), None, None
+        self._adopted, self._continued, self._held, self._put_off, self._owned = {}, set(), None, None, set()
         is_same_run = resume == "auto" or (resume == "fresh" and restart_count() > 0)
         folder = self._trainer.snapshots_path if is_same_run and not self._trainer.fast_dev_run else None
         if folder is None or not any(map(kind_of, self._trainer.loggers)):
             return
-        entries = _said_in(folder, self._trainer.default_root_dir)
+        run, entries = _said_in(folder, self._trainer.default_root_dir)
         for number, logger in enumerate(self._trainer.loggers):
             kind = kind_of(logger)
             entry = None if kind is None else _taken_from(entries, type(logger).__name__, kind.place(logger))
             if kind is None or entry is None:
                 continue
-            refusal = kind.adopt(logger, entry.get("id"))
+            refusal = kind.adopt(logger, entry.get("id"), _owner(run, folder))
             if refusal is None:
                 self._adopted[number] = entry
                 self._continued.add(number)
+                if kind.is_owned(logger, _owner(run, folder)):
+                    self._owned.add(number)
             else:
                 rank_zero_info(
                     f"resume={resume!r}: {entry['class']} does not continue in {entry.get('id')!r}, where the run has"
                     f" logged so far, since {refusal}."
                 )
+
+    def note_created(self) -> None:
+        """Notes which logs this run creates; called on rank 0 before anything is written."""
+        for number, logger in enumerate(self._trainer.loggers):
+            kind = kind_of(logger)
+            if kind is not None and number not in self._continued and kind.is_new(logger):
+                self._owned.add(number)
+
+    def mark(self, run: str) -> None:
+        """Marks the logs that the run with this id has created or continued, so that it can continue them."""
+        folder = self._trainer.snapshots_path
+        if folder is None or not self._trainer.is_global_zero or self._trainer.fast_dev_run:
+            return
+        for number in self._owned:
+            logger, kind = self._logger(number)
+            try:
+                kind.mark(logger, _owner(run, folder))
+            except OSError as error:
+                rank_zero_warn(f"{type(logger).__name__} can't continue its log after a restart: {error}")
 
     def open(self) -> None:
         """Called before any logger writes."""
@@ -115,6 +140,8 @@ class LogContinuation:
             try:
                 if entry is None or entry.get("id") != newest.get("id"):
                     raise ValueError("the snapshot does not have the end of its log")
+                if number not in self._owned:
+                    raise ValueError("the log has no mark of this run")
                 kind.take_back(logger, kind.checked(entry.get("position")), step)
             except (OSError, ValueError) as error:
                 rank_zero_warn(f"{name} continues in {newest['id']!r}, whose points after step {step} stay: {error}.")
@@ -156,13 +183,18 @@ class LogContinuation:
         return logger, kind
 
 
-def _said_in(folder: str, root: str) -> list[dict[str, Any]]:
-    """Returns the loggers' entries of the run that saves into `folder`, from its newest snapshot or its record."""
+def _owner(run: str, folder: str) -> str:
+    """Returns the mark of a run's logs: its id, and the folder of its snapshots, as a copied manifest has another."""
+    return f"{run} {os.path.realpath(folder) if '://' not in folder else folder}"
+
+
+def _said_in(folder: str, root: str) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the run that saves into `folder` and its loggers' entries, from its newest snapshot or its record."""
     for _, manifest in find(folder):
         if manifest.kind != "weights":
-            return list(manifest.loggers)
+            return manifest.run, list(manifest.loggers)
     record = read_record(folder, root)
-    return [] if record is None or record.has_saved else list(record.loggers)
+    return ("", []) if record is None or record.has_saved else (record.run, list(record.loggers))
 
 
 def _taken_from(entries: list[dict[str, Any]], name: str, place: dict[str, Any]) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ truncated.
 """
 
 import csv
+import json
 import os
 import re
 import time
@@ -23,7 +24,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 # Lightning: its own loggers convert hyperparameters to flat dicts with these.
 from .._compat.lightning import _convert_params, _flatten_dict
-from ..checkpoint.checked_io import absolute, is_plain_name
+from ..checkpoint.checked_io import Files, absolute, is_plain_name, resolve
+from ..checkpoint.run_record import replace_file
 
 __all__ = ["LoggerKind", "kind_of"]
 
@@ -31,6 +33,13 @@ _HEX_ID = re.compile(r"[0-9A-Za-z_.-]{1,128}")
 _FLUSH_S = 15.0
 """wandb: x_transaction_log_flush_interval, the time after which it writes rows to the disk."""
 _MOST_ROWS = 10_000
+_MOST_ROWS_BYTES = 1 << 19
+"""Half of what the manifest of a single-file checkpoint may have."""
+_MARK = ".polyphase-run"
+"""The file in a log's folder that names the run that has created it."""
+_TAG = "polyphase.run"
+"""The same, as a tag of MLflow's run."""
+_MOST_MARK_BYTES = 1 << 14
 _EVENTS = ".tfevents."
 """Part of the name of each of TensorBoard's files."""
 
@@ -48,9 +57,24 @@ class LoggerKind:
         """Returns the run's name within the logger's place, a plain value; None if the run has no name yet."""
         raise NotImplementedError
 
-    def adopt(self, logger: Any, run_id: Any) -> str | None:
-        """Makes a logger that has not begun continue the run `run_id`; returns the reason if it can't."""
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
+        """Makes a logger that has not begun continue the run `run_id`; returns the reason if it can't.
+
+        Unless the user has chosen `run_id`, its log must have the mark `owner`: it is read from a file that may be
+        anybody's.
+        """
         raise NotImplementedError
+
+    def is_owned(self, logger: Any, owner: str) -> bool:
+        """Whether the log has the mark `owner`, without which no points are removed from it."""
+        return True
+
+    def is_new(self, logger: Any) -> bool:
+        """Whether this run creates the log: nothing is there yet."""
+        return False
+
+    def mark(self, logger: Any, owner: str) -> None:
+        """Writes the mark `owner` into a log that this run has created or continued."""
 
     def open(self, logger: Any) -> None:
         """Called before a logger that has adopted a run first writes."""
@@ -94,7 +118,7 @@ class _Versions(LoggerKind):
     def id_of(self, logger: Any) -> Any:
         return logger.version
 
-    def adopt(self, logger: Any, run_id: Any) -> str | None:
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
         if type(run_id) is not int and not is_plain_name(run_id):
             return f"{run_id!r} is no version"
         chosen = logger._version  # Lightning: None until it is set or first read
@@ -102,11 +126,31 @@ class _Versions(LoggerKind):
         if chosen not in (None, run_id) and getattr(logger, "chosen_version", None) != chosen:
             return f"version={chosen!r} was set, or read before fit"
         logger._version = run_id
+        is_users = chosen is not None and getattr(logger, "chosen_version", None) is None
+        if not is_users and not self.is_owned(logger, owner):
+            folder, logger._version = logger.log_dir, chosen
+            return f"{folder} has no mark of that run"
         return None
+
+    def is_owned(self, logger: Any, owner: str) -> bool:
+        try:
+            return Files(logger.log_dir).read(_MARK, _MOST_MARK_BYTES).decode() == owner
+        except (OSError, ValueError):
+            return False
+
+    def is_new(self, logger: Any) -> bool:
+        fs, folder = resolve(logger.log_dir)
+        return not fs.exists(folder) or not fs.ls(folder, detail=False)
+
+    def mark(self, logger: Any, owner: str) -> None:
+        replace_file(f"{logger.log_dir}/{_MARK}", owner.encode())
 
 
 class _CSV(_Versions):
     logger_class = CSVLogger
+
+    def is_new(self, logger: Any) -> bool:
+        return True  # Lightning: deletes the rows of an earlier start
 
     def open(self, logger: Any) -> None:
         if logger._experiment is None:  # Lightning: None until the first use
@@ -189,7 +233,7 @@ class _Wandb(LoggerKind):
     def id_of(self, logger: Any) -> Any:
         return logger.version
 
-    def adopt(self, logger: Any, run_id: Any) -> str | None:
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
         if not isinstance(run_id, str) or not _HEX_ID.fullmatch(run_id):
             return f"{run_id!r} is no id"
         if logger.version not in (None, run_id):
@@ -211,8 +255,14 @@ class _Wandb(LoggerKind):
         rows.append((now, next_row - 1, step, values))
 
     def position(self, logger: Any) -> Any:
-        recent = [[row, step, values] for _, row, step, values in self._recent.get(logger, ())]
-        return {"next": self._next_row(logger), "recent": recent}
+        recent: deque[list[Any]] = deque()
+        num_bytes = 0
+        for _, row, step, values in reversed(self._recent.get(logger, ())):
+            num_bytes += len(json.dumps([row, step, values], indent=1))
+            if num_bytes > _MOST_ROWS_BYTES:
+                break
+            recent.appendleft([row, step, values])
+        return {"next": self._next_row(logger), "recent": [*recent]}
 
     def checked(self, position: Any) -> Any:
         try:
@@ -248,7 +298,7 @@ class _MLFlow(LoggerKind):
     def id_of(self, logger: Any) -> Any:
         return logger.run_id
 
-    def adopt(self, logger: Any, run_id: Any) -> str | None:
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
         if not isinstance(run_id, str) or not _HEX_ID.fullmatch(run_id):
             return f"{run_id!r} is no id"
         chosen = logger._run_id  # Lightning: None until it is set or created
@@ -262,8 +312,19 @@ class _MLFlow(LoggerKind):
             return f"its run is gone ({gone.error_code})"
         if run.info.lifecycle_stage == "deleted":
             return "its run was deleted"
+        if chosen is None and run.data.tags.get(_TAG) != owner:
+            return "it has no mark of that run"
         logger._run_id = run_id
         return None
+
+    def is_owned(self, logger: Any, owner: str) -> bool:
+        return logger._mlflow_client.get_run(logger.run_id).data.tags.get(_TAG) == owner
+
+    def is_new(self, logger: Any) -> bool:
+        return logger._run_id is None
+
+    def mark(self, logger: Any, owner: str) -> None:
+        logger.experiment.set_tag(logger.run_id, _TAG, owner)
 
     @contextmanager
     def logging_parameters(self, logger: Any) -> Iterator[None]:
@@ -310,12 +371,12 @@ def _checked_sizes(sizes: Any) -> dict[str, int]:
 
 
 def _sizes(folder: str, marker: str) -> dict[str, int]:
-    """Returns the sizes of the files under a local folder whose names contain `marker`, by relative path."""
+    """Returns the sizes of the files under a local folder whose names contain `marker`, by relative path; no links."""
     sizes = {}
     for parent, _, names in os.walk(folder):
         for name in names:
-            if marker in name:
-                path = os.path.join(parent, name)
+            path = os.path.join(parent, name)
+            if marker in name and not os.path.islink(path):
                 sizes[os.path.relpath(path, folder)] = os.path.getsize(path)
     return sizes
 

@@ -1,0 +1,115 @@
+"""What a file says of a run's logs: they are continued, but no other run's log is cut or removed, whatever it says."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine import Engine
+from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.loggers.kinds import kind_of
+
+from ..checkpoint.sample_checkpoints import seal
+from ..tiny import Regression, engine, rows
+
+LOGGERS = [CSVLogger, TensorBoardLogger]
+
+
+class Fails(Callback):
+    """Ends a run before its first snapshot."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise SystemExit(3)
+
+
+class Logged(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def train(root: Path, logger: Any, steps: int, *callbacks: Any, **flags: Any) -> Engine:
+    flags = {"max_epochs": -1, "max_steps": steps, "log_every_n_steps": 1, **flags}
+    run = engine(default_root_dir=root, logger=logger, callbacks=list(callbacks), **flags)
+    run.fit(Logged(), rows(40))
+    return run
+
+
+def logs(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def are_kept(before: dict[str, bytes], folder: Path) -> bool:
+    after = logs(folder)
+    return all(after.get(name) == content for name, content in before.items())
+
+
+def snapshots() -> Snapshot:
+    return Snapshot(every_n_steps=2, every_minutes=None)
+
+
+@pytest.mark.parametrize("other_saves", [False, True], ids=["without snapshots", "with snapshots"])
+@pytest.mark.parametrize("make", LOGGERS)
+def test_a_manifest_does_not_have_another_runs_log_cut(tmp_path, make, other_saves):
+    def new() -> Any:
+        return make(tmp_path, name="logs")
+
+    other = train(tmp_path / "other", new(), 8, *[snapshots()] * other_saves)
+    before = logs(tmp_path / "logs" / "version_0")
+    train(tmp_path / "run", new(), 4, snapshots())
+    path = tmp_path / "run" / "snapshots" / "step=4"
+    said = json.loads((path / MANIFEST).read_bytes())
+    for entry in said["loggers"]:
+        entry.update(id=0, position=0 if make is CSVLogger else {})
+    run = other.run_history.run
+    seal(path, {**said, **({"run": run.id, "lineage": list(run.lineage)} if other_saves else {})})
+    again = train(tmp_path / "run", new(), 6, snapshots(), resume="auto")
+    assert again.global_step == 6
+    assert again.logger.version == 2
+    assert are_kept(before, tmp_path / "logs" / "version_0")
+
+
+@pytest.mark.parametrize("make", LOGGERS)
+def test_a_record_does_not_either(tmp_path, make):
+    def new() -> Any:
+        return make(tmp_path, name="logs")
+
+    train(tmp_path / "other", new(), 8)
+    before = logs(tmp_path / "logs" / "version_0")
+
+    with pytest.raises(SystemExit):
+        train(tmp_path / "run", new(), 4, Snapshot(every_n_steps=9), Fails())
+    record = tmp_path / "run" / "snapshots" / ".run.json"
+    said = json.loads(record.read_text())
+    for entry in said["loggers"]:
+        entry.update(id=0)
+    record.write_text(json.dumps(said))
+    train(tmp_path / "run", new(), 6, snapshots(), resume="auto")
+    assert are_kept(before, tmp_path / "logs" / "version_0")
+
+
+@pytest.mark.parametrize("make", LOGGERS)
+def test_its_own_log_is_continued_start_after_start(tmp_path, make):
+    for steps in (3, 5, 7):
+        run = train(tmp_path, make(tmp_path), steps, snapshots(), resume="auto")
+        assert run.logger.version == 0
+    assert os.listdir(tmp_path / "lightning_logs") == ["version_0"]
+
+
+def test_what_a_link_leads_to_is_not_cut(tmp_path):
+    other = tmp_path / "events.out.tfevents.other"
+    other.write_bytes(b"another experiment")
+    logger = TensorBoardLogger(tmp_path, version="mine")
+    Path(logger.log_dir).mkdir(parents=True)
+    (Path(logger.log_dir) / "events.out.tfevents.1").symlink_to(other)
+    kind = kind_of(logger)
+    kind.take_back(logger, {"events.out.tfevents.1": 3}, 0)
+    kind.take_back(logger, {}, 0)
+    assert other.read_bytes() == b"another experiment"
